@@ -1,0 +1,569 @@
+//! Durability and visibility. This file alone knows them; nothing else renames, locks, removes or syncs a directory.
+//!
+//! A checkpoint is built in a directory with a name of its own beside the target (`docs/format.md`, 6), made durable from the
+//! inside out, and then takes the target's name in one step: shards (synced by the workers), index, manifest, the directory,
+//! rename, the parent. Until the rename, nothing under the target's name has changed.
+
+use std::ffi::OsStr;
+use std::io::{self, Write as _};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{self, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::manifest;
+use crate::sys::file::{open_directory, open_regular};
+
+/// How long a load waits for a commit that has moved the old checkpoint away and not yet put the new one there.
+const COMMIT_WAIT: Duration = Duration::from_secs(5);
+
+/// Who writes: parts of the temporary names, and with the lock the proof of life.
+struct Identity {
+    host: String,
+    boot: String,
+}
+
+impl Identity {
+    fn here() -> Self {
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let boot: String = boot.chars().filter(char::is_ascii_hexdigit).take(8).collect();
+        let host: String = name.chars().take(64).map(plain).collect();
+        Self { host: if host.is_empty() { "_".into() } else { host }, boot: format!("{boot:0<8}") }
+    }
+}
+
+/// The prefix of every temporary name for checkpoint `name`.
+fn temporary_prefix(name: &OsStr, kind: &str) -> Vec<u8> {
+    let mut prefix = b".".to_vec();
+    let bytes = name.as_bytes();
+    if bytes.len() <= 120 {
+        prefix.extend_from_slice(bytes);
+    } else {
+        prefix.extend_from_slice(&bytes[..120]);
+        prefix.extend_from_slice(checksum::to_hex(checksum::of(bytes)).as_bytes());
+    }
+    prefix.extend_from_slice(format!(".{kind}-").as_bytes());
+    prefix
+}
+
+/// A new temporary name.
+fn temporary_name(name: &OsStr, kind: &str) -> std::ffi::OsString {
+    let Identity { host, boot } = Identity::here();
+    let mut random = [0u8; 4];
+    if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
+        // A name already taken is refused by mkdir and tried again, so this need not be unpredictable.
+        let nanos = Instant::now().elapsed().subsec_nanos() ^ std::process::id();
+        random = nanos.to_be_bytes();
+    }
+    let random = u32::from_be_bytes(random);
+    let mut all = temporary_prefix(name, kind);
+    all.extend_from_slice(format!("{host}-{boot}-{}-{random:08x}", std::process::id()).as_bytes());
+    std::ffi::OsString::from_vec(all)
+}
+
+/// Splits the target into its parent and its own name.
+fn split(path: &Path) -> Result<(PathBuf, std::ffi::OsString)> {
+    let name = path.file_name().ok_or_else(|| Error::Exists {
+        path: path.to_path_buf(),
+        why: "the path must end in the checkpoint's own name".to_owned(),
+    })?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok((parent.to_path_buf(), name.to_owned()))
+}
+
+/// Whether `name` inside a checkpoint is one that fastckpt writes.
+fn is_ours(name: &[u8]) -> bool {
+    let Ok(name) = std::str::from_utf8(name) else { return false };
+    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbered = name
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|rest| rest.split_once("-of-"))
+        .is_some_and(|(index, count)| digits(index) && digits(count));
+    numbered || [manifest::FILE, manifest::INDEX_FILE, "model.safetensors"].contains(&name)
+}
+
+/// The entries of a directory.
+fn entries(directory: BorrowedFd<'_>) -> io::Result<Vec<(std::ffi::CString, FileType)>> {
+    let mut all = Vec::new();
+    for entry in Dir::read_from(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name != c"." && name != c".." {
+            let kind = match entry.file_type() {
+                FileType::Unknown => {
+                    let stat = fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+                    FileType::from_raw_mode(stat.st_mode)
+                }
+                known => known,
+            };
+            all.push((name.to_owned(), kind));
+        }
+    }
+    Ok(all)
+}
+
+/// Opens the directory `name` inside `parent`, not through a symbolic link.
+fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(fs::openat(parent, name, flags, Mode::empty())?)
+}
+
+/// Removes the directory `name` of plain files inside `parent`. What is already gone is no failure.
+fn remove(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+    let gone = |outcome: rustix::io::Result<()>| match outcome {
+        Err(Errno::NOENT) => Ok(()),
+        other => other,
+    };
+    let directory = match open_child(parent, name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for (file, _) in entries(directory.as_fd())? {
+        gone(fs::unlinkat(&directory, &file, AtFlags::empty()))?;
+    }
+    Ok(gone(fs::unlinkat(parent, name, AtFlags::REMOVEDIR))?)
+}
+
+/// A checkpoint being built beside its target. Dropped without a commit, it is removed.
+#[derive(Debug)]
+pub struct Workspace {
+    parent: OwnedFd,
+    parent_path: PathBuf,
+    target: PathBuf,
+    name: std::ffi::OsString,
+    temporary: std::ffi::OsString,
+    /// Holds the lock that proves that the writer lives.
+    directory: OwnedFd,
+    overwrite: bool,
+    committed: bool,
+}
+
+impl Workspace {
+    /// Looks at the target, sweeps what dead writers left beside it, and makes the temporary directory.
+    pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
+        let (parent_path, name) = split(target)?;
+        let parent =
+            open_directory(&parent_path).map_err(Error::io("open the parent directory", &parent_path))?;
+        recover(&parent_path, parent.as_fd(), &name);
+        check_target(parent.as_fd(), &name, target, overwrite)?;
+        sweep(parent.as_fd(), &name);
+        let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
+        loop {
+            let temporary = temporary_name(&name, "tmp");
+            match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
+                Err(Errno::EXIST) => continue,
+                other => other.map_err(failed)?,
+            }
+            let directory = match open_child(parent.as_fd(), &temporary) {
+                Ok(directory) => directory,
+                Err(error) => {
+                    let _ = fs::unlinkat(&parent, &temporary, AtFlags::REMOVEDIR);
+                    return Err(Error::io("open the temporary directory in", &parent_path)(error));
+                }
+            };
+            // Any other refusal is that of a file system without locks, where no sweep removes anything.
+            if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+                continue; // somebody's sweep met the directory before it was locked, and is removing it
+            }
+            let target = target.to_path_buf();
+            return Ok(Self {
+                parent,
+                parent_path,
+                target,
+                name,
+                temporary,
+                directory,
+                overwrite,
+                committed: false,
+            });
+        }
+    }
+
+    /// The directory to create shards in.
+    #[must_use]
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// Where a file of the checkpoint is at this moment, for messages.
+    #[must_use]
+    pub fn path_of(&self, file: &str) -> PathBuf {
+        self.parent_path.join(&self.temporary).join(file)
+    }
+
+    /// Writes a small file and makes it durable.
+    pub fn write_file(&self, file: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.path_of(file);
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = fs::openat(&self.directory, file, flags, Mode::from_raw_mode(0o666))
+            .map_err(Error::io("create", &path))?;
+        let mut file = std::fs::File::from(fd);
+        file.write_all(bytes).map_err(Error::io("write", &path))?;
+        file.sync_all().map_err(Error::io("sync", &path))
+    }
+
+    /// Gives the finished checkpoint the target's name. All its files are durable by now.
+    pub fn commit(mut self) -> Result<()> {
+        let sync = |fd: &OwnedFd, path: &Path| fs::fsync(fd).map_err(Error::io("sync the directory", path));
+        loop {
+            let old = open_child(self.parent.as_fd(), &self.name).ok();
+            if let Some(old) = &old {
+                check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
+                self.carry_over(old.as_fd())?;
+            }
+            sync(&self.directory, &self.path_of(""))?;
+            let renamed = if old.is_some() { self.replace() } else { self.publish() };
+            match renamed {
+                // Somebody else's save came first, or its removal did: look again.
+                Err(Errno::EXIST | Errno::NOTEMPTY | Errno::NOENT) => {}
+                other => {
+                    other.map_err(Error::io("rename the finished checkpoint to", &self.target))?;
+                    break;
+                }
+            }
+            // A target that is no directory would be met here for ever.
+            check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
+        }
+        self.committed = true;
+        sync(&self.parent, &self.parent_path)?;
+        // After an exchange the old checkpoint lies under the temporary name. It is no longer needed, and if removing it
+        // fails the next save will sweep it.
+        let _ = remove(self.parent.as_fd(), &self.temporary);
+        Ok(())
+    }
+
+    /// First save to this name.
+    fn publish(&self) -> rustix::io::Result<()> {
+        let (parent, from, to) = (&self.parent, &self.temporary, &self.name);
+        match fs::renameat_with(parent, from, parent, to, RenameFlags::NOREPLACE) {
+            // NFS, Lustre and FUSE refuse the flag. A plain rename replaces nothing but an empty directory.
+            Err(Errno::INVAL | Errno::NOSYS) => fs::renameat(parent, from, parent, to),
+            other => other,
+        }
+    }
+
+    /// Save over a checkpoint of this name.
+    fn replace(&self) -> rustix::io::Result<()> {
+        let (parent, new, name) = (&self.parent, &self.temporary, &self.name);
+        match fs::renameat_with(parent, new, parent, name, RenameFlags::EXCHANGE) {
+            Err(Errno::INVAL | Errno::NOSYS) => {}
+            other => return other,
+        }
+        // Two steps. Whoever finds the name missing between them waits for this lock, and if it comes free because this process died,
+        // puts the old one back (`recover`).
+        let aside = temporary_name(name, "old");
+        let old = open_child(parent.as_fd(), name).map_err(|_| Errno::NOENT)?;
+        let _ = fs::flock(&old, FlockOperation::NonBlockingLockExclusive);
+        fs::renameat(parent, name, parent, &aside)?;
+        if let Err(error) = fs::renameat(parent, new, parent, name) {
+            let _ = fs::renameat(parent, &aside, parent, name);
+            return Err(error);
+        }
+        fs::fsync(parent)?;
+        let _ = remove(parent.as_fd(), &aside);
+        Ok(())
+    }
+
+    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there.
+    fn carry_over(&self, old: BorrowedFd<'_>) -> Result<()> {
+        let path = &self.target;
+        for (file, _) in entries(old).map_err(Error::io("list", path))? {
+            if is_ours(file.to_bytes()) {
+                continue;
+            }
+            match fs::linkat(old, &file, &self.directory, &file, AtFlags::empty()) {
+                Ok(()) | Err(Errno::EXIST | Errno::NOENT) => {}
+                // No hard links here.
+                Err(_) => self.copy_file(old, &file).map_err(Error::io("carry files over from", path))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_file(&self, old: BorrowedFd<'_>, name: &std::ffi::CStr) -> io::Result<()> {
+        let stat = fs::statat(old, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let from = fs::openat(old, name, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let to = fs::openat(&self.directory, name, flags, Mode::from_raw_mode(stat.st_mode & 0o777))?;
+        let (mut from, mut to) = (std::fs::File::from(from), std::fs::File::from(to));
+        io::copy(&mut from, &mut to)?;
+        to.sync_all()
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = remove(self.parent.as_fd(), &self.temporary);
+        }
+    }
+}
+
+/// Whether the target's name is free, or taken by a checkpoint that may be replaced.
+fn check_target(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<()> {
+    let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
+    let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(()),
+        other => other.map_err(Error::io("look at", target))?,
+    };
+    if !overwrite {
+        return Err(exists("it exists, and overwrite=False"));
+    }
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory => {}
+        FileType::Symlink => return Err(exists("it is a symbolic link: save to the path it points to")),
+        _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
+    }
+    let directory = open_child(parent, name).map_err(Error::io("open", target))?;
+    if !has_magic(directory.as_fd()) {
+        return Err(exists("it is a directory, but not a checkpoint of fastckpt: choose another name"));
+    }
+    for (file, kind) in entries(directory.as_fd()).map_err(Error::io("list", target))? {
+        if kind != FileType::RegularFile {
+            let what = file.to_string_lossy().into_owned();
+            return Err(exists(&format!(
+                "it holds `{what}`, which is no plain file: move that elsewhere first"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a directory holds a manifest of fastckpt, of any version, whole or damaged.
+fn has_magic(directory: BorrowedFd<'_>) -> bool {
+    let mut begin = [0; manifest::MAGIC.len()];
+    open_regular(directory, manifest::FILE).is_ok_and(|(fd, _)| {
+        rustix::io::pread(&fd, &mut begin, 0).is_ok_and(|n| n == begin.len()) && begin == *manifest::MAGIC
+    })
+}
+
+/// Whether `found` is a temporary name that a process of `host` gave: of any checkpoint for `tmp`; for `old` only of
+/// checkpoint `name`, whose own recovery has just run.
+fn may_sweep(found: &[u8], name: &OsStr, host: &str) -> bool {
+    let Ok(text) = std::str::from_utf8(found) else { return false };
+    let mut parts = text.rsplitn(4, '-');
+    let hex8 =
+        |part: Option<&str>| part.is_some_and(|p| p.len() == 8 && p.bytes().all(|b| b.is_ascii_hexdigit()));
+    let number = |part: Option<&str>| part.is_some_and(|p| p.parse::<u32>().is_ok());
+    if !(hex8(parts.next()) && number(parts.next()) && hex8(parts.next())) {
+        return false;
+    }
+    let Some(begin) = parts.next().and_then(|rest| rest.strip_suffix(host)) else { return false };
+    (begin.starts_with('.') && begin.len() > ".x.tmp-".len() - 1 && begin.ends_with(".tmp-"))
+        || begin.as_bytes() == temporary_prefix(name, "old")
+}
+
+/// Removes what dead writers left in the target's parent. A writer is dead when it ran on this host and its lock can be taken;
+/// age proves nothing, and neither does a process number, which another container may not see.
+fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
+    let host = Identity::here().host;
+    let mut synced = false;
+    for (found, kind) in entries(parent).unwrap_or_default() {
+        let found = OsStr::from_bytes(found.to_bytes());
+        if kind != FileType::Directory || !may_sweep(found.as_bytes(), name, &host) {
+            continue;
+        }
+        let Ok(directory) = open_child(parent, found) else { continue };
+        if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_err() {
+            continue;
+        }
+        // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
+        if !synced && fs::fsync(parent).is_err() {
+            return;
+        }
+        synced = true;
+        let _ = remove(parent, found);
+    }
+}
+
+/// Puts an old checkpoint back whose writer died between the two plain renames.
+/// Returns the name under which it can be read if that fails (a read-only mount).
+fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
+    let prefix = temporary_prefix(name, "old");
+    let give_up = Instant::now() + COMMIT_WAIT;
+    loop {
+        if fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+            return None;
+        }
+        let all = entries(parent).unwrap_or_default();
+        let mut old = all.iter().map(|(found, _)| OsStr::from_bytes(found.to_bytes()));
+        let old = old.find(|found| found.as_bytes().starts_with(&prefix))?;
+        if let Ok(directory) = open_child(parent, old) {
+            let locked = fs::flock(&directory, FlockOperation::NonBlockingLockExclusive);
+            if !matches!(locked, Err(Errno::WOULDBLOCK)) && has_magic(directory.as_fd()) {
+                return match fs::renameat(parent, old, parent, name) {
+                    Ok(()) => {
+                        let _ = fs::fsync(parent);
+                        None
+                    }
+                    Err(_) => Some(parent_path.join(old)),
+                };
+            }
+        }
+        if Instant::now() > give_up {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
+pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
+    let open = |path: &Path| open_directory(path);
+    match open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let (parent_path, name) = split(path)?;
+            let instead = open_directory(&parent_path)
+                .ok()
+                .and_then(|parent| recover(&parent_path, parent.as_fd(), &name));
+            open(instead.as_deref().unwrap_or(path))
+        }
+        other => other,
+    }
+    .map_err(Error::io("open checkpoint", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    fn checkpoint(parent: &Path, name: &str, text: &str) -> PathBuf {
+        let path = parent.join(name);
+        let workspace = Workspace::create(&path, true).unwrap();
+        workspace.write_file(manifest::FILE, format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
+        workspace.commit().unwrap();
+        path
+    }
+
+    fn content(path: &Path) -> String {
+        std::fs::read_to_string(path.join(manifest::FILE)).unwrap()
+    }
+
+    fn names(path: &Path) -> Vec<String> {
+        let mut all: Vec<_> =
+            std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        all.sort();
+        all
+    }
+
+    #[test]
+    fn a_second_save_replaces_the_first_and_leaves_nothing() {
+        let parent = tempfile::tempdir().unwrap();
+        checkpoint(parent.path(), "c", "one");
+        let path = checkpoint(parent.path(), "c", "two");
+        assert!(content(&path).ends_with("two"));
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn an_abandoned_save_leaves_the_old_one() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let workspace = Workspace::create(&path, true).unwrap();
+        workspace.write_file("model.safetensors", b"half").unwrap();
+        drop(workspace);
+        assert!(content(&path).ends_with("one"));
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn only_checkpoints_are_overwritten_and_only_when_allowed() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let refused = |overwrite| matches!(Workspace::create(&path, overwrite), Err(Error::Exists { .. }));
+        std::fs::create_dir(&path).unwrap();
+        assert!(refused(true), "an empty directory");
+        std::fs::write(path.join("mine.txt"), "mine").unwrap();
+        assert!(refused(true), "somebody's directory");
+        std::fs::remove_dir_all(&path).unwrap();
+        std::fs::write(&path, "mine").unwrap();
+        assert!(refused(true), "a file");
+        std::fs::remove_file(&path).unwrap();
+        checkpoint(parent.path(), "real", "one");
+        std::os::unix::fs::symlink("real", &path).unwrap();
+        assert!(refused(true), "a link");
+        std::fs::remove_file(&path).unwrap();
+        checkpoint(parent.path(), "c", "one");
+        assert!(refused(false), "overwrite=False");
+        std::fs::create_dir(path.join("sub")).unwrap();
+        assert!(refused(true), "a directory inside");
+    }
+
+    #[test]
+    fn files_of_others_are_carried_over() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        std::fs::write(path.join("model-00001-of-00002.safetensors"), "ours, and stale").unwrap();
+        checkpoint(parent.path(), "c", "two");
+        assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
+    }
+
+    #[test]
+    fn left_overs_of_the_dead_are_swept_and_the_living_are_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let living = Workspace::create(&path, true).unwrap();
+        let dead = parent.path().join(temporary_name(OsStr::new("c"), "tmp"));
+        let foreign = parent.path().join(".c.tmp-elsewhere-00000000-1-00000000");
+        let sibling = parent.path().join(temporary_name(OsStr::new("b-1.tmp"), "tmp"));
+        let old_sibling = parent.path().join(temporary_name(OsStr::new("b"), "old"));
+        let lookalike = parent.path().join(".c.tmp-backup");
+        for path in [&dead, &foreign, &sibling, &old_sibling, &lookalike] {
+            std::fs::create_dir(path).unwrap();
+            std::fs::write(path.join("model.safetensors"), "half").unwrap();
+        }
+        checkpoint(parent.path(), "c", "one");
+        assert!(!dead.exists() && !sibling.exists());
+        assert!(foreign.exists() && old_sibling.exists() && lookalike.exists());
+        assert!(living.path_of("").exists());
+    }
+
+    #[test]
+    fn a_save_that_died_between_two_renames_is_undone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let aside = parent.path().join(temporary_name(OsStr::new("c"), "old"));
+        std::fs::rename(&path, &aside).unwrap();
+        open_checkpoint(&path).unwrap();
+        assert!(content(&path).ends_with("one"));
+        std::fs::rename(&path, &aside).unwrap();
+        drop(Workspace::create(&path, true).unwrap());
+        assert!(content(&path).ends_with("one"));
+    }
+
+    #[test]
+    fn long_names_have_temporary_names_too() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), &"n".repeat(255), "one");
+        assert!(content(&path).ends_with("one"));
+    }
+
+    #[test]
+    fn modes_follow_the_umask() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let probe = parent.path().join("probe");
+        std::fs::write(&probe, "").unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path.join(manifest::FILE)), mode(&probe));
+    }
+
+    #[test]
+    fn a_missing_parent_is_named() {
+        let error = Workspace::create(Path::new("/nowhere/at/all/c"), true).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
+        assert!(matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound));
+    }
+}

@@ -1,0 +1,109 @@
+//! The one error type: what was being done, to which path, why it failed, and what helps.
+
+use std::path::{Path, PathBuf};
+
+/// Shorthand for results of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused or failed an operation.
+    #[error("cannot {operation} `{}`: {source}{}", path.display(), hint(source))]
+    Io {
+        /// What was being done, as a verb phrase.
+        operation: &'static str,
+        /// To which file or directory.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// A file of a checkpoint is not what was written.
+    #[error("corrupt checkpoint: `{}`: {what}", path.display())]
+    Corrupt {
+        /// The damaged file.
+        path: PathBuf,
+        /// What was found.
+        what: String,
+    },
+    /// The manifest names a format version that this release does not read.
+    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", path.display(), crate::manifest::VERSION)]
+    Version {
+        /// The manifest.
+        path: PathBuf,
+        /// The version it names.
+        found: String,
+    },
+    /// The target exists and must not be replaced.
+    #[error("cannot save to `{}`: {why}", path.display())]
+    Exists {
+        /// The target.
+        path: PathBuf,
+        /// Why it stays.
+        why: String,
+    },
+    /// The tensors or options do not make a checkpoint.
+    #[error("{0}")]
+    Invalid(String),
+    /// The caller's own code, called from a worker, failed.
+    #[error("copying a tensor failed: {0}")]
+    Callback(String),
+    /// The caller asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+    /// A worker panicked: a bug in fastckpt; nothing became visible.
+    #[error("a worker thread panicked, please report this bug: {0}")]
+    Panic(String),
+}
+
+impl Error {
+    /// Builds the closure that wraps a system error, for `map_err`.
+    pub fn io<E: Into<std::io::Error>>(operation: &'static str, path: &Path) -> impl FnOnce(E) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Io { operation, path, source: source.into() }
+    }
+
+    /// The system's number for this error, where it has one.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Io { source, .. } => source.raw_os_error(),
+            Self::Exists { .. } => Some(libc::EEXIST),
+            _ => None,
+        }
+    }
+
+    /// A [`Error::Corrupt`] about `path`.
+    pub fn corrupt(path: &Path, what: impl Into<String>) -> Self {
+        Self::Corrupt { path: path.to_path_buf(), what: what.into() }
+    }
+}
+
+/// What helps against the commonest causes; empty for the rest.
+fn hint(source: &std::io::Error) -> &'static str {
+    match source.raw_os_error() {
+        Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
+        Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
+        Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
+        Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
+        Some(libc::EROFS) => ": choose a directory that can be written",
+        Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_names_operation_path_cause_and_remedy() {
+        let error = Error::io("write", Path::new("/ckpt/model.safetensors"))(
+            std::io::Error::from_raw_os_error(libc::ENOSPC),
+        );
+        let text = error.to_string();
+        for part in ["write", "/ckpt/model.safetensors", "No space left", "free space"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}

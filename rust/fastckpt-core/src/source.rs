@@ -1,0 +1,48 @@
+//! Where a tensor's bytes come from and where they go: the seams for memory that is not plain host memory.
+
+use std::sync::Arc;
+
+use crate::sys::buf::{Region, Source};
+
+/// Copies bytes of a tensor, from `start` on, into a staging slab. Called from worker threads.
+pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;
+/// Takes bytes of a tensor, from `start` on, out of a staging slab. Called from worker threads.
+pub type Drain = Arc<dyn Fn(u64, &[u8]) -> Result<(), String> + Send + Sync>;
+
+/// Where a tensor to be saved lies.
+#[derive(Clone)]
+pub enum Content {
+    /// Contiguous host memory.
+    Memory(Source),
+    /// Elsewhere (another device, strided): asked for piece by piece.
+    Pull(Fill),
+}
+
+/// Where bytes that are read go.
+pub enum Destination {
+    /// Contiguous host memory.
+    Memory(Region),
+    /// Elsewhere: handed over piece by piece.
+    Push(Drain),
+    /// Nowhere: only the checksum is wanted.
+    Nowhere,
+}
+
+impl std::fmt::Debug for Content {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Memory(_) => "Memory",
+            Self::Pull(_) => "Pull",
+        })
+    }
+}
+
+impl std::fmt::Debug for Destination {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Memory(_) => "Memory",
+            Self::Push(_) => "Push",
+            Self::Nowhere => "Nowhere",
+        })
+    }
+}

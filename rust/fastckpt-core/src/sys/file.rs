@@ -1,0 +1,169 @@
+//! Files of a checkpoint: opened relative to a directory, with and without the page cache.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::io::{Errno, ReadWriteFlags};
+
+use crate::align::PAGE;
+
+/// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
+const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
+
+/// Whether this kernel has a working `RWF_DONTCACHE`: set on the first refusal, so that it is asked once.
+static DONTCACHE_REFUSED: AtomicBool = AtomicBool::new(false);
+
+/// Opens a directory for use with the other functions of this module.
+pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
+    Ok(fs::open(path, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no symbolic link.
+///
+/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer; it has no effect on regular files.
+fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    match fs::openat2(directory, name, flags, Mode::empty(), resolve) {
+        // No openat2 (before 5.6), or hidden by a seccomp filter: `name` is one component, which NOFOLLOW covers.
+        Err(Errno::NOSYS | Errno::PERM) => Ok(fs::openat(directory, name, flags, Mode::empty())?),
+        other => Ok(other?),
+    }
+}
+
+/// Opens `name` inside `directory` for reading through the page cache and returns it with its length in bytes.
+pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedFd, u64)> {
+    let fd = open_beneath(directory, name, OFlags::empty())?;
+    let stat = fs::fstat(&fd)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok((fd, u64::try_from(stat.st_size).unwrap_or(0)))
+}
+
+/// The alignment that direct I/O on `fd` asks of file offsets, lengths and memory: at least a page, more where the file system says so.
+fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
+    let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return Some(PAGE); // silent about it (before 6.1, btrfs, NFS): trying tells
+    }
+    let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
+    (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
+}
+
+/// A shard, open for reading or writing: directly where that is wanted and works, and through the page cache.
+#[derive(Debug)]
+pub struct DataFile {
+    cached: OwnedFd,
+    direct: Option<OwnedFd>,
+    /// Set when the first direct operation is refused; the file is then used through the page cache.
+    refused: OnceLock<()>,
+}
+
+impl DataFile {
+    /// Creates `name` inside `directory` (it must not exist) with `size` bytes allocated, so that no write extends it and a full
+    /// file system is noticed before the first byte. The mode is 0666 less the umask.
+    pub fn create(directory: BorrowedFd<'_>, name: &str, size: u64) -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = fs::openat(directory, name, flags, Mode::from_raw_mode(0o666))?;
+        match fs::fallocate(&fd, FallocateFlags::empty(), 0, size) {
+            // Not on this file system: the size at least can be final.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => fs::ftruncate(&fd, size)?,
+            other => other?,
+        }
+        Ok(())
+    }
+
+    fn pair(
+        cached: OwnedFd,
+        direct: bool,
+        open: impl FnOnce(OFlags) -> io::Result<OwnedFd>,
+    ) -> io::Result<Self> {
+        let direct = if direct {
+            match open(OFlags::DIRECT) {
+                Ok(fd) if direct_alignment(fd.as_fd()) == Some(PAGE) => Some(fd),
+                // Alignments above a page would need larger blocks everywhere; nobody has reported one.
+                Ok(_) => None,
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => None,
+                Err(error) => return Err(error),
+            }
+        } else {
+            None
+        };
+        Ok(Self { cached, direct, refused: OnceLock::new() })
+    }
+
+    /// Opens a file made by [`DataFile::create`] for writing.
+    pub fn open_write(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<Self> {
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let open = |extra| Ok(fs::openat(directory, name, flags | extra, Mode::empty())?);
+        Self::pair(open(OFlags::empty())?, direct, open)
+    }
+
+    /// Opens a regular file inside `directory` for reading and returns it with its length.
+    pub fn open_read(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<(Self, u64)> {
+        let (cached, len) = open_regular(directory, name)?;
+        Ok((Self::pair(cached, direct, |extra| open_beneath(directory, name, extra))?, len))
+    }
+
+    /// Whether operations on this file go past the page cache.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.direct.is_some() && self.refused.get().is_none()
+    }
+
+    /// Notes that the file system refused a direct operation that was aligned.
+    pub fn refuse_direct(&self) {
+        let _ = self.refused.set(());
+    }
+
+    /// The descriptor for an operation of the given kind.
+    #[must_use]
+    pub fn fd(&self, direct: bool) -> BorrowedFd<'_> {
+        match &self.direct {
+            Some(fd) if direct => fd.as_fd(),
+            _ => self.cached.as_fd(),
+        }
+    }
+
+    /// Reads into `buf` at `offset`; returns how many bytes came.
+    pub fn read_at(&self, direct: bool, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        Ok(rustix::io::pread(self.fd(direct), buf, offset)?)
+    }
+
+    /// Writes `buf` at `offset`; returns how many bytes went.
+    pub fn write_at(&self, direct: bool, buf: &[u8], offset: u64) -> io::Result<usize> {
+        if direct {
+            return Ok(rustix::io::pwrite(self.fd(true), buf, offset)?);
+        }
+        if !DONTCACHE_REFUSED.load(Ordering::Relaxed) {
+            match rustix::io::pwritev2(&self.cached, &[io::IoSlice::new(buf)], offset, DONTCACHE) {
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
+                    DONTCACHE_REFUSED.store(true, Ordering::Relaxed);
+                }
+                other => return Ok(other?),
+            }
+        }
+        let written = rustix::io::pwrite(&self.cached, buf, offset)?;
+        self.start_write_back(offset, written as u64);
+        Ok(written)
+    }
+
+    /// Asks the kernel to begin writing a range back, so that the final fsync finds little to do. Pacing only, never durability.
+    fn start_write_back(&self, offset: u64, len: u64) {
+        let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+        // SAFETY: a system call on a descriptor that we hold, without pointers.
+        unsafe { libc::sync_file_range(self.cached.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
+    }
+
+    /// Cuts the file to `len` bytes and makes its data and size durable. A failure is final: the kernel may have dropped the dirty
+    /// pages and would report success the next time.
+    pub fn finish(&self, len: u64) -> io::Result<()> {
+        fs::ftruncate(&self.cached, len)?;
+        fs::fdatasync(&self.cached)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,134 @@
+//! An `io_uring` of one thread, owning the buffers of what it has in flight.
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::AsRawFd;
+
+use io_uring::{IoUring, Probe, opcode, types};
+
+use crate::io::{Done, Op};
+
+/// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
+const ENTRIES: u32 = 32;
+
+/// A ring and the operations that it holds.
+///
+/// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring goes,
+/// then the buffers (the order of the fields).
+pub struct Ring {
+    inner: IoUring,
+    flights: Vec<Option<Op>>,
+    in_flight: usize,
+}
+
+impl Ring {
+    /// Sets up a ring for the calling thread, and only for it, with the newest set of flags that the kernel takes.
+    pub fn new() -> io::Result<Self> {
+        let mut newest = IoUring::builder();
+        newest.setup_single_issuer().setup_defer_taskrun().setup_submit_all();
+        let mut older = IoUring::builder();
+        older.setup_coop_taskrun();
+        let mut refused = io::Error::from_raw_os_error(libc::EINVAL);
+        for builder in [newest, older, IoUring::builder()] {
+            match builder.clone().dontfork().build(ENTRIES) {
+                Ok(ring) => return Self::probed(ring),
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(refused)
+    }
+
+    fn probed(ring: IoUring) -> io::Result<Self> {
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        if !(probe.is_supported(opcode::Read::CODE) && probe.is_supported(opcode::Write::CODE)) {
+            return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+        }
+        Ok(Self { inner: ring, flights: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
+    }
+
+    /// Hands `op` to the kernel.
+    ///
+    /// # Panics
+    /// If more operations are in flight than the ring has entries: the worker's queue depth is lower.
+    pub fn submit(&mut self, mut op: Op) -> io::Result<()> {
+        let slot = self.flights.iter().position(Option::is_none).expect("queue depth below ring entries");
+        let fd = types::Fd(op.file.fd(op.direct).as_raw_fd());
+        let len = u32::try_from(op.range.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let entry = if op.write {
+            let bytes = &op.buf[op.range.clone()];
+            opcode::Write::new(fd, bytes.as_ptr(), len).offset(op.offset).build()
+        } else {
+            let bytes = &mut op.buf[op.range.clone()];
+            opcode::Read::new(fd, bytes.as_mut_ptr(), len).offset(op.offset).build()
+        }
+        .user_data(slot as u64);
+        self.flights[slot] = Some(op);
+        self.in_flight += 1;
+        // SAFETY: the descriptor and the buffer belong to the operation now in `flights`, which stays there, unmoved in
+        // memory (slab and region are pointers), until its completion was reaped, also when the ring is dropped.
+        if unsafe { self.inner.submission().push(&entry) }.is_err() {
+            self.flights[slot] = None;
+            self.in_flight -= 1;
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.enter(0)
+    }
+
+    /// Submits what is queued and waits for `want` completions.
+    fn enter(&mut self, want: usize) -> io::Result<()> {
+        loop {
+            match self.inner.submit_and_wait(want) {
+                Ok(_) => return Ok(()),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                // The kernel is short of something for a moment; reaping may free it.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {
+                    if want == 0 || !self.inner.completion().is_empty() {
+                        return Ok(()); // what stays queued goes with the next entry
+                    }
+                    std::thread::yield_now();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The next completion, waiting for it if need be; none if nothing is in flight.
+    pub fn wait(&mut self) -> io::Result<Option<Done>> {
+        if self.in_flight == 0 {
+            return Ok(None);
+        }
+        loop {
+            let next = self.inner.completion().next();
+            let Some(entry) = next else {
+                self.enter(1)?;
+                continue;
+            };
+            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX);
+            let Some(op) = self.flights.get_mut(slot).and_then(Option::take) else { continue };
+            self.in_flight -= 1;
+            let result =
+                usize::try_from(entry.result()).map_err(|_| io::Error::from_raw_os_error(-entry.result()));
+            return Ok(Some(Done { op, result }));
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        while self.in_flight > 0 {
+            if self.wait().is_err() {
+                // The kernel no longer answers, so it may still write: these buffers must outlive the process's use of them.
+                let _ = ManuallyDrop::new(std::mem::take(&mut self.flights));
+                return;
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring").field("in_flight", &self.in_flight).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,341 @@
+//! Worker threads: each takes blocks from the common queue and keeps its backend busy. They know nothing of layout.
+
+use std::any::Any;
+use std::io;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crate::align::{self, PAGE};
+use crate::error::{Error, Result};
+use crate::io::blocking::Blocking;
+use crate::io::fault::Faulty;
+use crate::io::{Backend, Engine, Op, uring};
+use crate::options::{self, Io, Options, QUEUE_DEPTH, STAGING_BUDGET};
+use crate::report::Blocks;
+use crate::sys::buf::{self, Buf, Slab};
+use crate::sys::file::DataFile;
+
+/// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
+const TICK: Duration = Duration::from_millis(100);
+/// Threads of the engine that has one operation in flight each: enough to keep a device busy while others copy.
+const BLOCKING_THREADS: usize = 4;
+/// More ring threads than this were never faster: copying, not submitting, is what they share.
+const RING_THREADS: usize = 8;
+
+/// Told the bytes done so far, about ten times a second; answers whether to go on.
+pub type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
+
+/// One block on its way.
+#[derive(Debug)]
+pub struct Transfer {
+    /// The file.
+    pub file: Arc<DataFile>,
+    /// Where in the file the transfer begins.
+    pub offset: u64,
+    /// Which bytes of the buffer move. For direct I/O, offset and range are aligned.
+    pub range: Range<usize>,
+    /// How many of them must: fewer at the end of a file.
+    pub need: usize,
+    /// The memory.
+    pub buf: Buf,
+}
+
+/// What workers do, block by block.
+pub trait Job: Sync {
+    /// Whether blocks go to the disk or come from it.
+    const WRITE: bool;
+
+    /// Number of blocks.
+    fn blocks(&self) -> usize;
+
+    /// Makes a block ready to move. `slab` hands out a slab of a block's size.
+    fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer>;
+
+    /// Takes the block after it moved, or failed to; returns the bytes of tensors in it.
+    fn finish(&self, block: usize, transfer: &mut Transfer, moved: io::Result<()>) -> Result<u64>;
+}
+
+/// Who runs a job.
+#[derive(Debug, Clone)]
+pub struct Crew {
+    /// The engine.
+    pub engine: Engine,
+    /// Why it is not the one that was asked for.
+    pub fallback: Option<String>,
+    /// Number of workers.
+    pub threads: usize,
+}
+
+impl Crew {
+    /// Chooses engine and number of workers. The probe for a ring is the ring itself, in the calling thread.
+    pub fn choose(options: &Options) -> Result<Self> {
+        let io = options.io.or_environment()?;
+        let (engine, fallback) = match io {
+            Io::Auto | Io::Uring => match uring::open() {
+                Ok(_) => (Engine::Uring, None),
+                Err(reason) => (Engine::Threads, Some(reason)),
+            },
+            Io::Threads => (Engine::Threads, None),
+            Io::Buffered => (Engine::Buffered, None),
+        };
+        let threads = options.threads.unwrap_or(match engine {
+            Engine::Uring => options::cores().min(RING_THREADS),
+            Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
+        });
+        // Every worker needs a slab of a block from the budget.
+        let most = (STAGING_BUDGET / options::BLOCK_SIZE) as usize;
+        Ok(Self { engine, fallback, threads: threads.clamp(1, most) })
+    }
+
+    /// Whether files are to be opened for direct I/O.
+    #[must_use]
+    pub fn direct(&self) -> bool {
+        self.engine != Engine::Buffered
+    }
+}
+
+/// What the workers of one job share.
+struct Shared<'a, J> {
+    job: &'a J,
+    block_size: usize,
+    depth: usize,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    done: AtomicU64,
+    failure: Mutex<Option<Error>>,
+    blocks: Mutex<Blocks>,
+    fallback: Mutex<Option<String>>,
+    running: AtomicUsize,
+}
+
+impl<J> Shared<'_, J> {
+    /// Keeps the first failure and stops everybody.
+    fn fail(&self, error: Error) {
+        lock(&self.failure).get_or_insert(error);
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `job` to its end; on the first failure all workers stop and that failure is returned.
+/// The crew is corrected to what really ran.
+pub fn run<J: Job>(
+    job: &J,
+    crew: &mut Crew,
+    options: &Options,
+    block_size: u64,
+    tick: Tick<'_>,
+) -> Result<Blocks> {
+    crew.threads = crew.threads.min(job.blocks()).max(1);
+    let per_worker = STAGING_BUDGET / (crew.threads as u64 * block_size);
+    let shared = Shared {
+        job,
+        block_size: block_size as usize,
+        depth: (per_worker as usize).clamp(1, QUEUE_DEPTH),
+        next: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        done: AtomicU64::new(0),
+        failure: Mutex::new(None),
+        blocks: Mutex::new(Blocks::default()),
+        fallback: Mutex::new(None),
+        running: AtomicUsize::new(crew.threads),
+    };
+    let caller = thread::current();
+    thread::scope(|scope| {
+        for number in 0..crew.threads {
+            let (shared, caller, engine) = (&shared, &caller, crew.engine);
+            let body = move || {
+                // The job's state is not used after a panic: the failure ends the operation.
+                let outcome = catch_unwind(AssertUnwindSafe(|| work(shared, engine, options)));
+                match outcome {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => shared.fail(error),
+                    Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
+                }
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                caller.unpark();
+            };
+            let name = format!("fastckpt-{number}");
+            if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                if number == 0 {
+                    let wrap = Error::io("start a worker thread for", std::path::Path::new("."));
+                    shared.fail(wrap(error));
+                }
+            }
+        }
+        while shared.running.load(Ordering::Acquire) > 0 {
+            thread::park_timeout(TICK);
+            if !shared.stop.load(Ordering::Relaxed) && !tick(shared.done.load(Ordering::Relaxed)) {
+                shared.fail(Error::Interrupted);
+            }
+        }
+    });
+    if let Some(error) = lock(&shared.failure).take() {
+        return Err(error);
+    }
+    if let Some(reason) = lock(&shared.fallback).take() {
+        crew.engine = Engine::Threads;
+        crew.fallback = Some(reason);
+    }
+    let blocks = *lock(&shared.blocks);
+    if crew.direct() && blocks.buffered > 0 && blocks.direct + blocks.staged == 0 {
+        crew.engine = Engine::Buffered;
+        crew.fallback = Some("direct I/O: refused by this file system".to_owned());
+    }
+    Ok(blocks)
+}
+
+/// What a panic said.
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+/// A block in flight; its buffer travels with the operation.
+struct Flight {
+    block: usize,
+    offset: u64,
+    range: Range<usize>,
+    need: usize,
+    moved: usize,
+}
+
+/// The life of one worker.
+fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Result<()> {
+    let mut depth = 1;
+    let mut backend: Box<dyn Backend> = match engine {
+        Engine::Uring => match uring::open() {
+            Ok(ring) => {
+                depth = shared.depth;
+                Box::new(ring)
+            }
+            Err(reason) => {
+                lock(&shared.fallback).get_or_insert(reason);
+                Box::new(Blocking::default())
+            }
+        },
+        Engine::Threads | Engine::Buffered => Box::new(Blocking::default()),
+    };
+    if let Some(plan) = &options.faults {
+        backend = Box::new(Faulty::new(backend, plan.clone()));
+    }
+    let mut worker = Worker {
+        shared,
+        backend,
+        flights: (0..depth).map(|_| None).collect(),
+        slabs: Vec::new(),
+        blocks: Blocks::default(),
+    };
+    let outcome = worker.run();
+    *lock(&shared.blocks) += worker.blocks;
+    // Dropping the backend first waits for what a failure left in flight.
+    drop(worker.backend);
+    buf::give_slabs(worker.slabs, STAGING_BUDGET as usize);
+    outcome
+}
+
+struct Worker<'a, 'b, J> {
+    shared: &'a Shared<'b, J>,
+    backend: Box<dyn Backend>,
+    flights: Vec<Option<Flight>>,
+    slabs: Vec<Slab>,
+    blocks: Blocks,
+}
+
+impl<J: Job> Worker<'_, '_, J> {
+    fn run(&mut self) -> Result<()> {
+        loop {
+            while let Some(token) = self.flights.iter().position(Option::is_none) {
+                let block = self.shared.next.fetch_add(1, Ordering::Relaxed);
+                if block >= self.shared.job.blocks() || self.shared.stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                self.start(token, block)?;
+            }
+            let Some(done) = self.backend.wait().map_err(backend_failed)? else { return Ok(()) };
+            self.land(done)?;
+        }
+    }
+
+    fn start(&mut self, token: usize, block: usize) -> Result<()> {
+        let Self { shared, slabs, .. } = self;
+        let mut slab = || match slabs.pop() {
+            Some(slab) => Ok(slab),
+            None => buf::take_slab(shared.block_size)
+                .map_err(Error::io("map memory for staging", std::path::Path::new("memory"))),
+        };
+        let Transfer { file, offset, range, need, buf } = shared.job.start(block, &mut slab)?;
+        let direct = file.is_direct();
+        self.flights[token] = Some(Flight { block, offset, range: range.clone(), need, moved: 0 });
+        let op = Op { token, file, direct, write: J::WRITE, offset, range, buf };
+        self.backend.submit(op).map_err(backend_failed)
+    }
+
+    /// Takes a finished operation: submits again what is left of it, or hands the block to the job.
+    fn land(&mut self, done: crate::io::Done) -> Result<()> {
+        let crate::io::Done { mut op, result } = done;
+        let Some(mut flight) = self.flights[op.token].take() else { return Ok(()) };
+        let outcome = match result {
+            Ok(0) if flight.need > flight.moved => Err(if J::WRITE {
+                io::Error::from(io::ErrorKind::WriteZero)
+            } else {
+                io::Error::from(io::ErrorKind::UnexpectedEof)
+            }),
+            Ok(moved) => {
+                flight.moved += moved;
+                Ok(flight.moved >= flight.need)
+            }
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => Ok(false),
+                Some(libc::EINVAL) if op.direct => {
+                    // The file system takes the flag but not this operation, aligned as it is.
+                    op.file.refuse_direct();
+                    Ok(false)
+                }
+                _ => Err(error),
+            },
+        };
+        let moved = match outcome {
+            Ok(false) if !self.shared.stop.load(Ordering::Relaxed) => {
+                op.direct = op.file.is_direct();
+                if op.direct {
+                    // The rest must begin aligned; moving some bytes twice does no harm.
+                    flight.moved = align::down(flight.moved as u64, PAGE) as usize;
+                }
+                op.offset = flight.offset + flight.moved as u64;
+                op.range = flight.range.start + flight.moved..flight.range.end;
+                self.flights[op.token] = Some(flight);
+                return self.backend.submit(op).map_err(backend_failed);
+            }
+            Ok(false) => return Ok(()), // stopped: another failure is on its way to the caller
+            Ok(true) => Ok(()),
+            Err(error) => Err(error),
+        };
+        match (&op.buf, op.direct) {
+            (_, false) => self.blocks.buffered += 1,
+            (Buf::Region(_), true) => self.blocks.direct += 1,
+            (Buf::Slab(_), true) => self.blocks.staged += 1,
+        }
+        let Flight { block, offset, range, need, .. } = flight;
+        let mut transfer = Transfer { file: op.file, offset, range, need, buf: op.buf };
+        let bytes = self.shared.job.finish(block, &mut transfer, moved)?;
+        self.shared.done.fetch_add(bytes, Ordering::Relaxed);
+        if let Buf::Slab(slab) = transfer.buf {
+            self.slabs.push(slab);
+        }
+        Ok(())
+    }
+}
+
+/// The backend itself failed, not an operation.
+fn backend_failed(error: io::Error) -> Error {
+    Error::Io { operation: "use the I/O engine on", path: "io_uring".into(), source: error }
+}

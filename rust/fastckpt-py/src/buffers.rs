@@ -1,0 +1,72 @@
+//! The border where addresses that Python vouches for become memory of the core, and callbacks into Python become its seams.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use fastckpt_core::source::{Content, Destination, Drain, Fill};
+use fastckpt_core::sys::buf::{Region, Source};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::error::Raised;
+
+/// Where tensor `index` of `nbytes` at `address` is to be read from; address 0 asks `fill`.
+pub(crate) fn content(
+    index: usize,
+    address: usize,
+    nbytes: u64,
+    fill: Option<&Arc<Py<PyAny>>>,
+    raised: &Arc<Raised>,
+) -> PyResult<Content> {
+    if address != 0 || nbytes == 0 {
+        // SAFETY: the Python side passes the address and size of a contiguous host tensor that it keeps alive, and whose
+        // owner is told not to change it, until the call returns; no `Source` outlives the call.
+        return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
+    }
+    let callback = Callback::new(index, fill, raised)?;
+    let fill: Fill = Arc::new(move |start, to| callback.call(start, to.as_mut_ptr().addr(), to.len()));
+    Ok(Content::Pull(fill))
+}
+
+/// Where request `index` of `nbytes` is to be put; address 0 asks `drain`.
+pub(crate) fn destination(
+    index: usize,
+    address: usize,
+    nbytes: u64,
+    drain: Option<&Arc<Py<PyAny>>>,
+    raised: &Arc<Raised>,
+) -> PyResult<Destination> {
+    if address != 0 || nbytes == 0 {
+        // SAFETY: the Python side passes the address and size of contiguous writable host memory that it keeps alive and does
+        // not touch until the call returns, and gives no byte to two requests; no `Region` outlives the call.
+        return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
+    }
+    let callback = Callback::new(index, drain, raised)?;
+    let drain: Drain = Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
+    Ok(Destination::Push(drain))
+}
+
+/// A Python callable for one tensor, callable from worker threads.
+struct Callback {
+    index: usize,
+    callable: Arc<Py<PyAny>>,
+    raised: Arc<Raised>,
+}
+
+impl Callback {
+    fn new(index: usize, callable: Option<&Arc<Py<PyAny>>>, raised: &Arc<Raised>) -> PyResult<Self> {
+        let callable = callable.ok_or_else(|| PyValueError::new_err("address 0 needs a callback"))?;
+        Ok(Self { index, callable: Arc::clone(callable), raised: Arc::clone(raised) })
+    }
+
+    /// `callable(index, start, address, nbytes)`; the memory at `address` is the callable's until it returns.
+    fn call(&self, start: u64, address: usize, nbytes: usize) -> Result<(), String> {
+        Python::attach(|py| {
+            self.callable.call1(py, (self.index, start, address, nbytes)).map(drop).map_err(|error| {
+                let text = error.to_string();
+                self.raised.keep(error);
+                text
+            })
+        })
+    }
+}

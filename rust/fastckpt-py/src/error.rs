@@ -1,0 +1,45 @@
+//! Core errors as Python exceptions: Python's own where it has one.
+
+use std::sync::{Mutex, PoisonError};
+
+use fastckpt_core::Error;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+pyo3::import_exception!(fastckpt.exceptions, CorruptCheckpointError);
+pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
+
+/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause and comes out as it is.
+pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
+    if let Some(own) = raised.take() {
+        return own;
+    }
+    let text = error.to_string();
+    match error {
+        // Python makes FileNotFoundError, FileExistsError and their kin of the number.
+        Error::Io { path, .. } | Error::Exists { path, .. } => match error.errno() {
+            Some(errno) => PyOSError::new_err((errno, text, path.clone())),
+            None => PyOSError::new_err(text),
+        },
+        Error::Corrupt { .. } => CorruptCheckpointError::new_err(text),
+        Error::Version { .. } => FormatVersionError::new_err(text),
+        Error::Invalid(_) => PyValueError::new_err(text),
+        Error::Interrupted => PyKeyboardInterrupt::new_err(text),
+        Error::Callback(_) | Error::Panic(_) => PyRuntimeError::new_err(text),
+    }
+}
+
+/// The exception that a callback or a signal handler raised while the core ran.
+#[derive(Default)]
+pub(crate) struct Raised(Mutex<Option<PyErr>>);
+
+impl Raised {
+    /// Keeps the first one.
+    pub(crate) fn keep(&self, error: PyErr) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+
+    fn take(&self) -> Option<PyErr> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}

@@ -1,0 +1,19 @@
+//! The compiled module `fastckpt._core`: extract, release the GIL, call the core, map the error. Nothing else.
+#![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
+
+use pyo3::prelude::*;
+
+mod buffers;
+mod error;
+mod reader;
+mod report;
+mod save;
+
+#[pymodule]
+#[pyo3(name = "_core")]
+fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
+    save::register(module)?;
+    reader::register(module)
+}

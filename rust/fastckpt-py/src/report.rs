@@ -1,0 +1,66 @@
+//! Reports as dictionaries, and the tick callback that all operations share.
+
+use fastckpt_core::{Damage, Options, Report};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::error::Raised;
+
+/// The options that every operation takes.
+pub(crate) fn options(io: &str, threads: Option<usize>) -> PyResult<Options> {
+    let io = io.parse().map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
+    Ok(Options { io, threads, faults: None })
+}
+
+/// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the progress.
+pub(crate) fn tick<'a>(
+    callback: Option<&'a Py<PyAny>>,
+    total: u64,
+    raised: &'a Raised,
+) -> impl FnMut(u64) -> bool + Send + 'a {
+    move |done| {
+        let outcome = Python::attach(|py| {
+            py.check_signals()?;
+            callback.map_or(Ok(()), |callback| callback.call1(py, (done, total)).map(drop))
+        });
+        outcome.map_err(|error| raised.keep(error)).is_ok()
+    }
+}
+
+/// A report as the Python side expects it.
+pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let phases = PyDict::new(py);
+    for (name, seconds) in &report.phases {
+        phases.set_item(name, seconds)?;
+    }
+    let blocks = PyDict::new(py);
+    blocks.set_item("direct", report.blocks.direct)?;
+    blocks.set_item("staged", report.blocks.staged)?;
+    blocks.set_item("buffered", report.blocks.buffered)?;
+    let dict = PyDict::new(py);
+    dict.set_item("bytes", report.bytes)?;
+    dict.set_item("seconds", report.seconds)?;
+    dict.set_item("phases", phases)?;
+    dict.set_item("threads", report.threads)?;
+    dict.set_item("engine", report.engine.name())?;
+    dict.set_item("fallback", report.fallback.as_deref())?;
+    dict.set_item("blocks", blocks)?;
+    dict.set_item("shards", report.shards)?;
+    dict.set_item("tensors", report.tensors)?;
+    Ok(dict)
+}
+
+/// Damage as a list of dictionaries.
+pub(crate) fn damage_to_list<'py>(py: Python<'py>, damage: &[Damage]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for range in damage {
+        let dict = PyDict::new(py);
+        dict.set_item("file", &range.file)?;
+        dict.set_item("offset", range.offset)?;
+        dict.set_item("length", range.len)?;
+        dict.set_item("tensor", range.tensor.as_deref())?;
+        dict.set_item("reason", &range.reason)?;
+        list.append(dict)?;
+    }
+    Ok(list)
+}

@@ -1,0 +1,70 @@
+//! `_core.save`.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use fastckpt_core::plan::{self, TensorSpec};
+use fastckpt_core::save::{Request, save as core_save};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffers;
+use crate::error::{Raised, to_python};
+use crate::report::{options, tick, to_dict};
+
+/// Name, stored dtype, stored shape, address, true dtype and shape where they differ.
+type Tensor = (String, String, Vec<u64>, usize, Option<(String, Vec<u64>)>);
+
+/// See `_core.pyi`.
+#[pyfunction]
+#[pyo3(signature = (path, tensors, structure, metadata, *, overwrite, shard_size, io, threads, fill, tick))]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
+fn save<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    tensors: Vec<Tensor>,
+    structure: &str,
+    metadata: &str,
+    overwrite: bool,
+    shard_size: u64,
+    io: &str,
+    threads: Option<usize>,
+    fill: Option<Py<PyAny>>,
+    tick: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let options = options(io, threads)?;
+    let raised = Arc::new(Raised::default());
+    let fill = fill.map(Arc::new);
+    let mut specs = Vec::with_capacity(tensors.len());
+    let mut contents = Vec::with_capacity(tensors.len());
+    let mut total = 0u64;
+    for (index, (name, dtype, shape, address, true_type)) in tensors.into_iter().enumerate() {
+        let dtype = plan::dtype(&dtype)
+            .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
+        let spec = TensorSpec { name, dtype, shape, true_type };
+        let nbytes = spec
+            .bytes()
+            .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
+        total = total.saturating_add(nbytes);
+        contents.push(buffers::content(index, address, nbytes, fill.as_ref(), &raised)?);
+        specs.push(spec);
+    }
+    let report = py.detach(|| {
+        let request = Request {
+            path: &path,
+            tensors: &specs,
+            contents: &contents,
+            structure,
+            metadata,
+            overwrite,
+            shard_size,
+        };
+        core_save(&request, &options, &mut self::tick(tick.as_ref(), total, &raised))
+    });
+    to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(save, module)?)
+}
