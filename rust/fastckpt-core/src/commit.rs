@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{self, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::checksum;
@@ -114,7 +114,7 @@ fn entries(directory: BorrowedFd<'_>) -> io::Result<Vec<(std::ffi::CString, File
 /// Opens the directory `name` inside `parent`, not through a symbolic link.
 fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Ok(fs::openat(parent, name, flags, Mode::empty())?)
+    Ok(retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))?)
 }
 
 /// Removes the directory `name` of plain files inside `parent`. What is already gone is no failure.
@@ -163,16 +163,19 @@ impl Workspace {
                 Err(Errno::EXIST) => continue,
                 other => other.map_err(failed)?,
             }
+            // A sweep may meet the directory before it is locked: then it is gone by now, or about to go.
             let directory = match open_child(parent.as_fd(), &temporary) {
                 Ok(directory) => directory,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => {
                     let _ = fs::unlinkat(&parent, &temporary, AtFlags::REMOVEDIR);
                     return Err(Error::io("open the temporary directory in", &parent_path)(error));
                 }
             };
             // Any other refusal is that of a file system without locks, where no sweep removes anything.
-            if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-                continue; // somebody's sweep met the directory before it was locked, and is removing it
+            let swept = fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
+            if swept || fs::fstat(&directory).is_ok_and(|stat| stat.st_nlink == 0) {
+                continue;
             }
             let target = target.to_path_buf();
             return Ok(Self {
@@ -204,16 +207,16 @@ impl Workspace {
     pub fn write_file(&self, file: &str, bytes: &[u8]) -> Result<()> {
         let path = self.path_of(file);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let fd = fs::openat(&self.directory, file, flags, Mode::from_raw_mode(0o666))
+        let fd = retry_on_intr(|| fs::openat(&self.directory, file, flags, Mode::from_raw_mode(0o666)))
             .map_err(Error::io("create", &path))?;
         let mut file = std::fs::File::from(fd);
         file.write_all(bytes).map_err(Error::io("write", &path))?;
-        file.sync_all().map_err(Error::io("sync", &path))
+        retry_on_intr(|| fs::fsync(&file)).map_err(Error::io("sync", &path))
     }
 
     /// Gives the finished checkpoint the target's name. All its files are durable by now.
     pub fn commit(mut self) -> Result<()> {
-        let sync = |fd: &OwnedFd, path: &Path| fs::fsync(fd).map_err(Error::io("sync the directory", path));
+        let sync = |fd: &OwnedFd, path: &Path| retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path));
         loop {
             let old = open_child(self.parent.as_fd(), &self.name).ok();
             if let Some(old) = &old {
@@ -268,7 +271,7 @@ impl Workspace {
             let _ = fs::renameat(parent, &aside, parent, name);
             return Err(error);
         }
-        fs::fsync(parent)?;
+        retry_on_intr(|| fs::fsync(parent))?;
         let _ = remove(parent.as_fd(), &aside);
         Ok(())
     }
@@ -377,7 +380,7 @@ fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
             continue;
         }
         // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
-        if !synced && fs::fsync(parent).is_err() {
+        if !synced && retry_on_intr(|| fs::fsync(parent)).is_err() {
             return;
         }
         synced = true;

@@ -224,6 +224,7 @@ impl Checkpoint {
             .map_err(|error| unreadable(&path, error))?;
         let mut crc = checksum::of(&[]);
         let mut at = 0;
+        let mut length_field = [0; 8];
         let mut piece = vec![0; SMALL_READ.min(shard.data_offset as usize)];
         while at < shard.data_offset {
             let want = piece.len().min((shard.data_offset - at) as usize);
@@ -234,8 +235,17 @@ impl Checkpoint {
             if got == 0 {
                 break;
             }
+            for (field, byte) in length_field.iter_mut().skip(at as usize).zip(&piece[..got]) {
+                *field = *byte;
+            }
             crc = checksum::combine(crc, checksum::of(&piece[..got]), got as u64);
             at += got as u64;
+        }
+        // A forged manifest may vouch for a header that other readers would take for another length.
+        let begin = u64::from_le_bytes(length_field).checked_add(8);
+        if at == shard.data_offset && begin != Some(at) {
+            let reason = format!("header: its length field puts the data elsewhere than at byte {at}");
+            return Ok(Some(Damage { file: shard.file.clone(), offset: 0, len: 8, tensor: None, reason }));
         }
         let sound = at == shard.data_offset && checksum::to_hex(crc) == shard.header_crc;
         Ok((!sound).then(|| Damage {

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use crate::align::PAGE;
 
@@ -18,7 +18,8 @@ static DONTCACHE_REFUSED: AtomicBool = AtomicBool::new(false);
 
 /// Opens a directory for use with the other functions of this module.
 pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
-    Ok(fs::open(path, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
 /// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no symbolic link.
@@ -27,9 +28,9 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    match fs::openat2(directory, name, flags, Mode::empty(), resolve) {
+    match retry_on_intr(|| fs::openat2(directory, name, flags, Mode::empty(), resolve)) {
         // No openat2 (before 5.6), or hidden by a seccomp filter: `name` is one component, which NOFOLLOW covers.
-        Err(Errno::NOSYS | Errno::PERM) => Ok(fs::openat(directory, name, flags, Mode::empty())?),
+        Err(Errno::NOSYS | Errno::PERM) => Ok(retry_on_intr(|| fs::openat(directory, name, flags, Mode::empty()))?),
         other => Ok(other?),
     }
 }
@@ -68,10 +69,10 @@ impl DataFile {
     /// file system is noticed before the first byte. The mode is 0666 less the umask.
     pub fn create(directory: BorrowedFd<'_>, name: &str, size: u64) -> io::Result<()> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let fd = fs::openat(directory, name, flags, Mode::from_raw_mode(0o666))?;
-        match fs::fallocate(&fd, FallocateFlags::empty(), 0, size) {
+        let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
+        match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, size)) {
             // Not on this file system: the size at least can be final.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => fs::ftruncate(&fd, size)?,
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => retry_on_intr(|| fs::ftruncate(&fd, size))?,
             other => other?,
         }
         Ok(())
@@ -99,7 +100,8 @@ impl DataFile {
     /// Opens a file made by [`DataFile::create`] for writing.
     pub fn open_write(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<Self> {
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let open = |extra| Ok(fs::openat(directory, name, flags | extra, Mode::empty())?);
+        let open =
+            |extra| Ok(retry_on_intr(|| fs::openat(directory, name, flags | extra, Mode::empty()))?);
         Self::pair(open(OFlags::empty())?, direct, open)
     }
 
@@ -160,10 +162,9 @@ impl DataFile {
     }
 
     /// Cuts the file to `len` bytes and makes its data and size durable. A failure is final: the kernel may have dropped the dirty
-    /// pages and would report success the next time.
+    /// pages and would report success the next time. (An interrupted call has not failed.)
     pub fn finish(&self, len: u64) -> io::Result<()> {
-        fs::ftruncate(&self.cached, len)?;
-        fs::fdatasync(&self.cached)?;
-        Ok(())
+        retry_on_intr(|| fs::ftruncate(&self.cached, len))?;
+        Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
     }
 }
