@@ -173,8 +173,10 @@ impl Workspace {
                 }
             };
             // Any other refusal is that of a file system without locks, where no sweep removes anything.
-            let swept = fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
-            if swept || fs::fstat(&directory).is_ok_and(|stat| stat.st_nlink == 0) {
+            let swept =
+                fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
+            let named = fs::statat(&parent, &temporary, AtFlags::SYMLINK_NOFOLLOW);
+            if swept || matches!(named, Err(Errno::NOENT)) {
                 continue;
             }
             let target = target.to_path_buf();
@@ -216,7 +218,9 @@ impl Workspace {
 
     /// Gives the finished checkpoint the target's name. All its files are durable by now.
     pub fn commit(mut self) -> Result<()> {
-        let sync = |fd: &OwnedFd, path: &Path| retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path));
+        let sync = |fd: &OwnedFd, path: &Path| {
+            retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path))
+        };
         loop {
             let old = open_child(self.parent.as_fd(), &self.name).ok();
             if let Some(old) = &old {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use fastckpt_core::io::fault::{Fault, FaultPlan};
+use fastckpt_core::manifest::TensorEntry;
 use fastckpt_core::plan::TensorSpec;
 use fastckpt_core::read::{Checkpoint, Request as Read};
 use fastckpt_core::save::{Request, save};
@@ -58,7 +59,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
 
 fn load_all(path: &Path, options: &Options) -> Result<Vec<Vec<u8>>> {
     let checkpoint = Checkpoint::open(path)?;
-    let sizes: Vec<u64> = checkpoint.body().tensors.iter().map(|tensor| tensor.bytes()).collect();
+    let sizes: Vec<u64> = checkpoint.body().tensors.iter().map(TensorEntry::bytes).collect();
     let all: Vec<_> =
         sizes.iter().map(|&size| Arc::new(std::sync::Mutex::new(vec![0; size as usize]))).collect();
     let requests = sizes.iter().enumerate().map(|(tensor, &end)| {
@@ -147,7 +148,9 @@ fn a_passing_fault_is_not_noticed() {
     let parent = directory();
     let tensors = tensors(5);
     for io in ENGINES {
-        for fault in [Fault::Short(4096), Fault::Short(512), Fault::Errno(libc::EINTR), Fault::Errno(libc::EAGAIN)] {
+        for fault in
+            [Fault::Short(4096), Fault::Short(512), Fault::Errno(libc::EINTR), Fault::Errno(libc::EAGAIN)]
+        {
             for before in 0..4 {
                 let path = parent.path().join("c");
                 let plan = FaultPlan::new(before, fault, false);
@@ -176,7 +179,7 @@ fn a_lasting_fault_is_raised_and_the_old_checkpoint_stays() {
                 let error = outcome.unwrap_err();
                 assert_eq!(error.errno(), Some(errno), "{error}");
                 assert!(error.to_string().contains(".safetensors"), "{error}");
-                assert_eq!(names(parent.path()), [path.clone()]);
+                assert_eq!(names(parent.path()), std::slice::from_ref(&path));
                 assert_eq!(load_all(&path, &Options::default()).unwrap()[5], old[5].1);
             }
         }
@@ -222,12 +225,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         std::thread::sleep(std::time::Duration::from_millis(300));
         Ok(())
     });
-    let spec = TensorSpec {
-        name: "t".to_owned(),
-        dtype: Dtype::U8,
-        shape: vec![64 << 20],
-        true_type: None,
-    };
+    let spec = TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape: vec![64 << 20], true_type: None };
     let request = Request {
         path: &path,
         tensors: &[spec],
@@ -269,7 +267,7 @@ fn more_shards_than_open_files() {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
     let parent = directory();
     let path = parent.path().join("c");
-    let tensors: Vec<_> = (0..1500)
+    let tensors: Vec<_> = (0..1500u64)
         .map(|index| {
             let name = format!("t{index}");
             (TensorSpec { name, dtype: Dtype::U8, shape: vec![64], true_type: None }, vec![index as u8; 64])

@@ -30,7 +30,9 @@ fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Res
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match retry_on_intr(|| fs::openat2(directory, name, flags, Mode::empty(), resolve)) {
         // No openat2 (before 5.6), or hidden by a seccomp filter: `name` is one component, which NOFOLLOW covers.
-        Err(Errno::NOSYS | Errno::PERM) => Ok(retry_on_intr(|| fs::openat(directory, name, flags, Mode::empty()))?),
+        Err(Errno::NOSYS | Errno::PERM) => {
+            Ok(retry_on_intr(|| fs::openat(directory, name, flags, Mode::empty()))?)
+        }
         other => Ok(other?),
     }
 }
@@ -72,7 +74,9 @@ impl DataFile {
         let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
         match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, size)) {
             // Not on this file system: the size at least can be final.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => retry_on_intr(|| fs::ftruncate(&fd, size))?,
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
+                retry_on_intr(|| fs::ftruncate(&fd, size))?
+            }
             other => other?,
         }
         Ok(())
@@ -100,8 +104,7 @@ impl DataFile {
     /// Opens a file made by [`DataFile::create`] for writing.
     pub fn open_write(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<Self> {
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let open =
-            |extra| Ok(retry_on_intr(|| fs::openat(directory, name, flags | extra, Mode::empty()))?);
+        let open = |extra| Ok(retry_on_intr(|| fs::openat(directory, name, flags | extra, Mode::empty()))?);
         Self::pair(open(OFlags::empty())?, direct, open)
     }
 
