@@ -75,7 +75,7 @@ impl DataFile {
         match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, size)) {
             // Not on this file system: the size at least can be final.
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                retry_on_intr(|| fs::ftruncate(&fd, size))?
+                retry_on_intr(|| fs::ftruncate(&fd, size))?;
             }
             other => other?,
         }
