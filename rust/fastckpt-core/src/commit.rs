@@ -331,7 +331,7 @@ fn check_target(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: 
         _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
     }
     let directory = open_child(parent, name).map_err(Error::io("open", target))?;
-    if !has_magic(directory.as_fd()) {
+    if !has_magic(directory.as_fd()).map_err(Error::io("open the manifest of", target))? {
         return Err(exists("it is a directory, but not a checkpoint of fastckpt: choose another name"));
     }
     for (file, kind) in entries(directory.as_fd()).map_err(Error::io("list", target))? {
@@ -346,11 +346,20 @@ fn check_target(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: 
 }
 
 /// Whether a directory holds a manifest of fastckpt, of any version, whole or damaged.
-fn has_magic(directory: BorrowedFd<'_>) -> bool {
+fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
     let mut begin = [0; manifest::MAGIC.len()];
-    open_regular(directory, manifest::FILE).is_ok_and(|(fd, _)| {
-        rustix::io::pread(&fd, &mut begin, 0).is_ok_and(|n| n == begin.len()) && begin == *manifest::MAGIC
-    })
+    match open_regular(directory, manifest::FILE) {
+        Ok((fd, _)) => {
+            let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
+            Ok(read == begin.len() && begin == *manifest::MAGIC)
+        }
+        // There is none, or something else has its name. Any other failure says nothing about what is there.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Whether `found` is a temporary name that a process of `host` gave: of any checkpoint for `tmp`; for `old` only of
@@ -406,7 +415,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<P
         let old = old.find(|found| found.as_bytes().starts_with(&prefix))?;
         if let Ok(directory) = open_child(parent, old) {
             let locked = fs::flock(&directory, FlockOperation::NonBlockingLockExclusive);
-            if !matches!(locked, Err(Errno::WOULDBLOCK)) && has_magic(directory.as_fd()) {
+            if !matches!(locked, Err(Errno::WOULDBLOCK)) && has_magic(directory.as_fd()).unwrap_or(false) {
                 return match fs::renameat(parent, old, parent, name) {
                     Ok(()) => {
                         let _ = fs::fsync(parent);

@@ -13,6 +13,7 @@ pub mod checksum;
 pub mod commit;
 pub mod error;
 pub mod io;
+pub mod limit;
 pub mod manifest;
 pub mod options;
 pub mod plan;
@@ -21,8 +22,9 @@ pub mod report;
 pub mod save;
 pub mod source;
 pub mod sys;
+pub mod telemetry;
 pub mod worker;
 
 pub use error::{Error, Result};
 pub use options::{Io, Options};
-pub use report::{Damage, Report};
+pub use report::{Damage, Fallback, Report};

@@ -66,6 +66,10 @@ pub struct Options {
     pub io: Io,
     /// Worker threads; by default what the engine likes on the cores this process may use.
     pub threads: Option<usize>,
+    /// Bytes per second that all workers together may move.
+    pub bandwidth_limit: Option<u64>,
+    /// The training step, for the live counters.
+    pub step: Option<i64>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
 }

@@ -17,6 +17,7 @@ use crate::report::{Damage, Report};
 use crate::source::{Destination, Drain};
 use crate::sys::buf::{Buf, Region, Slab};
 use crate::sys::file::{self, DataFile};
+use crate::telemetry::{self, Kind, Lane, Operation};
 use crate::worker::{self, Crew, Job, Tick, Transfer};
 
 /// Reads in pieces of this many bytes where no worker is needed (headers).
@@ -100,6 +101,20 @@ impl Checkpoint {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
+        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let outcome = self.load(requests, verify, options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    fn load(
+        &self,
+        requests: Vec<Request>,
+        verify: bool,
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
         let begin = Instant::now();
         let mut crew = Crew::choose(options)?;
         let job = ReadJob::new(self, requests, verify, crew.direct(), Outcome::Raise)?;
@@ -110,11 +125,23 @@ impl Checkpoint {
                 }
             }
         }
-        self.run(&job, &mut crew, options, begin, tick)
+        self.run(&job, &mut crew, options, begin, operation, tick)
     }
 
     /// Compares every byte with its checksum and returns all that differs.
     pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
+        let operation = Operation::begin(Kind::Verify, &self.path, options.step);
+        let outcome = self.compare_all(options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    fn compare_all(
+        &self,
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
         let mut crew = Crew::choose(options)?;
         let mut damage = Vec::new();
@@ -144,10 +171,11 @@ impl Checkpoint {
         });
         let job =
             ReadJob::new(self, requests.collect(), true, crew.direct(), Outcome::Collect(Mutex::default()))?;
-        let report = self.run(&job, &mut crew, options, begin, tick)?;
+        let report = self.run(&job, &mut crew, options, begin, operation, tick)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));
         }
+        damage.extend(self.check_sums());
         damage.sort();
         damage.dedup();
         Ok((report, damage))
@@ -159,10 +187,11 @@ impl Checkpoint {
         crew: &mut Crew,
         options: &Options,
         begin: Instant,
+        operation: &Operation,
         tick: Tick<'_>,
     ) -> Result<Report> {
         let planned = begin.elapsed().as_secs_f64();
-        let blocks = worker::run(job, crew, options, self.body.block_size, tick)?;
+        let blocks = worker::run(job, crew, options, self.body.block_size, operation, tick)?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok(Report {
             bytes: job.bytes,
@@ -191,14 +220,19 @@ impl Checkpoint {
             Ok((_, len)) => {
                 Err(Error::corrupt(&path, format!("it has {len} bytes, written were {}", shard.bytes)))
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound && self.was_replaced() => {
-                Err(Error::io(
-                    "go on reading a checkpoint that was replaced meanwhile (load it again):",
-                    &path,
-                )(error))
-            }
-            Err(error) => Err(unreadable(&path, error)),
+            Err(error) => Err(self.unreadable(&path, error)),
         }
+    }
+
+    /// Why a shard cannot be opened.
+    fn unreadable(&self, path: &Path, error: io::Error) -> Error {
+        if error.kind() == io::ErrorKind::NotFound && self.was_replaced() {
+            return Error::io(
+                "go on reading a checkpoint that was replaced meanwhile (open it again):",
+                path,
+            )(error);
+        }
+        unreadable(path, error)
     }
 
     /// Whether the directory that we hold open no longer has the name by which it was opened.
@@ -221,7 +255,7 @@ impl Checkpoint {
         let shard = &self.body.shards[index];
         let path = self.path_of(&shard.file);
         let (fd, _) = file::open_regular(self.directory.as_fd(), &shard.file)
-            .map_err(|error| unreadable(&path, error))?;
+            .map_err(|error| self.unreadable(&path, error))?;
         let mut crc = checksum::of(&[]);
         let mut at = 0;
         let mut length_field = [0; 8];
@@ -259,6 +293,39 @@ impl Checkpoint {
                 shard.header_crc
             ),
         }))
+    }
+
+    /// Compares the checksum of each whole shard, which copies elsewhere are checked against, with those of its parts.
+    fn check_sums(&self) -> Vec<Damage> {
+        let size = self.body.block_size;
+        let mut sums: Vec<Option<u64>> =
+            self.body.shards.iter().map(|shard| checksum::from_hex(shard.header_crc.as_bytes())).collect();
+        let mut order: Vec<_> = self.body.tensors.iter().collect();
+        order.sort_by_key(|tensor| (tensor.shard, tensor.offset));
+        for tensor in order {
+            let (mut at, end) = (tensor.offset, tensor.offset + tensor.bytes());
+            let mut index = 0;
+            while at < end {
+                let stop = end.min(align::down(at, size) + size);
+                let sum = &mut sums[tensor.shard];
+                *sum = sum.zip(tensor.extent_crc(index)).map(|(a, b)| checksum::combine(a, b, stop - at));
+                (at, index) = (stop, index + 1);
+            }
+        }
+        let wrong = self
+            .body
+            .shards
+            .iter()
+            .zip(sums)
+            .filter(|(shard, sum)| sum.map(checksum::to_hex).as_deref() != Some(shard.crc.as_str()));
+        let damage = |(shard, _): (&ShardEntry, _)| Damage {
+            file: shard.file.clone(),
+            offset: 0,
+            len: shard.bytes,
+            tensor: None,
+            reason: "the manifest's checksum of the whole shard is not that of its parts".to_owned(),
+        };
+        wrong.map(damage).collect()
     }
 
     fn raised(&self, damage: Damage) -> Error {
@@ -468,6 +535,18 @@ impl Job for ReadJob<'_> {
         self.blocks.len()
     }
 
+    fn files(&self) -> usize {
+        self.shards.len()
+    }
+
+    fn total(&self) -> u64 {
+        self.bytes
+    }
+
+    fn file(&self, block: usize) -> usize {
+        self.blocks[block].shard
+    }
+
     fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
@@ -478,7 +557,7 @@ impl Job for ReadJob<'_> {
                 let path = self.checkpoint.path_of(&shard.file);
                 DataFile::open_read(self.checkpoint.directory.as_fd(), &shard.file, self.direct)
                     .map(|(file, _)| file)
-                    .map_err(|error| unreadable(&path, error))
+                    .map_err(|error| self.checkpoint.unreadable(&path, error))
             }
         })?;
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -504,10 +583,16 @@ impl Job for ReadJob<'_> {
         Ok(Transfer { file, offset: start, range: 0..(end - start) as usize, need, buf: Buf::Slab(slab()?) })
     }
 
-    fn finish(&self, block: usize, transfer: &mut Transfer, moved: io::Result<()>) -> Result<u64> {
+    fn finish(
+        &self,
+        block: usize,
+        transfer: &mut Transfer,
+        moved: io::Result<()>,
+        lane: &Lane<'_>,
+    ) -> Result<u64> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
-        self.files.release(read.shard);
+        let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
         if let Err(error) = moved {
             let cut_short = error.kind() == io::ErrorKind::UnexpectedEof;
@@ -528,6 +613,8 @@ impl Job for ReadJob<'_> {
                 self.deliver(shard, piece, bytes)?;
             }
         }
-        Ok(pieces.iter().map(|piece| piece.len as u64).sum())
+        let bytes = pieces.iter().map(|piece| piece.len as u64).sum();
+        lane.operation().checked(bytes, last);
+        Ok(bytes)
     }
 }

@@ -2,6 +2,15 @@
 
 use crate::io::Engine;
 
+/// Why the engine that ran is not the one that was asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fallback {
+    /// The system's number for the cause.
+    pub errno: i32,
+    /// The cause and what helps, in words.
+    pub reason: String,
+}
+
 /// Blocks by the way they took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Blocks {
@@ -35,7 +44,7 @@ pub struct Report {
     /// The engine that ran.
     pub engine: Engine,
     /// Why it is not the one that was asked for.
-    pub fallback: Option<String>,
+    pub fallback: Option<Fallback>,
     /// Blocks by the way they took.
     pub blocks: Blocks,
     /// Shards touched.

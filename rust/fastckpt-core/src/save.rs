@@ -19,6 +19,7 @@ use crate::report::Report;
 use crate::source::Content;
 use crate::sys::buf::{Buf, Slab};
 use crate::sys::file::DataFile;
+use crate::telemetry::{self, Kind, Lane, Operation, Phase, State};
 use crate::worker::{self, Crew, Job, Tick, Transfer};
 
 /// What is to be saved, beside the tensors' content.
@@ -43,6 +44,13 @@ pub struct Request<'a> {
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
 /// there before is untouched.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
+    let operation = Operation::begin(Kind::Save, request.path, options.step);
+    let outcome = write(request, options, &operation, tick);
+    operation.end(telemetry::outcome(&outcome));
+    outcome
+}
+
+fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: Tick<'_>) -> Result<Report> {
     let begin = Instant::now();
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     let structure = tokens("structure", request.structure)?;
@@ -61,14 +69,16 @@ pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<
     let planned = begin.elapsed().as_secs_f64();
 
     let job = WriteJob::new(&plan, request, &workspace, &crew, begin);
-    let blocks = worker::run(&job, &mut crew, options, plan.block_size, tick)?;
+    let blocks = worker::run(&job, &mut crew, options, plan.block_size, operation, tick)?;
+    operation.phase(Phase::Fsync);
+    operation.phase(Phase::Commit);
     let synced = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, synced);
 
     let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
     let saved = Saved {
         engine: crew.engine.name().to_owned(),
-        fallback: crew.fallback.clone(),
+        fallback: crew.fallback.as_ref().map(|fallback| fallback.reason.clone()),
         threads: crew.threads as u64,
         seconds: synced,
         gigabytes_per_second: bytes as f64 / synced.max(1e-9) / 1e9,
@@ -257,6 +267,18 @@ impl Job for WriteJob<'_> {
         self.block_crcs.len()
     }
 
+    fn files(&self) -> usize {
+        self.plan.shards.len()
+    }
+
+    fn total(&self) -> u64 {
+        self.plan.shards.iter().map(|shard| shard.bytes).sum()
+    }
+
+    fn file(&self, block: usize) -> usize {
+        self.locate(block).0
+    }
+
     fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
@@ -273,7 +295,13 @@ impl Job for WriteJob<'_> {
         Ok(Transfer { file, offset, range: 0..len, need: len, buf: Buf::Slab(slab) })
     }
 
-    fn finish(&self, block: usize, transfer: &mut Transfer, moved: io::Result<()>) -> Result<u64> {
+    fn finish(
+        &self,
+        block: usize,
+        transfer: &mut Transfer,
+        moved: io::Result<()>,
+        lane: &Lane<'_>,
+    ) -> Result<u64> {
         let (index, _) = self.locate(block);
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
@@ -281,10 +309,10 @@ impl Job for WriteJob<'_> {
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
         if let Some(file) = self.files.release(index) {
+            lane.state(State::Fsync);
             file.finish(shard.bytes).map_err(|error| Error::io("sync", &path())(error))?;
+            lane.operation().durable(shard.bytes);
         }
-        let header = (shard.header.len() as u64).saturating_sub(transfer.offset);
-        let end = shard.bytes.min(transfer.offset + self.plan.block_size);
-        Ok((end - transfer.offset).saturating_sub(header))
+        Ok((shard.bytes - transfer.offset).min(self.plan.block_size))
     }
 }

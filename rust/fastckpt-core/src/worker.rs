@@ -4,7 +4,7 @@ use std::any::Any;
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -14,10 +14,12 @@ use crate::error::{Error, Result};
 use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
 use crate::io::{Backend, Engine, Op, uring};
+use crate::limit::Limiter;
 use crate::options::{self, Io, Options, QUEUE_DEPTH, STAGING_BUDGET};
-use crate::report::Blocks;
+use crate::report::{Blocks, Fallback};
 use crate::sys::buf::{self, Buf, Slab};
 use crate::sys::file::DataFile;
+use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
 const TICK: Duration = Duration::from_millis(100);
@@ -26,8 +28,8 @@ const BLOCKING_THREADS: usize = 4;
 /// More ring threads than this were never faster: copying, not submitting, is what they share.
 const RING_THREADS: usize = 8;
 
-/// Told the bytes done so far, about ten times a second; answers whether to go on.
-pub type Tick<'a> = &'a mut dyn FnMut(u64) -> bool;
+/// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
+pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// One block on its way.
 #[derive(Debug)]
@@ -52,11 +54,26 @@ pub trait Job: Sync {
     /// Number of blocks.
     fn blocks(&self) -> usize;
 
+    /// Number of files.
+    fn files(&self) -> usize;
+
+    /// Bytes to move, padding not counted.
+    fn total(&self) -> u64;
+
+    /// The file that a block belongs to.
+    fn file(&self, block: usize) -> usize;
+
     /// Makes a block ready to move. `slab` hands out a slab of a block's size.
     fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer>;
 
-    /// Takes the block after it moved, or failed to; returns the bytes of tensors in it.
-    fn finish(&self, block: usize, transfer: &mut Transfer, moved: io::Result<()>) -> Result<u64>;
+    /// Takes the block after it moved, or failed to; returns how many of the total bytes it had.
+    fn finish(
+        &self,
+        block: usize,
+        transfer: &mut Transfer,
+        moved: io::Result<()>,
+        lane: &Lane<'_>,
+    ) -> Result<u64>;
 }
 
 /// Who runs a job.
@@ -65,7 +82,7 @@ pub struct Crew {
     /// The engine.
     pub engine: Engine,
     /// Why it is not the one that was asked for.
-    pub fallback: Option<String>,
+    pub fallback: Option<Fallback>,
     /// Number of workers.
     pub threads: usize,
 }
@@ -105,10 +122,11 @@ struct Shared<'a, J> {
     depth: usize,
     next: AtomicUsize,
     stop: AtomicBool,
-    done: AtomicU64,
+    limiter: Option<Limiter>,
+    operation: &'a Operation,
     failure: Mutex<Option<Error>>,
     blocks: Mutex<Blocks>,
-    fallback: Mutex<Option<String>>,
+    fallback: Mutex<Option<Fallback>>,
     running: AtomicUsize,
 }
 
@@ -131,17 +149,27 @@ pub fn run<J: Job>(
     crew: &mut Crew,
     options: &Options,
     block_size: u64,
+    operation: &Operation,
     tick: Tick<'_>,
 ) -> Result<Blocks> {
     crew.threads = crew.threads.min(job.blocks()).max(1);
     let per_worker = STAGING_BUDGET / (crew.threads as u64 * block_size);
+    let depth = match crew.engine {
+        Engine::Uring => (per_worker as usize).clamp(1, QUEUE_DEPTH),
+        Engine::Threads | Engine::Buffered => 1,
+    };
+    let total = job.total();
+    let planned = Planned { bytes: total, files: job.files(), block_size, threads: crew.threads, depth };
+    let phase = if J::WRITE { Phase::Write } else { Phase::Read };
+    operation.start(&planned, crew.engine, crew.fallback.as_ref().map(|fallback| fallback.errno), phase);
     let shared = Shared {
         job,
         block_size: block_size as usize,
-        depth: (per_worker as usize).clamp(1, QUEUE_DEPTH),
+        depth,
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
-        done: AtomicU64::new(0),
+        limiter: options.bandwidth_limit.map(Limiter::new),
+        operation,
         failure: Mutex::new(None),
         blocks: Mutex::new(Blocks::default()),
         fallback: Mutex::new(None),
@@ -173,7 +201,12 @@ pub fn run<J: Job>(
         }
         while shared.running.load(Ordering::Acquire) > 0 {
             thread::park_timeout(TICK);
-            if !shared.stop.load(Ordering::Relaxed) && !tick(shared.done.load(Ordering::Relaxed)) {
+            let done = operation.done.load(Ordering::Relaxed);
+            if J::WRITE && done == total {
+                operation.phase(Phase::Fsync);
+            }
+            operation.tick();
+            if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
                 shared.fail(Error::Interrupted);
             }
         }
@@ -188,8 +221,11 @@ pub fn run<J: Job>(
     let blocks = *lock(&shared.blocks);
     if crew.direct() && blocks.buffered > 0 && blocks.direct + blocks.staged == 0 {
         crew.engine = Engine::Buffered;
-        crew.fallback = Some("direct I/O: refused by this file system".to_owned());
+        let reason = "direct I/O: refused by this file system".to_owned();
+        crew.fallback = Some(Fallback { errno: libc::EINVAL, reason });
     }
+    let errno = crew.fallback.as_ref().map(|fallback| fallback.errno);
+    operation.ran(crew.engine, errno, blocks.buffered > 0 && blocks.direct + blocks.staged > 0);
     Ok(blocks)
 }
 
@@ -202,10 +238,13 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
 /// A block in flight; its buffer travels with the operation.
 struct Flight {
     block: usize,
+    submitted: u64,
     offset: u64,
     range: Range<usize>,
     need: usize,
     moved: usize,
+    /// The rest goes through the page cache, which takes any length.
+    cached: bool,
 }
 
 /// The life of one worker.
@@ -229,6 +268,7 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
     }
     let mut worker = Worker {
         shared,
+        lane: shared.operation.lane(),
         backend,
         flights: (0..depth).map(|_| None).collect(),
         slabs: Vec::new(),
@@ -244,6 +284,7 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
 
 struct Worker<'a, 'b, J> {
     shared: &'a Shared<'b, J>,
+    lane: Lane<'b>,
     backend: Box<dyn Backend>,
     flights: Vec<Option<Flight>>,
     slabs: Vec<Slab>,
@@ -266,6 +307,7 @@ impl<J: Job> Worker<'_, '_, J> {
     }
 
     fn start(&mut self, token: usize, block: usize) -> Result<()> {
+        let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
         let mut slab = || match slabs.pop() {
             Some(slab) => Ok(slab),
@@ -273,16 +315,35 @@ impl<J: Job> Worker<'_, '_, J> {
                 .map_err(Error::io("map memory for staging", std::path::Path::new("memory"))),
         };
         let Transfer { file, offset, range, need, buf } = shared.job.start(block, &mut slab)?;
+        self.lane.starved(begin);
+        self.pace(need);
         let direct = file.is_direct();
-        self.flights[token] = Some(Flight { block, offset, range: range.clone(), need, moved: 0 });
+        let submitted = self.lane.submitted(need as u64);
+        self.flights[token] =
+            Some(Flight { block, submitted, offset, range: range.clone(), need, moved: 0, cached: false });
         let op = Op { token, file, direct, write: J::WRITE, offset, range, buf };
         self.backend.submit(op).map_err(backend_failed)
+    }
+
+    /// Waits until the bandwidth limit lets so many bytes go.
+    fn pace(&mut self, bytes: usize) {
+        let Some(limiter) = &self.shared.limiter else { return };
+        let mut left = limiter.book(bytes as u64);
+        self.lane.state(State::Limit);
+        self.lane.limited(left);
+        // In steps, so that a stop is noticed.
+        while !left.is_zero() && !self.shared.stop.load(Ordering::Relaxed) {
+            let step = left.min(TICK);
+            thread::sleep(step);
+            left -= step;
+        }
     }
 
     /// Takes a finished operation: submits again what is left of it, or hands the block to the job.
     fn land(&mut self, done: crate::io::Done) -> Result<()> {
         let crate::io::Done { mut op, result } = done;
         let Some(mut flight) = self.flights[op.token].take() else { return Ok(()) };
+        self.lane.landed(flight.submitted);
         let outcome = match result {
             Ok(0) if flight.need > flight.moved => Err(if J::WRITE {
                 io::Error::from(io::ErrorKind::WriteZero)
@@ -290,11 +351,19 @@ impl<J: Job> Worker<'_, '_, J> {
                 io::Error::from(io::ErrorKind::UnexpectedEof)
             }),
             Ok(moved) => {
+                // A short direct transfer that did not get past a page would be the same again for ever.
+                flight.cached |= op.direct && moved < flight.need - flight.moved && moved < PAGE as usize;
                 flight.moved += moved;
+                if flight.moved < flight.need {
+                    self.lane.short();
+                }
                 Ok(flight.moved >= flight.need)
             }
             Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => Ok(false),
+                Some(libc::EINTR | libc::EAGAIN) => {
+                    self.lane.retried();
+                    Ok(false)
+                }
                 Some(libc::EINVAL) if op.direct => {
                     // The file system takes the flag but not this operation, aligned as it is.
                     op.file.refuse_direct();
@@ -305,19 +374,23 @@ impl<J: Job> Worker<'_, '_, J> {
         };
         let moved = match outcome {
             Ok(false) if !self.shared.stop.load(Ordering::Relaxed) => {
-                op.direct = op.file.is_direct();
+                op.direct = op.file.is_direct() && !flight.cached;
                 if op.direct {
                     // The rest must begin aligned; moving some bytes twice does no harm.
                     flight.moved = align::down(flight.moved as u64, PAGE) as usize;
                 }
                 op.offset = flight.offset + flight.moved as u64;
                 op.range = flight.range.start + flight.moved..flight.range.end;
+                flight.submitted = self.lane.submitted((flight.need - flight.moved) as u64);
                 self.flights[op.token] = Some(flight);
                 return self.backend.submit(op).map_err(backend_failed);
             }
             Ok(false) => return Ok(()), // stopped: another failure is on its way to the caller
             Ok(true) => Ok(()),
-            Err(error) => Err(error),
+            Err(error) => {
+                self.lane.failed();
+                Err(error)
+            }
         };
         match (&op.buf, op.direct) {
             (_, false) => self.blocks.buffered += 1,
@@ -326,8 +399,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
         let Flight { block, offset, range, need, .. } = flight;
         let mut transfer = Transfer { file: op.file, offset, range, need, buf: op.buf };
-        let bytes = self.shared.job.finish(block, &mut transfer, moved)?;
-        self.shared.done.fetch_add(bytes, Ordering::Relaxed);
+        let bytes = self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
+        self.lane.moved(bytes);
         if let Buf::Slab(slab) = transfer.buf {
             self.slabs.push(slab);
         }

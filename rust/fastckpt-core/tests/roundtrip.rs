@@ -54,7 +54,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
         overwrite: true,
         shard_size: 10 << 20,
     };
-    save(&request, options, &mut |_| true)
+    save(&request, options, &mut |_, _| true)
 }
 
 fn load_all(path: &Path, options: &Options) -> Result<Vec<Vec<u8>>> {
@@ -71,7 +71,7 @@ fn load_all(path: &Path, options: &Options) -> Result<Vec<Vec<u8>>> {
         };
         Read { tensor, start: 0, end, destination: Destination::Push(Arc::new(drain)) }
     });
-    checkpoint.read(requests.collect(), true, options, &mut |_| true)?;
+    checkpoint.read(requests.collect(), true, options, &mut |_, _| true)?;
     Ok(all.into_iter().map(|bytes| bytes.lock().expect("no panic").clone()).collect())
 }
 
@@ -97,7 +97,7 @@ fn what_is_saved_is_loaded_by_every_engine() {
             assert!(loaded.iter().zip(&tensors).all(|(found, (_, written))| found == written));
         }
         let (_, damage) =
-            Checkpoint::open(&path).unwrap().verify(&Options::default(), &mut |_| true).unwrap();
+            Checkpoint::open(&path).unwrap().verify(&Options::default(), &mut |_, _| true).unwrap();
         assert_eq!(damage, []);
     }
 }
@@ -235,7 +235,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         overwrite: true,
         shard_size: u64::MAX,
     };
-    let outcome = save(&request, &options(Io::Threads), &mut |_| false);
+    let outcome = save(&request, &options(Io::Threads), &mut |_, _| false);
     assert!(matches!(outcome, Err(Error::Interrupted)));
     assert_eq!(names(parent.path()), [] as [PathBuf; 0]);
 }
@@ -254,7 +254,7 @@ fn every_damaged_range_is_reported() {
     }
     bytes[20] ^= 1;
     fs::write(&file, bytes).unwrap();
-    let (_, damage) = checkpoint.verify(&Options::default(), &mut |_| true).unwrap();
+    let (_, damage) = checkpoint.verify(&Options::default(), &mut |_, _| true).unwrap();
     let found: Vec<_> = damage.iter().map(|d| d.tensor.as_deref()).collect();
     assert_eq!(found, [None, Some("layer.7"), Some("layer.7")], "{damage:?}");
     assert!(matches!(load_all(&path, &Options::default()), Err(Error::Corrupt { .. })));
@@ -293,7 +293,7 @@ fn more_shards_than_open_files() {
         overwrite: true,
         shard_size: 64,
     };
-    let report = save(&request, &Options::default(), &mut |_| true).unwrap();
+    let report = save(&request, &Options::default(), &mut |_, _| true).unwrap();
     assert_eq!(report.shards, 1500);
     let loaded = load_all(&path, &Options::default()).unwrap();
     assert!(loaded.iter().zip(&tensors).all(|(found, (_, written))| found == written));

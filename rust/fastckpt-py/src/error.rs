@@ -18,7 +18,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     match error {
         // Python makes FileNotFoundError, FileExistsError and their kin of the number.
         Error::Io { path, .. } | Error::Exists { path, .. } => match error.errno() {
-            Some(errno) => PyOSError::new_err((errno, text, path.clone())),
+            Some(errno) => PyOSError::new_err((errno, text, path.clone().into_os_string())),
             None => PyOSError::new_err(text),
         },
         Error::Corrupt { .. } => CorruptCheckpointError::new_err(text),

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fastckpt_core::manifest::TensorEntry;
 use fastckpt_core::read::{Checkpoint, Request};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -97,17 +96,15 @@ impl Reader {
         let raised = Arc::new(Raised::default());
         let drain = drain.map(Arc::new);
         let mut wanted = Vec::with_capacity(requests.len());
-        let mut total = 0u64;
         for (index, (tensor, start, end, address)) in requests.into_iter().enumerate() {
             let nbytes = end
                 .checked_sub(start)
                 .ok_or_else(|| PyIndexError::new_err("a read request ends before it starts"))?;
-            total = total.saturating_add(nbytes);
             let destination = buffers::destination(index, address, nbytes, drain.as_ref(), &raised)?;
             wanted.push(Request { tensor, start, end, destination });
         }
         let report = py.detach(|| {
-            self.checkpoint.read(wanted, verify, &options, &mut self::tick(tick.as_ref(), total, &raised))
+            self.checkpoint.read(wanted, verify, &options, &mut self::tick(tick.as_ref(), &raised))
         });
         to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }
@@ -122,9 +119,7 @@ impl Reader {
     ) -> PyResult<Bound<'py, PyDict>> {
         let options = options(io, threads)?;
         let raised = Raised::default();
-        let total = self.checkpoint.body().tensors.iter().map(TensorEntry::bytes).sum();
-        let outcome =
-            py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), total, &raised)));
+        let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;
         let dict = to_dict(py, &report)?;
         dict.set_item("damage", damage_to_list(py, &damage)?)?;

@@ -9,16 +9,15 @@ use crate::error::Raised;
 /// The options that every operation takes.
 pub(crate) fn options(io: &str, threads: Option<usize>) -> PyResult<Options> {
     let io = io.parse().map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
-    Ok(Options { io, threads, faults: None })
+    Ok(Options { io, threads, ..Options::default() })
 }
 
 /// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the progress.
 pub(crate) fn tick<'a>(
     callback: Option<&'a Py<PyAny>>,
-    total: u64,
     raised: &'a Raised,
-) -> impl FnMut(u64) -> bool + Send + 'a {
-    move |done| {
+) -> impl FnMut(u64, u64) -> bool + Send + 'a {
+    move |done, total| {
         let outcome = Python::attach(|py| {
             py.check_signals()?;
             callback.map_or(Ok(()), |callback| callback.call1(py, (done, total)).map(drop))
@@ -43,7 +42,7 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("phases", phases)?;
     dict.set_item("threads", report.threads)?;
     dict.set_item("engine", report.engine.name())?;
-    dict.set_item("fallback", report.fallback.as_deref())?;
+    dict.set_item("fallback", report.fallback.as_ref().map(|fallback| &fallback.reason))?;
     dict.set_item("blocks", blocks)?;
     dict.set_item("shards", report.shards)?;
     dict.set_item("tensors", report.tensors)?;

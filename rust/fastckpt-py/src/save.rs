@@ -38,7 +38,6 @@ fn save<'py>(
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());
     let mut contents = Vec::with_capacity(tensors.len());
-    let mut total = 0u64;
     for (index, (name, dtype, shape, address, true_type)) in tensors.into_iter().enumerate() {
         let dtype = plan::dtype(&dtype)
             .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
@@ -46,7 +45,6 @@ fn save<'py>(
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
-        total = total.saturating_add(nbytes);
         contents.push(buffers::content(index, address, nbytes, fill.as_ref(), &raised)?);
         specs.push(spec);
     }
@@ -60,7 +58,7 @@ fn save<'py>(
             overwrite,
             shard_size,
         };
-        core_save(&request, &options, &mut self::tick(tick.as_ref(), total, &raised))
+        core_save(&request, &options, &mut self::tick(tick.as_ref(), &raised))
     });
     to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Mutex;
 
 use super::{Backend, Done, Op, blocking};
+use crate::report::Fallback;
 use crate::sys::ring::Ring;
 
 /// A thread's ring for direct operations, blocking calls for the rest: the ring would hand buffered writes to a kernel thread,
@@ -32,12 +33,12 @@ impl Backend for Uring {
 static REFUSED: Mutex<Option<(u32, i32)>> = Mutex::new(None);
 
 /// Sets up a ring for the calling thread, or says why there is none and what helps.
-pub fn open() -> Result<Uring, String> {
+pub fn open() -> Result<Uring, Fallback> {
     let pid = std::process::id();
     // Not waiting for the lock costs at most one more try; waiting could last for ever in a forked child.
     let known = REFUSED.try_lock().ok().and_then(|refused| *refused);
     if let Some((_, errno)) = known.filter(|(owner, _)| *owner == pid) {
-        return Err(reason(&io::Error::from_raw_os_error(errno)));
+        return Err(refusal(&io::Error::from_raw_os_error(errno)));
     }
     let ring = Ring::new().map_err(|error| {
         if let (Some(errno @ (libc::EPERM | libc::EACCES | libc::ENOSYS)), Ok(mut refused)) =
@@ -45,13 +46,13 @@ pub fn open() -> Result<Uring, String> {
         {
             *refused = Some((pid, errno));
         }
-        reason(&error)
+        refusal(&error)
     })?;
     Ok(Uring { ring, buffered: Vec::new() })
 }
 
 /// Why there is no ring, and the remedy.
-fn reason(error: &io::Error) -> String {
+fn refusal(error: &io::Error) -> Fallback {
     let remedy = match error.raw_os_error() {
         Some(libc::EPERM | libc::EACCES) => {
             "blocked by a seccomp profile (Docker's default) or by sysctl kernel.io_uring_disabled; \
@@ -66,5 +67,6 @@ fn reason(error: &io::Error) -> String {
         Some(libc::EMFILE | libc::ENFILE) => "too many open files; raise `ulimit -n`",
         _ => "the kernel refused it",
     };
-    format!("io_uring: {error}: {remedy}")
+    let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);
+    Fallback { errno, reason: format!("io_uring: {error}: {remedy}") }
 }

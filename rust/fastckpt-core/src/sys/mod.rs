@@ -4,3 +4,4 @@
 pub mod buf;
 pub mod file;
 pub mod ring;
+pub mod shm;

@@ -1,0 +1,52 @@
+//! Pacing: all workers of an operation together move so many bytes a second, and no more.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Hands out time, block by block. A block is paid for before it moves, so that the last one is paid for too.
+#[derive(Debug)]
+pub struct Limiter {
+    begin: Instant,
+    bytes_per_second: u64,
+    /// When everything handed out so far is paid for, nanoseconds after `begin`.
+    paid: AtomicU64,
+}
+
+impl Limiter {
+    /// Paces to `bytes_per_second`, at least one.
+    #[must_use]
+    pub fn new(bytes_per_second: u64) -> Self {
+        Self { begin: Instant::now(), bytes_per_second: bytes_per_second.max(1), paid: AtomicU64::new(0) }
+    }
+
+    /// Books `bytes` and returns how long to wait before moving them. Time that nobody used is not saved up.
+    pub fn book(&self, bytes: u64) -> Duration {
+        self.book_at(bytes, self.begin.elapsed())
+    }
+
+    fn book_at(&self, bytes: u64, now: Duration) -> Duration {
+        let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        let cost = u128::from(bytes) * 1_000_000_000 / u128::from(self.bytes_per_second);
+        let cost = u64::try_from(cost).unwrap_or(u64::MAX);
+        let until = |paid: u64| paid.max(now).saturating_add(cost);
+        // Relaxed: the value is all that is shared.
+        let before = self.paid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid| Some(until(paid)));
+        Duration::from_nanos(until(before.unwrap_or_else(|paid| paid)) - now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_cost_time_and_idle_time_is_not_saved() {
+        let limiter = Limiter::new(1000);
+        let at = Duration::from_secs;
+        assert_eq!(limiter.book_at(500, at(0)), Duration::from_millis(500));
+        assert_eq!(limiter.book_at(1000, at(0)), Duration::from_millis(1500));
+        assert_eq!(limiter.book_at(1000, at(1)), Duration::from_millis(1500));
+        assert_eq!(limiter.book_at(1000, at(100)), at(1));
+        assert_eq!(Limiter::new(0).book_at(1, at(0)), at(1));
+    }
+}

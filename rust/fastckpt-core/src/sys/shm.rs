@@ -1,0 +1,148 @@
+//! The memory of the live counters: shared through a file, or private where there can be none (`docs/telemetry.md`, 2 and 3).
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::Release;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+
+use crate::telemetry::layout::Segment;
+
+/// Segments of the dead are kept this long for the post-mortem.
+const KEEP: Duration = Duration::from_secs(600);
+
+/// A segment that others can see, and the file it lies in.
+#[derive(Debug, Clone, Copy)]
+pub struct Shared {
+    /// The memory. Mapped until the process ends: a worker may hold it at any time.
+    pub segment: &'static Segment,
+    /// Device and inode of the file, by which it is known again.
+    pub file: (u64, u64),
+}
+
+/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads it.
+// SAFETY: every field is an atomic number, for which zero is a value.
+pub static UNSEEN: Segment = unsafe { std::mem::zeroed() };
+
+/// Opens the directory, making it if need be, and refuses one that others could write to.
+fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    match fs::mkdir(path, Mode::from_raw_mode(0o700)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let fd = fs::open(path, flags, Mode::empty())?;
+    let stat = fs::fstat(&fd)?;
+    if stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_mode & 0o022 != 0 {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(fd)
+}
+
+/// Whether nobody alive holds the lock of `name`; a file that is not there counts as free.
+fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    match fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(fd) => fs::flock(&fd, FlockOperation::NonBlockingLockExclusive).is_ok(),
+        Err(error) => error == Errno::NOENT,
+    }
+}
+
+/// Makes a segment under `name` in `directory`. `fill` writes everything but the generation, which is stored last.
+pub fn publish(
+    directory: &Path,
+    name: &str,
+    generation: u32,
+    fill: impl FnOnce(&Segment),
+) -> io::Result<Shared> {
+    let directory = open_directory(directory)?;
+    sweep(directory.as_fd());
+    let hidden = format!(".{name}");
+    if is_free(directory.as_fd(), &hidden) {
+        let _ = fs::unlinkat(&directory, &hidden, AtFlags::empty());
+    }
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let fd = fs::openat(&directory, &hidden, flags, Mode::from_raw_mode(0o600))?;
+    let outcome = map(fd.as_fd()).and_then(|segment| {
+        fill(segment);
+        segment.header.generation.store(generation, Release);
+        let stat = fs::fstat(&fd)?;
+        give_name(directory.as_fd(), &hidden, name)?;
+        Ok(Shared { segment, file: (stat.st_dev, stat.st_ino) })
+    });
+    if outcome.is_err() {
+        // The mapping, if there is one, stays: a page of a file without a name, once in a process's life.
+        let _ = fs::unlinkat(&directory, &hidden, AtFlags::empty());
+    }
+    outcome
+}
+
+/// Locks, allocates and maps the file. The mapping keeps the lock when the descriptor is closed.
+fn map(fd: BorrowedFd<'_>) -> io::Result<&'static Segment> {
+    fs::flock(fd, FlockOperation::NonBlockingLockExclusive)?;
+    let size = size_of::<Segment>();
+    // Without this a full tmpfs would be a SIGBUS at the first store.
+    fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
+    // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nobody shortens the file: it is ours (0600, in a
+    // directory of ours), and neither producer nor monitor ever does.
+    let base = unsafe {
+        mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
+    }?;
+    // SAFETY: the range is the mapping just made.
+    if let Err(error) = unsafe { madvise(base, size, Advice::LinuxDontFork) } {
+        // SAFETY: as above, and nobody knows of it yet. A child that inherited it would keep a dead parent's lock.
+        let _ = unsafe { munmap(base, size) };
+        return Err(error.into());
+    }
+    let segment = NonNull::new(base.cast::<Segment>()).ok_or(io::ErrorKind::OutOfMemory)?;
+    // SAFETY: page-aligned, zeroed, large enough, never unmapped; every field is an atomic, for which zero is a value.
+    Ok(unsafe { segment.as_ref() })
+}
+
+/// Renames the finished file to its name; a dead process's file of that name is replaced.
+fn give_name(directory: BorrowedFd<'_>, hidden: &str, name: &str) -> io::Result<()> {
+    match fs::renameat_with(directory, hidden, directory, name, RenameFlags::NOREPLACE) {
+        Err(Errno::EXIST) if is_free(directory, name) => {
+            Ok(fs::renameat(directory, hidden, directory, name)?)
+        }
+        Err(Errno::INVAL | Errno::NOSYS) => Ok(fs::renameat(directory, hidden, directory, name)?),
+        other => Ok(other?),
+    }
+}
+
+/// Removes old segments of dead processes of ours.
+fn sweep(directory: BorrowedFd<'_>) {
+    let Ok(entries) = fs::Dir::read_from(directory) else { return };
+    for entry in entries.flatten() {
+        let Ok(name) = entry.file_name().to_str() else { continue };
+        let begins = name.trim_start_matches('.').starts_with(|c: char| c.is_ascii_digit());
+        let segment = Path::new(name).extension().is_some_and(|end| end == "seg");
+        let Ok(stat) = fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+        let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+        let seconds = u64::try_from(stat.st_mtime).unwrap_or(0);
+        let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        let ours = stat.st_uid == rustix::process::geteuid().as_raw();
+        if begins && segment && regular && ours && age.is_ok_and(|age| age > KEEP) && is_free(directory, name)
+        {
+            let _ = fs::unlinkat(directory, name, AtFlags::empty());
+        }
+    }
+}
+
+/// Whether `path` is still the file `file`; if so its times become now, since stores through a mapping do not move them.
+#[must_use]
+pub fn still_there(path: &Path, file: (u64, u64)) -> bool {
+    let same = fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == file);
+    if same {
+        let now = fs::Timespec { tv_sec: 0, tv_nsec: fs::UTIME_NOW };
+        let times = fs::Timestamps { last_access: now, last_modification: now };
+        let _ = fs::utimensat(fs::CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW);
+    }
+    same
+}

@@ -1,0 +1,126 @@
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::layout::{self, Segment};
+use super::*;
+use crate::sys::shm;
+
+/// Nobody else's: a segment of the test's own, published where nobody looks.
+fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared> {
+    shm::publish(directory, name, 1, |segment: &Segment| {
+        segment.header.magic.store(layout::MAGIC, Relaxed);
+    })
+}
+
+#[test]
+fn latencies_fall_into_their_buckets() {
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), None);
+    let mut lane = operation.lane();
+    for (latency, bucket) in [(0, 0), (63_999, 0), (64_000, 1), (127_999, 1), (128_000, 2), (1 << 40, 15)] {
+        let before = lane.histogram[bucket];
+        lane.histogram[bucket_of(latency)] += 1;
+        assert_eq!(lane.histogram[bucket], before + 1, "{latency} ns");
+    }
+}
+
+#[test]
+fn quantiles_are_the_upper_ends_of_buckets() {
+    let mut histogram = [0; BUCKETS];
+    assert_eq!(quantile(&histogram, 50), 0);
+    histogram[0] = 98;
+    histogram[3] = 2;
+    assert_eq!((quantile(&histogram, 50), quantile(&histogram, 99)), (64, 512));
+}
+
+#[test]
+fn text_is_cut_between_characters() {
+    let text: layout::Text<1> = layout::Text::default();
+    text.set("sieben\u{e4}\u{e4}");
+    assert_eq!(text.get(), "sieben\u{e4}");
+    text.set_tail("\u{e4}\u{e4}sieben");
+    assert_eq!(text.get(), "\u{e4}sieben");
+    text.set("kurz");
+    assert_eq!(text.get(), "kurz");
+}
+
+#[test]
+fn an_operation_is_counted_from_begin_to_end() {
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/counted"), Some(7));
+    let slot = operation.slot;
+    assert_eq!((slot.label.get().as_str(), slot.step.load(Relaxed)), ("counted", 7));
+    let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, depth: 8 };
+    operation.start(&planned, Engine::Threads, Some(1), Phase::Write);
+    assert_eq!(
+        (slot.engine.load(Relaxed), slot.flags.load(Relaxed), slot.fallback_errno.load(Relaxed)),
+        (2, 3, 1)
+    );
+    let mut lane = operation.lane();
+    let submitted = lane.submitted(60);
+    assert_eq!(lane.slot.in_flight.load(Relaxed), 1);
+    lane.landed(submitted);
+    lane.moved(60);
+    let (requests, thread) = (lane.slot.requests.load(Relaxed), lane.slot);
+    assert!(requests >= 1 && thread.in_flight.load(Relaxed) == 0);
+    assert_eq!((thread.bytes_op.load(Relaxed), thread.op_id.load(Relaxed)), (60, operation.id));
+    drop(lane);
+    operation.phase(Phase::Fsync);
+    operation.phase(Phase::Write);
+    assert_eq!(slot.phase.load(Relaxed), Phase::Fsync as u32, "a phase never goes back");
+    operation.tick();
+    let totals = &operation.segment.process;
+    let failed = totals.saves_failed.load(Relaxed);
+    operation.end(Err(Some(28)));
+    operation.end(Ok(()));
+    assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (7, 28), "the first end counts");
+    assert!(slot.seq.load(Relaxed).is_multiple_of(2) && slot.t_end_mono_ns.load(Relaxed) > 0);
+    assert!(totals.saves_failed.load(Relaxed) > failed);
+}
+
+#[test]
+fn an_abandoned_operation_has_failed() {
+    let operation = Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), None);
+    let slot = operation.slot;
+    drop(operation);
+    assert_eq!(slot.phase.load(Relaxed), FAILED);
+}
+
+#[test]
+fn only_a_directory_of_ours_is_published_into() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let parent = tempfile::tempdir().unwrap();
+    let mine = parent.path().join("mine");
+    publish(&mine, "1-1.seg").unwrap();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&mine), mode(&mine.join("1-1.seg"))), (0o700, 0o600));
+    assert_eq!(std::fs::metadata(mine.join("1-1.seg")).unwrap().len(), 0x9000);
+    let open = parent.path().join("open");
+    std::fs::create_dir(&open).unwrap();
+    std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(publish(&open, "1-1.seg").is_err());
+    let link = parent.path().join("link");
+    std::os::unix::fs::symlink(&mine, &link).unwrap();
+    assert!(publish(&link, "1-2.seg").is_err());
+    assert!(publish(&parent.path().join("no/parent"), "1-1.seg").is_err());
+}
+
+#[test]
+fn a_living_segment_keeps_its_name_and_old_dead_ones_go() {
+    let parent = tempfile::tempdir().unwrap();
+    let directory = parent.path().join("d");
+    publish(&directory, "1-1.seg").unwrap();
+    assert!(publish(&directory, "1-1.seg").is_err());
+    let long_ago = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(1000);
+    for (name, old) in [("2-2.seg", true), ("3-3.seg", false), (".4-4.seg", true), ("notes.txt", true)] {
+        let file = std::fs::File::create(directory.join(name)).unwrap();
+        if old {
+            file.set_modified(long_ago).unwrap();
+        }
+    }
+    std::fs::File::open(directory.join("1-1.seg")).unwrap().set_modified(long_ago).unwrap();
+    publish(&directory, "3-3.seg").unwrap();
+    let mut left: Vec<_> = std::fs::read_dir(&directory)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    left.sort();
+    assert_eq!(left, ["1-1.seg", "3-3.seg", "notes.txt"]);
+}
