@@ -87,6 +87,7 @@ pub fn publish(
 fn map(fd: BorrowedFd<'_>) -> io::Result<&'static Segment> {
     fs::flock(fd, FlockOperation::NonBlockingLockExclusive)?;
     let size = size_of::<Segment>();
+    fs::ftruncate(fd, size as u64)?;
     // Without this a full tmpfs would be a SIGBUS at the first store.
     fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
     // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nobody shortens the file: it is ours (0600, in a

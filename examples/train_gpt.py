@@ -1,0 +1,256 @@
+"""Train a small GPT on Python's own source, save everything with one call, and resume bit for bit.
+
+    python examples/train_gpt.py --steps 200 --save-every 50 --out runs/gpt
+    python examples/train_gpt.py --steps 400 --save-every 50 --out runs/gpt --resume
+
+All that a run depends on goes into one dictionary: model, optimizer, learning-rate schedule, gradient scaler, position
+in the data, and the states of the random generators of torch, NumPy and Python. One ``fastckpt.save`` makes it durable
+under ``OUT/step-000050``; a directory that has this name is a whole checkpoint, so ``--resume`` takes the newest and
+needs no marker file. Kill the program at any moment: on a CPU the resumed run repeats the losses of an uninterrupted
+one to the last bit (give both the same options; a sum's last bits depend on the number of threads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fastckpt
+
+VOCABULARY = 256  # the text is bytes
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then a perceptron, each around a residual."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to the same shape."""
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.dropout(self.mlp(self.norm_mlp(x)))
+
+
+class GPT(nn.Module):
+    """A decoder that predicts the next byte; input and output embedding are one tensor."""
+
+    def __init__(self, context: int, width: int = 96, layers: int = 3, heads: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of ``targets``."""
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_text(limit: int = 1_000_000) -> Tensor:
+    """Return the beginning of Python's standard library, as bytes: real text that every machine has."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = b"".join(source.read_bytes() for source in sources)[:limit]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class Batches:
+    """Endless batches of text windows, in a new order each epoch, with a position that can be saved."""
+
+    def __init__(self, text: Tensor, *, batch: int, context: int, seed: int) -> None:
+        self.text, self.batch, self.context = text, batch, context
+        # One window less than fit: a window may start up to `context` bytes later than its place says.
+        self.windows = len(text) // context - 2
+        self.random = np.random.default_rng(seed)
+        self.order = self.random.permutation(self.windows)
+        self.position = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, each ``[batch, context]``."""
+        if self.position + self.batch > self.windows:
+            self.order, self.position = self.random.permutation(self.windows), 0
+        chosen = self.order[self.position : self.position + self.batch]
+        self.position += self.batch
+        # The windows' starts shift a little each time, by Python's generator: its state matters, too.
+        starts = [int(window) * self.context + random.randrange(self.context) for window in chosen]
+        rows = torch.stack([self.text[start : start + self.context + 1] for start in starts]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides all batches to come."""
+        return {"order": self.order, "position": self.position, "random": self.random.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.order, self.position = state["order"], state["position"]
+        self.random.bit_generator.state = state["random"]
+
+
+class Training:
+    """Everything that a step changes, and how to save and restore it as one state."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        random.seed(options.seed)
+        torch.manual_seed(options.seed)
+        self.device = torch.device(options.device)
+        self.step = 0
+        self.model = GPT(options.context).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        # The rate at a step must not depend on where this run ends, or a resumed, longer run would differ.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warmup_then_decay)
+        # Half precision needs the scaler; on a CPU it is off, and its state is an empty dictionary.
+        self.half = self.device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half)
+        self.batches = Batches(read_text(), batch=options.batch, context=options.context, seed=options.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole training state: what comes next follows from it alone."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "batches": self.batches.state_dict(),
+            "random": {
+                "python": random.getstate(),
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if self.half else [],
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what ``state`` was taken from."""
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.batches.load_state_dict(state["batches"])
+        random.setstate(state["random"]["python"])
+        torch.set_rng_state(state["random"]["torch"])
+        if self.half:
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+
+    def train_step(self) -> float:
+        """Take one step and return its loss."""
+        inputs, targets = (part.to(self.device) for part in self.batches.next())
+        with torch.autocast(self.device.type, dtype=torch.float16, enabled=self.half):
+            loss = self.model(inputs, targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.step += 1
+        return loss.item()
+
+
+def warmup_then_decay(step: int, warmup: int = 20) -> float:
+    """Return the factor on the learning rate: a linear rise, then a fall with the square root of the step."""
+    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Return the checkpoints in ``out``, oldest first; a save in progress has another name."""
+    return sorted(path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+
+
+def prune(out: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints."""
+    for old in checkpoints(out)[:-keep]:
+        # Renamed first: a kill halfway through the deletion must not leave part of a checkpoint under its name.
+        old.rename(old.with_name(f".{old.name}.deleted"))
+    for deleted in out.glob(".step-*.deleted"):
+        shutil.rmtree(deleted)
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description="Train a small GPT, save with fastckpt, resume bit for bit.")
+    parser.add_argument("--steps", type=int, default=200, help="train up to this step (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between saves (default: %(default)s)")
+    parser.add_argument("--keep", type=int, default=3, help="checkpoints to keep (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="directory (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--context", type=int, default=96, help="bytes of text in a window (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--losses", type=Path, help="append 'step loss' to this file, losses as exact hexadecimal floats"
+    )
+    options = parser.parse_args()
+    for name in ("save_every", "keep", "batch", "context", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return options
+
+
+def main() -> None:
+    """Train."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    training = Training(options)
+    found = checkpoints(options.out)
+    if found and not options.resume:
+        raise SystemExit(f"{options.out} holds {found[-1].name}: add --resume to go on, or choose another --out")
+    if found:
+        training.load_state_dict(fastckpt.load(found[-1]))
+        print(f"resumed from {found[-1]}")
+
+    begin, first = time.perf_counter(), training.step
+    while training.step < options.steps:
+        loss = training.train_step()
+        step = training.step
+        if options.losses:
+            with options.losses.open("a") as file:
+                file.write(f"{step} {loss.hex()}\n")
+        if step % 10 == 0 or step == options.steps:
+            speed = (step - first) / (time.perf_counter() - begin)
+            rate = training.schedule.get_last_lr()[0]
+            print(f"step {step:5d}  loss {loss:.4f}  lr {rate:.2e}  {speed:.1f} steps/s", flush=True)
+        if step % options.save_every == 0 or step == options.steps:
+            path = options.out / f"step-{step:06d}"
+            print(fastckpt.save(training.state_dict(), path, metadata={"step": step, "loss": loss}), flush=True)
+            prune(options.out, options.keep)
+
+
+if __name__ == "__main__":
+    main()

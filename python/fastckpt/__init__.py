@@ -1,0 +1,67 @@
+"""Durable, atomic checkpoints of training state, in the open safetensors format.
+
+fastckpt.save(state, "step-1000")        # durable and whole when it returns
+state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
+"""
+
+from __future__ import annotations
+
+import logging
+
+from . import _core, exceptions
+from ._checkpoint import Checkpoint, TensorInfo, open
+from ._load import load
+from ._registry import register_type
+from ._reports import Damage, LoadReport, SaveReport, VerifyReport
+from ._save import save
+from ._verify import verify
+from .exceptions import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StructureMismatchError,
+    UnsupportedTypeError,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "Damage",
+    "FormatVersionError",
+    "LoadReport",
+    "SaveReport",
+    "StructureMismatchError",
+    "TensorInfo",
+    "UnsupportedTypeError",
+    "VerifyReport",
+    "__version__",
+    "exceptions",
+    "load",
+    "open",
+    "register_type",
+    "save",
+    "verify",
+]
+
+__version__ = _core.__version__
+
+logging.getLogger("fastckpt").addHandler(logging.NullHandler())
+
+
+def _warn_of_debug_build() -> None:
+    import os  # noqa: PLC0415 - only developers come here
+    import warnings  # noqa: PLC0415
+
+    if not os.environ.get("FASTCKPT_ALLOW_DEBUG"):
+        warnings.warn(
+            "fastckpt's compiled core is a debug build, many times slower than a release: build it with "
+            "'maturin develop --release', or set FASTCKPT_ALLOW_DEBUG=1 to silence this",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+if _core.DEBUG_BUILD:
+    _warn_of_debug_build()
+del _warn_of_debug_build

@@ -1,0 +1,101 @@
+"""The compiled core: thin, typed, without knowledge of tensors beyond name, dtype, shape and address."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, final, type_check_only
+
+__all__ = ["DEBUG_BUILD", "Reader", "__version__", "save"]
+
+__version__: str
+DEBUG_BUILD: bool
+
+@type_check_only
+class Report(TypedDict):
+    """What one operation did. Times are seconds, sizes bytes."""
+
+    bytes: int
+    seconds: float
+    phases: dict[str, float]
+    threads: int
+    engine: str
+    fallback: str | None
+    blocks: dict[str, int]
+    shards: int
+    tensors: int
+
+@type_check_only
+class Damage(TypedDict):
+    """A range of a file that is not what was written."""
+
+    file: str
+    offset: int
+    length: int
+    tensor: str | None
+    reason: str
+
+@type_check_only
+class Verified(Report):
+    """A report, and every damaged range."""
+
+    damage: list[Damage]
+
+def save(
+    path: str,
+    tensors: Sequence[tuple[str, str, Sequence[int], int, tuple[str, Sequence[int]] | None]],
+    structure: str,
+    metadata: str,
+    *,
+    overwrite: bool,
+    shard_size: int,
+    io: str,
+    threads: int | None,
+    fill: Callable[[int, int, int, int], None] | None,
+    tick: Callable[[int, int], None] | None,
+) -> Report:
+    """Write a checkpoint; durable and visible when it returns.
+
+    Each tensor is ``(name, dtype, shape, address, as)``: dtype as safetensors names it, the address of its contiguous
+    bytes in
+    host memory, or 0 when ``fill(index, start, address, nbytes)`` is to copy its bytes ``[start, start + nbytes)`` to
+    ``address``,
+    called from worker threads; and the true dtype and shape where those differ, else None. The caller keeps the
+    memory alive
+    and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on the calling
+    thread, in bytes; an
+    exception that it, ``fill`` or a signal handler raises stops the save, removes what was written, and is raised.
+    """
+
+@final
+class Reader:
+    """An open checkpoint: manifest read and checked, shards open."""
+
+    def __new__(cls, path: str) -> Reader: ...
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]]:
+        """``(name, dtype, shape, shard, offset, nbytes, as)`` of each tensor, offsets counted in the file."""
+    def shards(self) -> list[tuple[str, int]]:
+        """``(file, bytes)`` of each shard."""
+    def structure(self) -> str:
+        """The structure, as JSON text."""
+    def metadata(self) -> str:
+        """The caller's metadata, as JSON text."""
+    def info(self) -> dict[str, Any]:
+        """Format version, writer, created, saved, block_size."""
+    def read(
+        self,
+        requests: Sequence[tuple[int, int, int, int]],
+        *,
+        verify: bool,
+        io: str,
+        threads: int | None,
+        drain: Callable[[int, int, int, int], None] | None,
+        tick: Callable[[int, int], None] | None,
+    ) -> Report:
+        """Read byte ranges of tensors.
+
+        Each request is ``(tensor, start, end, address)``, bytes of the tensor's own; the address of writable host
+        memory for them, or 0 when
+        ``drain(request, start, address, nbytes)`` is to take the bytes ``[start, start + nbytes)`` of the tensor from
+        ``address``, called from worker threads.
+        An extent that is read whole is compared with its checksum when ``verify`` is set.
+        """
+    def verify(self, *, io: str, threads: int | None, tick: Callable[[int, int], None] | None) -> Verified:
+        """Compare every byte with its checksum; report all damage."""

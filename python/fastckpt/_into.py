@@ -1,0 +1,180 @@
+"""Filling tensors that exist: ``load(path, into=state)`` compared with the checkpoint before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import _memory, _numpy
+from ._dialects import Stored, torch_for
+from ._dtypes import plain_name
+from ._flatten import Occurrence, canonical, flatten
+from ._places import show
+from ._unflatten import is_tensor
+from .exceptions import StructureMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from ._prune import Found
+    from ._targets import Targets
+
+#: More than these are counted, not listed.
+_LISTED = 20
+_FILLABLE = frozenset({"tensor", "array"})
+
+
+def _is_torch(item: Occurrence) -> bool:
+    return item.token.startswith('["tensor"')
+
+
+class Into:
+    """The tensors of ``into=``, and how they fit."""
+
+    def __init__(self, path: str, into: Any, framework: str) -> None:
+        self.path = path
+        self.framework = framework
+        # It keeps alive what addresses point into.
+        self.flat = flatten(into, operation="load: into", observe=True)
+        # What is no tensor comes from the checkpoint, and so do long bytes.
+        self.given = {
+            item.place: item
+            for item in self.flat.occurrences
+            if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
+        }
+        self.mismatches: list[str] = []
+        self.filled: list[Any] = []
+
+    def match(
+        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[Stored], targets: Targets
+    ) -> list[Any]:
+        """Match every tensor of the checkpoint, or those at the positions ``kept``, and ask for their bytes.
+
+        Returns:
+            What each token of a tensor made of several stands for, in order.
+
+        Raises:
+            StructureMismatchError: they do not fit. It lists all differences.
+        """
+        problems = dict(self.flat.problems)
+        composed: list[Any] = []
+        fill: list[tuple[Found, Occurrence | None]] = []
+        ties: dict[Any, int] = {}
+        # Parts of what does not fit need no word of their own.
+        unfit: set[str] = set()
+        for item in found:
+            if kept is not None and item.position not in kept:
+                continue
+            tensor = is_tensor(item.token)
+            if tensor and item.token[0] not in _FILLABLE:
+                fill.append((item, None))
+                continue
+            if item.place.rpartition(".")[0] in unfit:
+                continue
+            given = self.given.get(item.place)
+            if given is None:
+                why = problems.get(item.place)
+                reason: str | None = "missing from into" if why is None else f"cannot be filled: {why}"
+            elif tensor:
+                reason = self._tensor(item, given, stored, ties)
+                fill.append((item, given))
+            else:
+                reason = self._composed(item, given)
+                composed.append(given.value)
+            if reason is not None:
+                self.mismatches.append(f"{show(item.place)}: {reason}")
+                unfit.add(item.place)
+        if kept is None:
+            known = {item.place for item in found}
+            self.mismatches.extend(
+                f"{show(place)}: not in the checkpoint"
+                for place in self.given
+                if place not in known and place.rpartition(".")[0] not in unfit
+            )
+        self._raise()
+        self._ask(fill, stored, targets)
+        return composed
+
+    def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Stored], ties: dict[Any, int]) -> str | None:
+        """Why a tensor does not fit, or None."""
+        if given.stored is None:
+            return "a dense tensor in the checkpoint, a sparse or quantised one in into"
+        index = item.token[1]
+        _, dtype, shape, _, _, _, true = stored[index]
+        wants_torch = item.token[0] == "tensor" if self.framework == "auto" else self.framework == "torch"
+        if wants_torch != _is_torch(given):
+            kinds = ("a numpy array", "a torch tensor")
+            return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into"
+        reasons = []
+        mine = given.stored
+        for what, theirs, ours in (
+            ("dtype", plain_name(dtype, true and true[0]), plain_name(mine.dtype, mine.true and mine.true[0])),
+            ("shape", list(true[1] if true else shape), list(mine.true[1] if mine.true else mine.shape)),
+        ):
+            if theirs != ours:
+                reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")
+        if not _is_torch(given) and not given.value.flags.writeable:
+            reasons.append("the array in into is read-only")
+        if self._overlaps(given):
+            reasons.append("elements of the tensor in into share memory (it is expanded)")
+        if ties.setdefault(mine.tie, index) != index:
+            reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]][0]!r} in the checkpoint")
+        return "; ".join(reasons) or None
+
+    @staticmethod
+    def _overlaps(given: Occurrence) -> bool:
+        value = given.value
+        if 0 in value.shape:  # numpy gives it strides of zero
+            return False
+        strides = value.stride() if _is_torch(given) else value.strides
+        return any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True))
+
+    @staticmethod
+    def _composed(item: Found, given: Occurrence) -> str | None:
+        """Why a tensor made of several does not fit, or None."""
+        if item.token[0] == "quantized":
+            return "a quantised tensor cannot be filled in place: load it without into"
+        if given.stored is not None or given.token != canonical(item.token):
+            return f"{canonical(item.token)} in the checkpoint, {given.token} in into"
+        return None
+
+    def _raise(self) -> None:
+        if not self.mismatches:
+            return
+        shown = self.mismatches[:_LISTED]
+        if len(self.mismatches) > _LISTED:
+            shown.append(f"and {len(self.mismatches) - _LISTED} more")
+        lines = "\n  ".join(shown)
+        raise StructureMismatchError(
+            f"load: into does not fit {self.path}, and nothing was changed; "
+            f"{len(self.mismatches)} differences:\n  {lines}"
+        )
+
+    def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], stored: Sequence[Stored], targets: Targets) -> None:
+        asked: set[tuple[int, Any]] = set()
+        for item, given in fill:
+            if given is None or given.stored is None:
+                targets.make([item.token])
+                continue
+            targets.take(given.value)
+            index = item.token[1]
+            mine = given.stored
+            if (index, mine.tie) in asked:
+                continue
+            asked.add((index, mine.tie))
+            targets.ask(index, stored[index][5], mine.address, None if mine.address else self._mover(given))
+            if _is_torch(given):
+                self.filled.append(given.value)
+
+    @staticmethod
+    def _mover(given: Occurrence) -> _memory.Mover:
+        if _is_torch(given):
+            mover: _memory.Mover = torch_for("a torch tensor").mover_in(given.value)
+            return mover
+        return _numpy.mover_in(given.value)
+
+    def settle(self) -> None:
+        """After the last byte: wait for the devices, and tell autograd."""
+        if self.filled:
+            torch = torch_for("a torch tensor")
+            torch.settle(self.filled)
+            torch.changed(self.filled)

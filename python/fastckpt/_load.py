@@ -1,0 +1,125 @@
+"""Loading: a checkpoint becomes the state that was saved."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._collector import paused
+from ._dialects import Check, Real, Stored
+from ._into import Into
+from ._options import check_engine, check_framework, path_of
+from ._outcome import conclude
+from ._progress import ticker
+from ._prune import find, prune
+from ._reports import LoadReport
+from ._targets import Targets
+from ._unflatten import is_tensor, parse, unflatten
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    into: Any = None,
+    keys: str | Sequence[str] | None = None,
+    framework: str = "auto",
+    verify: bool = True,
+    io: str = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+) -> Any:
+    """Read the state that was saved to ``path``.
+
+    Args:
+        path: the checkpoint's directory.
+        into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
+            in the result; everything else comes from the checkpoint. A tensor need not be tied where the
+            checkpoint's is.
+        keys: a glob pattern, or several, over tensor names (``"model.*"``): only tensors that match are read, and only
+            what leads to them is in the result. What is made of several tensors comes whole.
+        framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
+            tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
+        verify: compare every byte with its checksum.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        progress: show a progress bar.
+
+    Returns:
+        The state. New tensors are on the CPU.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged; the message tells where.
+        FormatVersionError: it is of a version that this release does not read.
+        StructureMismatchError: ``into`` does not fit; all differences are listed, and nothing was changed.
+        UnsupportedTypeError: a type is not registered, or a dtype is not available.
+        KeyError: a pattern of ``keys`` matches no tensor.
+        FileNotFoundError: there is nothing at ``path``.
+        ImportError: the checkpoint holds torch tensors and torch cannot be imported.
+        ValueError: an argument is out of range.
+    """
+    began = time.perf_counter()
+    source = path_of("load", path)
+    check_engine("load", io, threads)
+    check_framework("load", framework)
+    reader = _core.Reader(source)
+    with paused():
+        stored: list[Stored] = reader.tensors()
+    tokens = parse(reader.structure())
+    check = Check(stored)
+    unflatten(tokens, check)
+    targets = Targets(stored, framework)
+    every, origin = tokens, None
+    if keys is not None:
+        tokens, origin = prune(tokens, select([name for name, *_ in stored], keys))
+    composed = None
+    given = None
+    if into is not None:
+        given = Into(source, into, framework)
+        composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
+    else:
+        targets.make(check.found if origin is None else [token for token in tokens if is_tensor(token)])
+    with ticker("load", shown=progress) as tick:
+        report = reader.read(
+            targets.requests,
+            verify=bool(verify),
+            io=io,
+            threads=threads,
+            drain=targets.drain if targets.movers else None,
+            tick=tick,
+        )
+    if given is not None:
+        given.settle()
+    state = unflatten(tokens, Real(framework, targets.values(), composed))
+    conclude(LoadReport, source, began, report)
+    return state
+
+
+def select(names: Sequence[str], keys: str | Sequence[str]) -> set[int]:
+    """The numbers of the names that match any of the patterns; KeyError for a pattern that matches none."""
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    wanted: set[int] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {pattern!r}")
+        matches = re.compile(fnmatch.translate(pattern)).match
+        matching = [index for index, name in enumerate(names) if matches(name)]
+        if not matching:
+            raise KeyError(f"load: keys: {pattern!r} matches no tensor{suggest(pattern, names)}")
+        wanted.update(matching)
+    return wanted
+
+
+def suggest(name: str, names: Sequence[str]) -> str:
+    """A few names like ``name``, for an error message."""
+    import difflib  # noqa: PLC0415 - for an error only
+
+    # The comparison is slow, and a checkpoint may have 100,000 names.
+    close = difflib.get_close_matches(name, names[:5000], n=3, cutoff=0.5)
+    return f"; there are {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

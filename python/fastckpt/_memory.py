@@ -1,0 +1,95 @@
+"""Bytes at an address, and strided arrays copied from and to them in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ._pieces import Index, elements, pieces
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+#: Copies between the sub-array under an index and as many contiguous bytes.
+Copy: TypeAlias = "Callable[[Index, Bytes], Any]"
+#: ``(start, address, nbytes)``: move the bytes ``[start, start + nbytes)`` of one array to or from ``address``.
+Mover: TypeAlias = Callable[[int, int, int], None]
+
+#: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
+CONGRUENT = 1 << 20
+_PAGE = 4096
+
+_split_elements = Lock()
+
+
+class _At:
+    """Memory that somebody else owns, for ``numpy.asarray``."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def at(address: int, nbytes: int) -> Bytes:
+    """The ``nbytes`` of writable memory at ``address``, which the caller keeps alive."""
+    return np.asarray(_At(address, nbytes))
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Where the first element lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
+    """New memory for ``nbytes > 0`` that lie at ``offset`` of a file: a large one has the file's residue modulo a page.
+
+    Elements of ``itemsize`` bytes are aligned in it, even where they are not in the file.
+    """
+    if nbytes < CONGRUENT or offset % itemsize:
+        return np.empty(nbytes, np.uint8)
+    memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
+    skip = (offset - address_of(memory)) % _PAGE
+    return memory[skip : skip + nbytes]
+
+
+def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, address: int, nbytes: int) -> None:
+    """Bring the logical bytes ``[start, start + nbytes)`` of an array to ``address``.
+
+    ``copy`` fills contiguous, aligned bytes from the sub-array under an index.
+    """
+    first, last, whole = elements(start, nbytes, itemsize)
+    target = at(address, nbytes)
+    # Where a block's edge cuts an element, the whole elements take a detour.
+    detour = not whole or bool(address % itemsize)
+    filled = np.empty((last - first) * itemsize, np.uint8) if detour else target
+    _copy_each(shape, itemsize, copy, first, last, filled)
+    if detour:
+        skip = start - first * itemsize
+        target[:] = filled[skip : skip + nbytes]
+
+
+def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: int, address: int, nbytes: int) -> None:
+    """The reverse of :func:`copy_out`: ``copy`` writes bytes into the sub-array under an index, ``back`` reads it."""
+    first, last, whole = elements(start, nbytes, itemsize)
+    source = at(address, nbytes)
+    if whole:
+        # The caller's bytes are not ours to change, and may lie unaligned.
+        _copy_each(shape, itemsize, copy, first, last, source.copy() if address % itemsize else source)
+        return
+    skip = start - first * itemsize
+    whole_elements = np.empty((last - first) * itemsize, np.uint8)
+    # Two blocks, in two threads, may hold the two halves of one element.
+    with _split_elements:
+        _copy_each(shape, itemsize, back, first, last, whole_elements)
+        whole_elements[skip : skip + nbytes] = source
+        _copy_each(shape, itemsize, copy, first, last, whole_elements)
+
+
+def _copy_each(shape: Sequence[int], itemsize: int, copy: Copy, first: int, last: int, contiguous: Bytes) -> None:
+    done = 0
+    for index, count in pieces(shape, first, last):
+        copy(index, contiguous[done : done + count * itemsize])
+        done += count * itemsize

@@ -1,0 +1,44 @@
+"""What callers pass: checked before anything happens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_ENGINES = ("auto", "uring", "threads", "buffered")
+_FRAMEWORKS = ("auto", "torch", "numpy")
+
+
+def path_of(operation: str, path: str | os.PathLike[str]) -> str:
+    """``path`` as an absolute string."""
+    try:
+        text: str | bytes = os.fspath(path)
+    except TypeError:
+        raise TypeError(f"{operation}: path must be a str or os.PathLike, not {type(path).__name__}") from None
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if "\0" in text:
+        raise ValueError(f"{operation}: path {text!r} holds a null character")
+    if not text:
+        raise ValueError(f"{operation}: path is empty")
+    return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
+
+
+def check_engine(operation: str, io: Any, threads: Any) -> None:
+    """``io=`` and ``threads=``."""
+    if io not in _ENGINES:
+        raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"{operation}: threads must be None or an int of at least 1, not {threads!r}")
+
+
+def check_framework(operation: str, framework: Any) -> None:
+    """``framework=``."""
+    if framework not in _FRAMEWORKS:
+        raise ValueError(f"{operation}: framework must be one of {', '.join(_FRAMEWORKS)}, not {framework!r}")
+
+
+def check_shard_size(operation: str, shard_size: Any) -> None:
+    """``shard_size=``."""
+    if type(shard_size) is not int or shard_size < 1:
+        raise ValueError(f"{operation}: shard_size must be an int of at least 1 (bytes), not {shard_size!r}")

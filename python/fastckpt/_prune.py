@@ -1,0 +1,183 @@
+"""Well-formed structure tokens as a tree: where tensors stand in it, and what leads to some of them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _registry
+from ._flatten import canonical
+from ._places import THROUGH, KeyText, Part, place_of
+from ._unflatten import Token, arity, is_tensor
+from ._values import DECODERS
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+
+_COMPOSED = {
+    "coo": ("indices", "values"),
+    "compressed": ("compressed_indices", "plain_indices", "values"),
+    "quantized": ("stored", "scale", "zero_point", "axis"),
+}
+_MAPPINGS = frozenset({"dict", "odict", "ddict"})
+_SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
+_SLICE = ("start", "stop", "step")
+
+
+def _tag(token: Token) -> str | None:
+    return token[0] if type(token) is list else None
+
+
+def _ends(tokens: list[Token]) -> list[int]:
+    """For each token, one past the last token of its value."""
+    ends = [0] * len(tokens)
+    stack: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        count = arity(token) if type(token) is list else 0
+        if count:
+            stack.append([position, count])
+            continue
+        ends[position] = position + 1
+        while stack:
+            stack[-1][1] -= 1
+            if stack[-1][1]:
+                break
+            ends[stack.pop()[0]] = position + 1
+    return ends
+
+
+class Found(NamedTuple):
+    """A tensor, or a tensor made of several, in the structure."""
+
+    position: int
+    place: str
+    token: list[Any]
+
+
+class _Frame:
+    """A value whose parts are being walked: their keys, and the one at hand."""
+
+    __slots__ = ("key", "keys", "left", "place")
+
+    def __init__(self, left: int, keys: Iterator[Any] | None) -> None:
+        self.left = left
+        #: None for a mapping, whose keys are tokens.
+        self.keys = keys
+        self.key: Any = THROUGH
+        self.place: str | None = None
+
+
+def find(tokens: list[Token]) -> list[Found]:
+    """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
+    ends = _ends(tokens)
+    found: list[Found] = []
+    stack = [_Frame(1, iter((THROUGH,)))]
+    position = 0
+    while position < len(tokens):
+        frame = stack[-1]
+        if not frame.left:
+            stack.pop()
+            continue
+        if frame.keys is None:
+            value = ends[position]
+            frame.key = _key(tokens, position, value)
+            inside = place_of(parent.key for parent in stack)
+            found.extend(Found(at, inside, tokens[at]) for at in range(position, value) if is_tensor(tokens[at]))
+            position = value
+            frame.left -= 1
+        else:
+            frame.key = next(frame.keys)
+        frame.left -= 1
+        token = tokens[position]
+        tag = _tag(token)
+        if tag in _COMPOSED or is_tensor(token):
+            if frame.place is None:
+                frame.place = place_of(parent.key for parent in stack[:-1])
+            found.append(Found(position, frame.place + place_of((frame.key,)), token))
+        count = arity(token) if tag is not None else 0
+        position += 1
+        if tag == "type" and token[1] == _registry.ATTRIBUTED:
+            # The pair of items and attributes leaves no trace in places.
+            position += 1
+            stack.append(_Frame(2, iter((THROUGH, THROUGH))))
+            continue
+        if tag == "ddict":  # the factory is no item
+            position += 1
+            count -= 1
+        if count:
+            stack.append(_Frame(count, _keys(tag, count)))
+    return found
+
+
+def _key(tokens: list[Token], start: int, stop: int) -> Any:
+    """A mapping's key, as a flattened state shows it."""
+    if type(tokens[start]) is not list:
+        return tokens[start]
+    if _tag(tokens[start]) in {"int", "float"}:
+        return DECODERS[tokens[start][0]](tokens[start])
+    return KeyText("", ",".join(map(canonical, tokens[start:stop])))
+
+
+def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
+    if tag in _MAPPINGS:
+        return None
+    if tag in _SEQUENCES:
+        return iter(range(count))
+    if tag in {"datetime", "time"}:
+        return iter((Part("tzinfo"),))
+    if tag == "slice":
+        return map(Part, _SLICE)
+    if tag in _COMPOSED:
+        return map(Part, _COMPOSED[tag])
+    return iter((THROUGH,))
+
+
+def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
+    """Keep what leads to the tensors with the numbers ``wanted``.
+
+    Containers lose every item without such a tensor; what is made of tensors (a sparse one, a registered object) stays
+    whole.
+
+    Returns:
+        The tokens left, and for each its position in ``tokens``.
+    """
+    ends = _ends(tokens)
+    before = [0, *accumulate(is_tensor(token) and token[1] in wanted for token in tokens)]
+    out: list[Token] = []
+    origin: list[int] = []
+
+    def leads(position: int) -> bool:
+        return before[ends[position]] > before[position]
+
+    # Positions yet to be visited, the next one last; the second member keeps a value whole.
+    todo = [(0, False)]
+    while todo:
+        position, whole = todo.pop()
+        token = tokens[position]
+        tag = _tag(token)
+        if not whole and tag == "type" and token[1] == _registry.ATTRIBUTED:
+            # The attributes tell about a whole that is no longer there.
+            todo.append((position + 2, False))
+            continue
+        if whole or (tag not in _MAPPINGS and tag not in _SEQUENCES):
+            out.extend(tokens[position : ends[position]])
+            origin.extend(range(position, ends[position]))
+            continue
+        first = position + 1 + (tag == "ddict")
+        children = []
+        while first < ends[position]:
+            children.append(first)
+            first = ends[first]
+        if tag in _MAPPINGS:
+            pairs = [pair for pair in zip(children[::2], children[1::2], strict=True) if leads(pair[1])]
+            kept = [item for key, value in pairs for item in ((key, True), (value, False))]
+            out.append([tag, len(pairs)])
+        else:
+            kept = [(child, False) for child in children if leads(child)]
+            out.append([tag, len(kept)])
+        origin.append(position)
+        if tag == "ddict":
+            out.append(tokens[position + 1])
+            origin.append(position + 1)
+        todo.extend(reversed(kept))
+    return out, origin

@@ -1,0 +1,122 @@
+"""What an operation tells about itself: frozen, printable, loggable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def _size(count: int) -> str:
+    """``count`` bytes in the largest decimal unit that keeps a leading digit."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:  # noqa: PLR2004 - the step between decimal units
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one save, load or verification did.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+        bytes: bytes of tensor data moved.
+        seconds: wall-clock seconds of the whole call.
+        phases: seconds by phase, in order: ``plan``, ``write`` or ``read``, and for a save ``fsync`` and ``commit``.
+        threads: worker threads used.
+        engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
+        fallback: why it is not the engine that was asked for, or None.
+        blocks: blocks by their way: ``direct`` (straight between the tensor and the disk), ``staged``
+            (direct I/O through a staging slab), ``buffered`` (through the page cache).
+        shards: number of shards touched.
+        tensors: number of tensors.
+    """
+
+    path: str
+    bytes: int
+    seconds: float
+    phases: Mapping[str, float]
+    threads: int
+    engine: str
+    fallback: str | None
+    blocks: Mapping[str, int]
+    shards: int
+    tensors: int
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Throughput in GB/s, GB being 10^9 bytes; 0.0 for an empty checkpoint."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def _line(self, verb: str) -> str:
+        phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
+        why = f" ({self.fallback})" if self.fallback else ""
+        return (
+            f"{verb} {_size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s; {phases}): "
+            f"{self.tensors} tensors, {self.shards} shards, {self.threads} threads, engine {self.engine}{why}: "
+            f"{self.path}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(Report):
+    """What one save did; see :class:`Report`."""
+
+    def __str__(self) -> str:
+        return self._line("saved")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport(Report):
+    """What one load did; see :class:`Report`. It is logged; :func:`fastckpt.load` returns the state."""
+
+    def __str__(self) -> str:
+        return self._line("loaded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A range of bytes that is not what was written.
+
+    Attributes:
+        file: name of the file inside the checkpoint.
+        offset: first byte of the range in that file.
+        length: bytes in the range.
+        tensor: the tensor whose bytes these are, or None (a header, a missing file).
+        reason: what was found, in words.
+    """
+
+    file: str
+    offset: int
+    length: int
+    tensor: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        owner = f"tensor {self.tensor!r}" if self.tensor is not None else "no tensor"
+        return f"{self.file}: bytes {self.offset} to {self.offset + self.length} ({owner}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport(Report):
+    """What a verification found; see :class:`Report`.
+
+    Attributes:
+        damage: every damaged range, in file order; empty for a whole checkpoint.
+    """
+
+    damage: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was written."""
+        return not self.damage
+
+    def __str__(self) -> str:
+        found = "no damage" if self.ok else f"{len(self.damage)} damaged ranges, first {self.damage[0]}"
+        return f"{self._line('verified')}: {found}"

@@ -1,0 +1,77 @@
+"""Saving: a state becomes a durable checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._flatten import flatten
+from ._options import check_engine, check_shard_size, path_of
+from ._outcome import conclude
+from ._progress import ticker
+from ._reports import SaveReport
+
+if TYPE_CHECKING:
+    import os
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = True,
+    metadata: Any = None,
+    shard_size: int = 5 * 10**9,
+    io: str = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+) -> SaveReport:
+    """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
+
+    Until then the final name holds what it held before. The state must not change meanwhile.
+
+    Args:
+        state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
+            Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
+            once and come back tied.
+        path: the checkpoint's directory. Its parent must exist.
+        overwrite: replace a checkpoint that is there. Anything else is never replaced.
+        metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
+        shard_size: bytes a file, about: a tensor is never split.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``. The report tells which engine ran.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        progress: show a progress bar.
+
+    Returns:
+        What was done: bytes, seconds by phase, engine.
+
+    Raises:
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored; nothing was written.
+        FileExistsError: ``path`` exists and is no checkpoint, or is one and ``overwrite`` is false.
+        FileNotFoundError: the parent directory does not exist.
+        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched.
+        ValueError: an argument is out of range.
+    """
+    began = time.perf_counter()
+    target = path_of("save", path)
+    check_engine("save", io, threads)
+    check_shard_size("save", shard_size)
+    flat = flatten(state)
+    about = flatten(
+        metadata, operation="save: metadata", refuse_tensors="metadata cannot hold tensors: put them into the state"
+    )
+    with ticker("save", shown=progress) as tick:
+        report = _core.save(
+            target,
+            flat.tensors,
+            flat.structure(),
+            about.structure(),
+            overwrite=bool(overwrite),
+            shard_size=shard_size,
+            io=io,
+            threads=threads,
+            fill=flat.fill if flat.movers else None,
+            tick=tick,
+        )
+    return conclude(SaveReport, target, began, report)

@@ -1,0 +1,43 @@
+"""Verifying: every byte against its checksum."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import _core
+from ._options import check_engine, path_of
+from ._outcome import conclude
+from ._progress import ticker
+from ._reports import Damage, VerifyReport
+
+if TYPE_CHECKING:
+    import os
+
+
+def verify(
+    path: str | os.PathLike[str], *, io: str = "auto", threads: int | None = None, progress: bool = False
+) -> VerifyReport:
+    """Compare every byte of a checkpoint with its checksum.
+
+    Args:
+        path: the checkpoint's directory.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        progress: show a progress bar.
+
+    Returns:
+        The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range.
+
+    Raises:
+        CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
+        FormatVersionError: the checkpoint is of a version that this release does not read.
+        FileNotFoundError: there is nothing at ``path``.
+    """
+    began = time.perf_counter()
+    target = path_of("verify", path)
+    check_engine("verify", io, threads)
+    with ticker("verify", shown=progress) as tick:
+        found = _core.Reader(target).verify(io=io, threads=threads, tick=tick)
+    damage = tuple(Damage(**item) for item in found["damage"])
+    return conclude(VerifyReport, target, began, found, damage=damage)

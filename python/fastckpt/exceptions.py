@@ -1,0 +1,25 @@
+"""What fastckpt raises beyond Python's own exceptions.
+
+Where Python has an exception for the case, that one is raised: ``FileNotFoundError``, ``FileExistsError``,
+``PermissionError``, and ``OSError`` with its ``errno`` (``ENOSPC``, ``EIO``) and ``filename``.
+"""
+
+
+class CheckpointError(Exception):
+    """The root of all errors that are fastckpt's own."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of the checkpoint is not what was written: damaged, cut short, missing, or never one of ours."""
+
+
+class FormatVersionError(CheckpointError):
+    """The checkpoint was written in a format version that this release does not read."""
+
+
+class UnsupportedTypeError(CheckpointError, TypeError):
+    """The state holds something that cannot be saved, or cannot be given back as asked."""
+
+
+class StructureMismatchError(CheckpointError, ValueError):
+    """The state given as ``into=`` does not fit the checkpoint."""

@@ -1,0 +1,36 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+import fastckpt
+
+
+@pytest.fixture(params=["uring", "threads", "buffered"])
+def engine(request):
+    """Each engine by name. Where the machine refuses one, the core falls back and says so: the state is the same."""
+    return request.param
+
+
+@pytest.fixture
+def trip(engine, tmp_path):
+    """Save and load a state through one engine."""
+
+    def go(state, **options):
+        fastckpt.save(state, tmp_path / "trip", io=engine)
+        return fastckpt.load(tmp_path / "trip", io=engine, **options)
+
+    return go
+
+
+@pytest.fixture
+def registry():
+    """Registrations last for one test."""
+    from fastckpt import _registry
+
+    kept = dict(_registry._by_class), dict(_registry._by_name)
+    yield fastckpt.register_type
+    for table, former in zip((_registry._by_class, _registry._by_name), kept, strict=True):
+        table.clear()
+        table.update(former)

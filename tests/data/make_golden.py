@@ -1,0 +1,76 @@
+"""Writes the golden checkpoints of format version 1: ``python tests/data/make_golden.py`` from the root.
+
+Run once a format version. What it wrote is never written again: every later release must read it as it is.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import pathlib
+import sys
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+import fastckpt
+
+HERE = pathlib.Path(__file__).parent
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+    )
+]
+
+
+def state() -> dict[str, Any]:
+    """Every kind of token of version 1 at least once. A reader's test builds it again and compares."""
+    tied = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    attributed = OrderedDict(weight=torch.ones(2))
+    attributed._metadata = {"": {"version": 1}}  # type: ignore[attr-defined] # as torch.nn.Module.state_dict() has it
+    return {
+        "module": attributed,
+        "model": OrderedDict(weight=tied, head=tied, bias=torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
+        "dtypes": [torch.arange(4).to(dtype) for dtype in DTYPES],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "gradient": torch.zeros(2, requires_grad=True),
+        "scalar": torch.tensor(3.25),
+        "empty": torch.empty(0, 4),
+        "coo": torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 0]]), torch.tensor([1.0, 2.0]), (3, 2)).coalesce(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "numpy": {
+            "array": np.arange(5, dtype=np.int16),
+            "big-endian": np.array([1.0, 2.0], dtype=">f8"),
+            "text": np.array(["a", "bcd"]),
+            "when": np.array(["2026-01-02T03:04:05"], dtype="datetime64[s]"),
+            "scalar": np.float32(0.1),
+        },
+        "leaves": [None, True, False, 0, -1, 2**53, 2**53 + 1, -(2**100), 0.1, 1.0, -0.0, 1e300],
+        "more leaves": [float("inf"), float("-inf"), 1 + 2j, "text \u00e4\u4e2d\U0001f600", ""],
+        "bytes": [b"bytes", b"x" * 5000, bytearray(b"ba")],
+        "containers": ((), (1, (2,)), [], {}, {1: "int", 2.5: "float", None: "none", False: "bool"}),
+        "sets": [{1, 2}, frozenset({"a"})],
+        "default": defaultdict(list, a=[1]),
+        "torch": [torch.Size([2, 3]), torch.float8_e5m2, torch.device("cuda:1")],
+        "python": [range(1, 10, 2), slice(1, None, 2), pathlib.Path("a/b"), pathlib.PurePosixPath("/c")],
+        "times": [
+            dt.datetime(2026, 1, 2, 3, 4, 5, 6, dt.timezone.utc),
+            dt.datetime(2026, 1, 2, 3, 4, 5),  # noqa: DTZ001 - a naive one is the point
+            dt.date(2026, 1, 2),
+            dt.time(1, 2, 3, 4),
+            dt.timedelta(days=1, microseconds=5),
+            dt.timezone(dt.timedelta(hours=2), "CEST"),
+        ],
+        "keys": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "sl/ash": torch.ones(1), "": torch.ones(1)},
+    }
+
+
+METADATA = {"step": 1000, "note": "golden", "loss": 2.5}
+
+if __name__ == "__main__":
+    version = sys.argv[1] if len(sys.argv) > 1 else "v1"
+    fastckpt.save(state(), HERE / version, overwrite=False, metadata=METADATA)
+    fastckpt.save(state(), HERE / f"{version}-sharded", overwrite=False, metadata=METADATA, shard_size=5000)

@@ -1,0 +1,89 @@
+"""File systems of our own, made for one test and gone after it. All need root."""
+
+# ruff: noqa: PTH101, TC003 - a name, not a Path
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import needs
+
+# The least that each mkfs of Debian 12 accepts without special flags, with room for a few small checkpoints.
+SIZES = {"ext4": 64 << 20, "xfs": 320 << 20, "btrfs": 160 << 20}
+MKFS = {
+    "ext4": (["mkfs.ext4", "-q", "-F", "-b", "4096"], "e2fsprogs"),
+    "xfs": (["mkfs.xfs", "-q", "-f"], "xfsprogs"),
+    "btrfs": (["mkfs.btrfs", "-q", "-f"], "btrfs-progs"),
+}
+KINDS = ("tmpfs", "ramfs", "overlay", *SIZES)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr or done.stdout}")
+
+
+@contextlib.contextmanager
+def _mounted(base: Path, *arguments: str) -> Iterator[Path]:
+    point = base / "mnt"
+    point.mkdir()
+    _run("mount", *arguments, str(point))
+    try:
+        yield point
+    finally:
+        # Lazily when busy: a test that failed may have left a process inside, and must not leave the mount as well.
+        if subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode != 0:
+            _run("umount", "-l", str(point))
+
+
+@contextlib.contextmanager
+def public_directory() -> Iterator[Path]:
+    """A directory that any user may write into: pytest's own tmp_path is 0700 all the way up."""
+    with tempfile.TemporaryDirectory(prefix="fastckpt-test-") as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[Path]:
+    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, ext4, xfs, btrfs) and yield where."""
+    needs.root()
+    extra = f",{options}" if options else ""
+    with tempfile.TemporaryDirectory(prefix=f"fastckpt-{kind}-", ignore_cleanup_errors=True) as name:
+        base = Path(name)
+        base.chmod(0o755)
+        if kind == "tmpfs":
+            arguments = ["-t", "tmpfs", "-o", f"size={size or 64 << 20}{extra}", "tmpfs"]
+        elif kind == "ramfs":
+            arguments = ["-t", "ramfs", *(["-o", options] if options else []), "ramfs"]
+        elif kind == "overlay":
+            for part in ("lower", "upper", "work"):
+                (base / part).mkdir()
+            layers = f"lowerdir={base}/lower,upperdir={base}/upper,workdir={base}/work"
+            arguments = ["-t", "overlay", "-o", f"{layers}{extra}", "overlay"]
+        else:
+            command, package = MKFS[kind]
+            needs.tool(command[0], package)
+            image = base / "image"
+            with image.open("wb") as file:
+                file.truncate(size or SIZES[kind])
+            _run(*command, str(image))
+            arguments = ["-t", kind, "-o", f"loop{extra}", str(image)]
+        with _mounted(base, *arguments) as point:
+            yield point
+
+
+@contextlib.contextmanager
+def read_only(point: Path) -> Iterator[None]:
+    """Remount read-only for a while."""
+    _run("mount", "-o", "remount,ro", str(point))
+    try:
+        yield
+    finally:
+        _run("mount", "-o", "remount,rw", str(point))

@@ -1,0 +1,48 @@
+"""States that can be told apart: number in, every value out, so that the oracle needs no memory of what was saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+ROWS = 257  # odd, so that nothing but the large tensors ends on a page
+
+
+def numbered(index: int, nbytes: int = 1 << 20) -> dict[str, Any]:
+    """State ``index``: a few large arrays, many small, Python leaves; no two indices share an array."""
+    rng = np.random.default_rng(index)
+    third = max(8, nbytes // 3)
+    return {
+        "step": index,
+        "model": {
+            "big": rng.integers(0, 256, third // 4096 * 4096 + 4096, dtype=np.uint8),
+            "odd": rng.integers(0, 256, third + 13, dtype=np.uint8),
+            "rows": rng.standard_normal((ROWS, max(1, third // 8 // ROWS))),
+            "small": [np.full(3, index, dtype=np.int64), np.array(index, dtype=np.int32), np.zeros((0, 4), np.float32)],
+        },
+        "lr": 0.1 * index,
+        "note": f"state {index}",
+        "seen": [True, None, b"\x00\xff", index],
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type, structure and every bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def which(state: Any, nbytes: int = 1 << 20) -> int:
+    """The index of a loaded state, after proving that it is that state whole and no mixture."""
+    index = state["step"]
+    if not same(state, numbered(index, nbytes)):
+        raise AssertionError(f"a mixture: says step {index}, and is not that state")
+    return int(index)

@@ -1,0 +1,147 @@
+"""Run or attach strace; read the order of system calls; inject an error or a signal into the k-th of them."""
+
+# ruff: noqa: PTH118, TC003 - paths are the text that strace printed
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness import needs
+
+# `123 openat(5</a/b>, "c", O_RDONLY) = 6</a/b/c>`, in pieces when another thread's call came between.
+_LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<rest>.*)$")
+_RESUMED = re.compile(r"^<\.\.\. (?P<name>\w+) resumed>(?P<rest>.*)$")
+_CALL = re.compile(r"^(?P<name>\w+)\((?P<arguments>.*)\)\s+= (?P<result>.*)$", re.DOTALL)
+_FD = re.compile(r"\d+<(?P<path>[^>]*)>|AT_FDCWD<(?P<cwd>[^>]*)>")
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call. ``start`` and ``end`` order all calls of all threads; they differ when others came between."""
+
+    pid: int
+    name: str
+    arguments: str
+    result: str
+    start: int
+    end: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.result.startswith(("-1", "?"))
+
+    @property
+    def injected(self) -> bool:
+        return "(INJECTED)" in self.result
+
+    def fd_paths(self) -> list[str]:
+        """Paths of the descriptors among the arguments, in order."""
+        return [match["path"] or match["cwd"] or "" for match in _FD.finditer(self.arguments)]
+
+    def strings(self) -> list[str]:
+        """The quoted arguments, in order."""
+        return [text.encode().decode("unicode_escape") for text in _STRING.findall(self.arguments)]
+
+    def paths(self) -> list[str]:
+        """What the path arguments name: each joined to the directory descriptor before it, as the kernel does."""
+        found = []
+        base = ""
+        for match in re.finditer(rf"{_FD.pattern}|{_STRING.pattern}", self.arguments):
+            if match["path"] is not None or match["cwd"] is not None:
+                base = match["path"] or match["cwd"]
+            else:
+                text = match.group(3).encode().decode("unicode_escape")
+                found.append(os.path.normpath(os.path.join(base, text)))
+        return found
+
+    def opened(self) -> str:
+        """The real path of the descriptor that the call returned (openat, openat2, open)."""
+        match = _FD.match(self.result)
+        return (match["path"] or "") if match else ""
+
+
+def parse(text: str) -> list[Call]:
+    """All finished calls of ``strace -f -y`` output, in the order in which they ended."""
+    calls: list[Call] = []
+    open_calls: dict[int, tuple[str, int]] = {}
+    for number, line in enumerate(text.splitlines()):
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        pid, rest = int(match["pid"]), match["rest"]
+        start = number
+        if rest.endswith("<unfinished ...>"):
+            open_calls[pid] = (rest.removesuffix("<unfinished ...>"), number)
+            continue
+        resumed = _RESUMED.match(rest)
+        if resumed is not None:
+            head, start = open_calls.pop(pid, (f"{resumed['name']}(", number))
+            rest = head + resumed["rest"]
+        call = _CALL.match(rest)
+        if call is not None:
+            calls.append(Call(pid, call["name"], call["arguments"], call["result"], start, number))
+    return calls
+
+
+@dataclass
+class Trace:
+    """An attached strace."""
+
+    log: Path
+    process: subprocess.Popen[str]
+    _calls: list[Call] | None = field(default=None)
+
+    def calls(self) -> list[Call]:
+        """The calls so far; all of them once the traced process has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+        return parse(self.log.read_text(encoding="utf-8", errors="replace"))
+
+
+def injection(call: str, what: str, when: str | int) -> str:
+    """An argument for ``inject``: ``injection("fsync", "error=EIO", 2)``. Counted per thread, as strace counts."""
+    return f"{call}:{what}:when={when}"
+
+
+@contextlib.contextmanager
+def attached(pid: int, log: Path, trace: str, *inject: str) -> Iterator[Trace]:
+    """strace on a running process and its threads to be; returns once the process is being watched."""
+    program = needs.tool("strace", "strace")
+    command = [program, "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={trace}"]
+    for item in inject:
+        command += ["-e", f"inject={item}"]
+    with subprocess.Popen([*command, "-p", str(pid)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _wait_for_attachment(process, pid)
+            yield Trace(log, process)
+        finally:
+            # On SIGINT strace detaches and the traced process goes on; the test ends that one itself.
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:
+    assert process.stderr is not None
+    deadline = time.monotonic() + 10
+    seen = ""
+    descriptor = process.stderr.fileno()
+    while f"Process {pid} attached" not in seen:
+        ready, _, _ = select.select([descriptor], [], [], max(0, deadline - time.monotonic()))
+        piece = os.read(descriptor, 4096).decode(errors="replace") if ready else ""
+        if not piece:
+            raise AssertionError(f"strace did not attach to {pid}: {seen!r}")
+        seen += piece

@@ -1,0 +1,272 @@
+"""Child processes by the hundred: one small process imports everything once and forks for each trial.
+
+A trial that kills, limits or strips its process needs a process of its own, and an interpreter takes 300 ms to start;
+a fork takes five. The children run the functions of :mod:`harness.jobs` by name and answer in JSON lines.
+"""
+
+# ruff: noqa: BLE001, TC003 - a child's every exception goes to its parent
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PTRACER = 0x5961_6D61
+PR_SET_PTRACER_ANY = (1 << 64) - 1
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, without a choice of engine, and with the harness within reach."""
+    plain = {key: value for key, value in os.environ.items() if key != "FASTCKPT_IO"}
+    return {**plain, "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
+
+
+class DiedError(AssertionError):
+    """The child ended without an answer: it was killed, or crashed."""
+
+
+class HungError(AssertionError):
+    """The child gave no answer in time."""
+
+
+class Channel:
+    """JSON lines over a socket, both ways."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer = b""
+
+    def __del__(self) -> None:
+        # A killed child's last words may be read long after its end, so nobody else knows when to close.
+        self.sock.close()
+
+    def send(self, value: Any) -> None:
+        self.sock.sendall(json.dumps(value).encode() + b"\n")
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next value; ``EOFError`` at the end, ``TimeoutError`` when none comes."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self.sock], [], [], left)[0]:
+                raise TimeoutError
+            piece = b""
+            with contextlib.suppress(ConnectionResetError):
+                piece = self.sock.recv(1 << 16)
+            if not piece:
+                raise EOFError
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+
+@dataclass
+class Raised:
+    """An exception of a child, as far as JSON carries it."""
+
+    kind: str
+    bases: list[str]
+    errno: int | None
+    filename: str | None
+    text: str
+    trace: str = field(repr=False)
+
+
+@dataclass
+class Child:
+    """One forked process and the job in it."""
+
+    pid: int
+    channel: Channel
+    zygote: Zygote
+    reports: list[Any] = field(default_factory=list)
+    status: int | None = None
+
+    def go(self) -> None:
+        """Let a job that was started with ``hold=True`` begin."""
+        self.channel.send("go")
+
+    def next(self, timeout: float = 30.0) -> Any:
+        """The next thing the job reports."""
+        message = self._message(timeout)
+        assert "report" in message, message
+        return message["report"]
+
+    def outcome(self, timeout: float = 60.0) -> Any:
+        """What the job returned, or a :class:`Raised`; its reports on the way are kept in ``reports``."""
+        while True:
+            message = self._message(timeout)
+            if "report" in message:
+                self.reports.append(message["report"])
+                continue
+            self.wait()
+            return Raised(**message["raised"]) if "raised" in message else message["returned"]
+
+    def _message(self, timeout: float) -> dict[str, Any]:
+        try:
+            return dict(self.channel.receive(timeout))
+        except EOFError:
+            raise DiedError(f"child {self.pid}: wait status {self.wait():#x}") from None
+        except TimeoutError:
+            self.kill()
+            raise HungError(f"child {self.pid} said nothing for {timeout} s") from None
+
+    def drain(self) -> list[Any]:
+        """All reports of a child that has been killed, those it sent unread before its death among them."""
+        with contextlib.suppress(EOFError):
+            while True:
+                message = self.channel.receive(30)
+                if "report" in message:
+                    self.reports.append(message["report"])
+        return self.reports
+
+    def signal(self, number: int) -> None:
+        # Nobody but the zygote reaps, and only when asked: so the pid is still this child's.
+        os.kill(self.pid, number)
+
+    def kill(self) -> int:
+        """SIGKILL, and wait until it is really gone; the wait status."""
+        if self.status is None:
+            self.signal(signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The wait status; blocks until the process is gone and with it its locks."""
+        if self.status is None:
+            self.status = self.zygote.reap(self.pid)
+        return self.status
+
+
+class Zygote:
+    """The process that forks. Use :func:`running`."""
+
+    def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        variables = {
+            **environment(),
+            # A BLAS pool would be threads in a process that forks.
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "error",
+            **(env or {}),
+        }
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "harness.zygote", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=variables,
+        )
+        theirs.close()
+        self.control = Channel(ours)
+        if self.control.receive(60) != "ready":
+            raise AssertionError("the zygote did not start")
+
+    def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
+        """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.control.send({"job": job, "hold": hold, "arguments": arguments})
+            # A descriptor rides on a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
+            if self.control.receive(30) != "socket":
+                raise AssertionError("the zygote is out of step")
+            socket.send_fds(self.control.sock, [b"\n"], [theirs.fileno()])
+            pid = self.control.receive(30)
+        return Child(pid, Channel(ours), self)
+
+    def run(self, job: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
+        """Run a job to its end in a child; what it returned, or a :class:`Raised`."""
+        return self.start(job, **arguments).outcome(timeout)
+
+    def reap(self, pid: int) -> int:
+        self.control.send({"reap": pid})
+        return int(self.control.receive(60))
+
+
+@contextlib.contextmanager
+def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]:
+    """A zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
+    # The counters' pages of children that are killed would pile up where a real monitor looks.
+    with tempfile.TemporaryDirectory(prefix="fastckpt-top-", dir="/dev/shm") as counters:
+        zygote = Zygote(*prefix, env={"FASTCKPT_TOP_DIR": counters, **(env or {})})
+        try:
+            yield zygote
+        finally:
+            zygote.control.sock.close()
+            zygote.process.wait(timeout=30)
+
+
+def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
+    code = 0
+    try:
+        # A test run in the background inherits SIGINT ignored; restore what a user's program has.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Let strace attach where Yama allows only ancestors to.
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
+        if request["hold"]:
+            channel.receive()
+        jobs = importlib.import_module("harness.jobs")
+        try:
+            value = getattr(jobs, request["job"])(channel, **request["arguments"])
+            answer = {"returned": value}
+        except BaseException as error:
+            answer = {
+                "raised": {
+                    "kind": type(error).__name__,
+                    "bases": [base.__name__ for base in type(error).__mro__],
+                    "errno": getattr(error, "errno", None),
+                    "filename": _text(getattr(error, "filename", None)),
+                    "text": str(error),
+                    "trace": traceback.format_exc(),
+                }
+            }
+        channel.send(answer)
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    finally:
+        os._exit(code)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else os.fsdecode(value)
+
+
+def serve(descriptor: int) -> None:
+    """The zygote's loop: fork or reap, as asked, until the other side closes."""
+    importlib.import_module("harness.jobs")
+    control = Channel(socket.socket(fileno=descriptor))
+    control.send("ready")
+    while True:
+        try:
+            request = control.receive()
+        except EOFError:
+            return
+        if "reap" in request:
+            control.send(os.waitpid(request["reap"], 0)[1])
+            continue
+        control.send("socket")
+        _, descriptors, _, _ = socket.recv_fds(control.sock, 1, 1)
+        pid = os.fork()
+        if pid == 0:
+            control.sock.close()
+            _child(request, Channel(socket.socket(fileno=descriptors[0])))
+        os.close(descriptors[0])
+        control.send(pid)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

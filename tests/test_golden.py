@@ -1,0 +1,50 @@
+"""A reader of version 1 opens every version-1 checkpoint, for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import pytest
+
+import fastckpt
+from same import same
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+def golden():
+    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-sharded"])
+def test_golden_checkpoint_is_read_bit_for_bit(name, engine):
+    state = fastckpt.load(DATA / name, io=engine)
+    assert same(state, golden().state())
+    assert state["model"]["weight"].data_ptr() == state["model"]["head"].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-sharded"])
+def test_golden_checkpoint_verifies(name):
+    assert fastckpt.verify(DATA / name).ok
+    assert fastckpt.open(DATA / name).metadata == golden().METADATA
+
+
+def test_golden_checkpoints_hold_one_shard_and_several():
+    assert [p.name for p in (DATA / "v1").glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list((DATA / "v1-sharded").glob("model-*-of-*.safetensors"))) > 1
+    assert (DATA / "v1-sharded" / "model.safetensors.index.json").exists()
+
+
+def test_golden_checkpoints_hold_every_kind_of_token():
+    import json
+
+    tokens = json.loads(fastckpt.open(DATA / "v1")._reader.structure())
+    found = {token[0] for token in tokens if isinstance(token, list)}
+    documented = (DATA.parents[1] / "docs" / "format.md").read_text(encoding="utf-8").split("## 4. Structure")[1]
+    wanted = {line.split('["')[1].split('"')[0] for line in documented.splitlines() if line.startswith('| `["')}
+    assert {"dict", "tensor", "coo", "float"} <= wanted
+    assert found >= wanted - {"quantized", "type"}
