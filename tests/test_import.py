@@ -66,6 +66,7 @@ def test_public_names():
         [
             *(
                 "save",
+        "set_target",
                 "load",
                 "open",
                 "verify",

@@ -14,6 +14,7 @@ from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
 from ._save import save
+from ._target import set_target
 from ._verify import verify
 from .exceptions import (
     CheckpointError,
@@ -41,6 +42,7 @@ __all__ = [
     "open",
     "register_type",
     "save",
+    "set_target",
     "verify",
 ]
 

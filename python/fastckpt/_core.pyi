@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
-__all__ = ["DEBUG_BUILD", "Reader", "__version__", "save"]
+__all__ = ["DEBUG_BUILD", "Reader", "__version__", "save", "set_target"]
 
 __version__: str
 DEBUG_BUILD: bool
@@ -48,6 +48,8 @@ def save(
     shard_size: int,
     io: str,
     threads: int | None,
+    bandwidth_limit: int | None,
+    step: int | None,
     fill: Callable[[int, int, int, int], None] | None,
     tick: Callable[[int, int], None] | None,
 ) -> Report:
@@ -62,6 +64,12 @@ def save(
     and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on the calling
     thread, in bytes; an
     exception that it, ``fill`` or a signal handler raises stops the save, removes what was written, and is raised.
+    """
+
+def set_target(target: str) -> None:
+    """Tell the live counters what throughput this process wants: a tier, GB/s, or ``save=X,load=Y``.
+
+    ``ValueError`` for anything else.
     """
 
 @final

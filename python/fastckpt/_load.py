@@ -85,7 +85,7 @@ def load(
         composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
     else:
         targets.make(check.found if origin is None else [token for token in tokens if is_tensor(token)])
-    with ticker("load", shown=progress) as tick:
+    with ticker("load", source, shown=progress) as tick:
         report = reader.read(
             targets.requests,
             verify=bool(verify),

@@ -42,3 +42,9 @@ def check_shard_size(operation: str, shard_size: Any) -> None:
     """``shard_size=``."""
     if type(shard_size) is not int or shard_size < 1:
         raise ValueError(f"{operation}: shard_size must be an int of at least 1 (bytes), not {shard_size!r}")
+
+
+def check_bandwidth(operation: str, limit: Any) -> None:
+    """``bandwidth_limit=``."""
+    if limit is not None and not (type(limit) in (int, float) and 1 <= limit < 2**63):
+        raise ValueError(f"{operation}: bandwidth_limit must be None or bytes a second, at least 1, not {limit!r}")

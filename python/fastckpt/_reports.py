@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     """``count`` bytes in the largest decimal unit that keeps a leading digit."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
@@ -57,7 +57,7 @@ class Report:
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
         why = f" ({self.fallback})" if self.fallback else ""
         return (
-            f"{verb} {_size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s; {phases}): "
+            f"{verb} {size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s; {phases}): "
             f"{self.tensors} tensors, {self.shards} shards, {self.threads} threads, engine {self.engine}{why}: "
             f"{self.path}"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._flatten import flatten
-from ._options import check_engine, check_shard_size, path_of
+from ._options import check_bandwidth, check_engine, check_shard_size, path_of
 from ._outcome import conclude
 from ._progress import ticker
 from ._reports import SaveReport
@@ -25,6 +25,7 @@ def save(
     shard_size: int = 5 * 10**9,
     io: str = "auto",
     threads: int | None = None,
+    bandwidth_limit: float | None = None,
     progress: bool = False,
 ) -> SaveReport:
     """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
@@ -41,6 +42,8 @@ def save(
         shard_size: bytes a file, about: a tensor is never split.
         io: ``auto``, ``uring``, ``threads`` or ``buffered``. The report tells which engine ran.
         threads: worker threads; by default as many as this process may use cores, within limits.
+        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on; None for
+            no limit.
         progress: show a progress bar.
 
     Returns:
@@ -57,11 +60,12 @@ def save(
     target = path_of("save", path)
     check_engine("save", io, threads)
     check_shard_size("save", shard_size)
+    check_bandwidth("save", bandwidth_limit)
     flat = flatten(state)
     about = flatten(
         metadata, operation="save: metadata", refuse_tensors="metadata cannot hold tensors: put them into the state"
     )
-    with ticker("save", shown=progress) as tick:
+    with ticker("save", target, shown=progress) as tick:
         report = _core.save(
             target,
             flat.tensors,
@@ -71,7 +75,15 @@ def save(
             shard_size=shard_size,
             io=io,
             threads=threads,
+            bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
+            step=_step(metadata),
             fill=flat.fill if flat.movers else None,
             tick=tick,
         )
     return conclude(SaveReport, target, began, report)
+
+
+def _step(metadata: Any) -> int | None:
+    """The training step, where the metadata tells it: the live counters show it."""
+    step = metadata.get("step") if isinstance(metadata, dict) else None
+    return step if type(step) is int and 0 <= step < 2**63 else None

@@ -37,7 +37,7 @@ def verify(
     began = time.perf_counter()
     target = path_of("verify", path)
     check_engine("verify", io, threads)
-    with ticker("verify", shown=progress) as tick:
+    with ticker("verify", target, shown=progress) as tick:
         found = _core.Reader(target).verify(io=io, threads=threads, tick=tick)
     damage = tuple(Damage(**item) for item in found["damage"])
     return conclude(VerifyReport, target, began, found, damage=damage)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
-from ._reports import _size
+from ._reports import size
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -179,7 +179,7 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
     if saved["fallback"]:
         rows.append(("fallback", saved["fallback"]))
     tensors, in_shards = _count(document["tensors"], "tensor"), _count(len(shards), "shard")
-    rows.append(("size", f"{_size(document['bytes'])} in {tensors}, {in_shards}"))
+    rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
     lines = _table(rows)
 
     def section(head: str, cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -189,8 +189,8 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
             lines.append(f"  and {len(cells) - _LINES} more")
 
     dtypes = document["dtypes"].items()
-    section("dtypes", [(dtype, _count(of["tensors"], "tensor"), _size(of["bytes"])) for dtype, of in dtypes], (1, 2))
-    section("shards", [(shard["file"], _size(shard["bytes"])) for shard in shards], (1,))
+    section("dtypes", [(dtype, _count(of["tensors"], "tensor"), size(of["bytes"])) for dtype, of in dtypes], (1, 2))
+    section("shards", [(shard["file"], size(shard["bytes"])) for shard in shards], (1,))
     metadata = document["metadata"]
     items = metadata.items() if isinstance(metadata, dict) else [("", metadata)] if metadata is not None else []
     section("metadata", [(key, _shortened(json.dumps(value, ensure_ascii=False))) for key, value in items])
@@ -215,7 +215,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         for tensor in tensors
     ]
     lines = _table([head, *rows], right=(3,))
-    lines.append(f"{_count(len(tensors), 'tensor')}, {total} bytes ({_size(total)})")
+    lines.append(f"{_count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
     document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
     return OK, document, lines
 
@@ -235,7 +235,7 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
 
     done = conversion.convert(options.path, options.destination, keys=options.keys, overwrite=options.overwrite)
     line = (
-        f"converted {done.source} to {done.destination}: {_count(done.tensors, 'tensor')}, {_size(done.bytes)} "
+        f"converted {done.source} to {done.destination}: {_count(done.tensors, 'tensor')}, {size(done.bytes)} "
         f"in {done.seconds:.3f} s"
     )
     return OK, asdict(done), [line]

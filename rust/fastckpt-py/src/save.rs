@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use fastckpt_core::Options;
 use fastckpt_core::plan::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
+use fastckpt_core::telemetry;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +20,8 @@ type Tensor = (String, String, Vec<u64>, usize, Option<(String, Vec<u64>)>);
 
 /// See `_core.pyi`.
 #[pyfunction]
-#[pyo3(signature = (path, tensors, structure, metadata, *, overwrite, shard_size, io, threads, fill, tick))]
+#[pyo3(signature = (path, tensors, structure, metadata, *, overwrite, shard_size, io, threads,
+    bandwidth_limit, step, fill, tick))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
 fn save<'py>(
     py: Python<'py>,
@@ -30,10 +33,12 @@ fn save<'py>(
     shard_size: u64,
     io: &str,
     threads: Option<usize>,
+    bandwidth_limit: Option<u64>,
+    step: Option<i64>,
     fill: Option<Py<PyAny>>,
     tick: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let options = options(io, threads)?;
+    let options = Options { bandwidth_limit, step, ..options(io, threads)? };
     let raised = Arc::new(Raised::default());
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());
@@ -63,6 +68,19 @@ fn save<'py>(
     to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
 }
 
+/// See `_core.pyi`.
+#[pyfunction]
+fn set_target(py: Python<'_>, target: &str) -> PyResult<()> {
+    let (save, load) = telemetry::parse_targets(target).ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "set_target: `{target}` is no target: give `light`, `medium`, `high`, GB/s, or `save=X,load=Y`"
+        ))
+    })?;
+    py.detach(|| telemetry::set_target(save, load));
+    Ok(())
+}
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(save, module)?)
+    module.add_function(wrap_pyfunction!(save, module)?)?;
+    module.add_function(wrap_pyfunction!(set_target, module)?)
 }
