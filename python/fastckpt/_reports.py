@@ -19,6 +19,11 @@ def size(count: int) -> str:
     return f"{value:.2f} TB"
 
 
+def count(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one save, load or verification did.
@@ -58,7 +63,8 @@ class Report:
         why = f" ({self.fallback})" if self.fallback else ""
         return (
             f"{verb} {size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s; {phases}): "
-            f"{self.tensors} tensors, {self.shards} shards, {self.threads} threads, engine {self.engine}{why}: "
+            f"{count(self.tensors, 'tensor')}, {count(self.shards, 'shard')}, {count(self.threads, 'thread')}, "
+            f"engine {self.engine}{why}: "
             f"{self.path}"
         )
 
@@ -118,5 +124,5 @@ class VerifyReport(Report):
         return not self.damage
 
     def __str__(self) -> str:
-        found = "no damage" if self.ok else f"{len(self.damage)} damaged ranges, first {self.damage[0]}"
+        found = "no damage" if self.ok else f"{count(len(self.damage), 'damaged range')}, first {self.damage[0]}"
         return f"{self._line('verified')}: {found}"

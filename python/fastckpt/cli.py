@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
-from ._reports import size
+from ._reports import count, size
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -105,11 +105,6 @@ def _table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str
     ]
 
 
-def _count(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun``, in the plural where it belongs."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _plain(value: Any) -> Any:
     """Return a value of a checkpoint's metadata as JSON can hold it: what it cannot becomes text."""
     if isinstance(value, Mapping):
@@ -174,11 +169,11 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
         ("path", document["path"]),
         ("format", f"version {document['format_version']}, written by {writer['name']} {writer['version']}"),
         ("created", created.strftime("%Y-%m-%d %H:%M:%S %Z")),
-        ("saved", f"{speed}, engine {saved['engine']}, {_count(saved['threads'], 'thread')}"),
+        ("saved", f"{speed}, engine {saved['engine']}, {count(saved['threads'], 'thread')}"),
     ]
     if saved["fallback"]:
         rows.append(("fallback", saved["fallback"]))
-    tensors, in_shards = _count(document["tensors"], "tensor"), _count(len(shards), "shard")
+    tensors, in_shards = count(document["tensors"], "tensor"), count(len(shards), "shard")
     rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
     lines = _table(rows)
 
@@ -189,7 +184,7 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
             lines.append(f"  and {len(cells) - _LINES} more")
 
     dtypes = document["dtypes"].items()
-    section("dtypes", [(dtype, _count(of["tensors"], "tensor"), size(of["bytes"])) for dtype, of in dtypes], (1, 2))
+    section("dtypes", [(dtype, count(of["tensors"], "tensor"), size(of["bytes"])) for dtype, of in dtypes], (1, 2))
     section("shards", [(shard["file"], size(shard["bytes"])) for shard in shards], (1,))
     metadata = document["metadata"]
     items = metadata.items() if isinstance(metadata, dict) else [("", metadata)] if metadata is not None else []
@@ -215,7 +210,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         for tensor in tensors
     ]
     lines = _table([head, *rows], right=(3,))
-    lines.append(f"{_count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
+    lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
     document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
     return OK, document, lines
 
@@ -235,7 +230,7 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
 
     done = conversion.convert(options.path, options.destination, keys=options.keys, overwrite=options.overwrite)
     line = (
-        f"converted {done.source} to {done.destination}: {_count(done.tensors, 'tensor')}, {size(done.bytes)} "
+        f"converted {done.source} to {done.destination}: {count(done.tensors, 'tensor')}, {size(done.bytes)} "
         f"in {done.seconds:.3f} s"
     )
     return OK, asdict(done), [line]
