@@ -1,0 +1,114 @@
+//! What costs CPU and needs no device: counters, plan, manifest, checksum. `cargo bench -p fastckpt-core`.
+
+use std::hint::black_box;
+use std::path::Path;
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use fastckpt_core::plan::{TensorSpec, plan};
+use fastckpt_core::telemetry::{Kind, Operation};
+use fastckpt_core::{checksum, manifest};
+use safetensors::Dtype;
+use serde_json::value::RawValue;
+
+fn tensors(count: u64) -> Vec<TensorSpec> {
+    let tensor = |index| TensorSpec {
+        name: format!("model.layers.{index}.weight"),
+        dtype: Dtype::BF16,
+        shape: vec![64, 1 + index % 64],
+        true_type: None,
+    };
+    (0..count).map(tensor).collect()
+}
+
+/// One completion: everything that a worker writes for a block. The bar is 50 ns.
+fn counters(c: &mut Criterion) {
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), None);
+    let mut lane = operation.lane();
+    c.bench_function("counters/completion", |b| {
+        b.iter(|| {
+            lane.landed(black_box(1_000));
+            lane.moved(black_box(4 << 20));
+        });
+    });
+    c.bench_function("counters/submission", |b| {
+        b.iter(|| {
+            black_box(lane.submitted(black_box(4 << 20)));
+            lane.state(fastckpt_core::telemetry::State::Transfer);
+        });
+    });
+}
+
+fn planning(c: &mut Criterion) {
+    let mut group = c.benchmark_group("plan");
+    for count in [1_000, 100_000] {
+        let tensors = tensors(count);
+        group.throughput(Throughput::Elements(count));
+        group.bench_function(count.to_string(), |b| b.iter(|| plan(black_box(&tensors), 5_000_000_000, 2)));
+    }
+    group.finish();
+}
+
+fn manifests(c: &mut Criterion) {
+    const COUNT: u64 = 10_000;
+    let specs = tensors(COUNT);
+    let plan = plan(&specs, u64::MAX, 1).expect("a plan");
+    let shard = &plan.shards[0];
+    let hex = checksum::to_hex(1);
+    let body = manifest::Body {
+        writer: manifest::Writer { name: "bench".to_owned(), version: "0".to_owned() },
+        created: 0.0,
+        saved: manifest::Saved {
+            engine: "uring".to_owned(),
+            fallback: None,
+            threads: 1,
+            seconds: 1.0,
+            gigabytes_per_second: 1.0,
+        },
+        block_size: plan.block_size,
+        shards: vec![manifest::ShardEntry {
+            file: shard.file.clone(),
+            bytes: shard.bytes,
+            data_offset: shard.header.len() as u64,
+            header_crc: hex.clone(),
+            crc: hex.clone(),
+        }],
+        tensors: specs
+            .into_iter()
+            .zip(&plan.places)
+            .map(|(spec, &(shard, offset))| {
+                let bytes = spec.bytes().expect("a size");
+                let extents = fastckpt_core::plan::extent_count(offset, bytes, plan.block_size);
+                manifest::TensorEntry {
+                    name: spec.name,
+                    dtype: spec.dtype,
+                    shape: spec.shape,
+                    shard,
+                    offset,
+                    crc: hex.repeat(extents as usize),
+                    true_type: None,
+                }
+            })
+            .collect(),
+        structure: RawValue::from_string("[null]".to_owned()).expect("JSON"),
+        metadata: RawValue::from_string("[null]".to_owned()).expect("JSON"),
+    };
+    let bytes = manifest::encode(&body).expect("a manifest");
+    let mut group = c.benchmark_group("manifest");
+    group.throughput(Throughput::Elements(COUNT));
+    group.bench_function("encode", |b| b.iter(|| manifest::encode(black_box(&body))));
+    group.bench_function("decode", |b| b.iter(|| manifest::decode(black_box(&bytes), Path::new("m"))));
+    group.finish();
+}
+
+fn checksums(c: &mut Criterion) {
+    let from = vec![7u8; 4 << 20];
+    let mut to = vec![0u8; 4 << 20];
+    let mut group = c.benchmark_group("checksum");
+    group.throughput(Throughput::Bytes(4 << 20));
+    group.bench_function("of", |b| b.iter(|| checksum::of(black_box(&from))));
+    group.bench_function("copy", |b| b.iter(|| checksum::copy(black_box(&mut to), black_box(&from))));
+    group.finish();
+}
+
+criterion_group!(benches, counters, planning, manifests, checksums);
+criterion_main!(benches);
