@@ -418,7 +418,7 @@ def serve(connection: Connection, name: str, make_state: Callable[[int], State],
             else:
                 expected = partial(make_state, argument) if compare else None
                 connection.send(timed_load(contender, path, expected))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass
     except Exception:  # noqa: BLE001 - whatever it is, the parent reports it
         connection.send(traceback.format_exc())
@@ -670,6 +670,7 @@ def machine(directory: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
         "file_system": file_system(directory),
+        "load_average": os.getloadavg()[0],
     }
 
 
@@ -754,6 +755,8 @@ def main() -> int:
         save, load = (spread(raw[operation]) for operation in ("save", "load"))
         print(f"The raw device alone ranged over {save} GB/s writing and {load} GB/s reading.")
     about = document["machine"]
+    if about["load_average"] > 0.5:
+        print(f"The machine was busy when this began (load average {about['load_average']:.1f}): do not quote these.")
     print(f"{about['cores']} cores, {about['file_system']}, torch {about['packages']['torch']}, {about['system']}.")
     for bar in bars:
         say(str(bar))

@@ -787,14 +787,17 @@ def test_overwrite_refused_by_the_caller(parent):
     assert whole(path, SMALL) == 1
 
 
-def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path):
+@pytest.mark.parametrize("call", ["fdatasync", "renameat2"])
+def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path, call):
     """overwrite=False looks before it writes; the rename must look again. Mutant: rename without NOREPLACE."""
     path = parent / "step"
-    child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, overwrite=False)
+    # Without counters, whose page is put in place by a rename of its own.
+    options = {"index": 1, "nbytes": SMALL, "overwrite": False, "env": {"FASTCKPT_TOP": "0"}}
+    child = children.start("save_held", path=str(path), **options)
     child.next()
-    with strace.attached(child.pid, tmp_path / "log", "fdatasync", "fdatasync:delay_enter=700000:when=1"):
+    with strace.attached(child.pid, tmp_path / "log", call, f"{call}:delay_enter=700000:when=1"):
         child.go()
-        time.sleep(0.3)
+        time.sleep(0.4)
         path.mkdir()
         (path / "thesis.txt").write_text("the only copy")
         end = child.outcome()
@@ -802,6 +805,32 @@ def test_target_that_appears_during_the_save_is_not_overwritten(children, parent
     assert end.kind == "FileExistsError", end
     assert manifest.listing(path) == ["thesis.txt"]
     assert manifest.listing(parent) == ["step"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("call", ["fdatasync", "renameat2"])
+def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_path, call, existing):
+    """A cleaning job that takes `.*.tmp-*` for rubbish: an error, and no waiting for what never comes back."""
+    path = parent / "step"
+    if existing:
+        fastckpt.save(numbered(1, SMALL), path)
+    child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
+    child.next()
+    with strace.attached(child.pid, tmp_path / "log", call, f"{call}:delay_enter=700000:when=1"):
+        child.go()
+        # Both calls are held up once the file is there that the save makes just before.
+        latest = manifest.NAME if call == "renameat2" else "model.safetensors"
+        deadline = time.monotonic() + 10
+        while not (found := [*parent.glob(f".step.tmp-*/{latest}")]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        shutil.rmtree(found[0].parent)
+        end = child.outcome(10)
+    assert isinstance(end, zygote.Raised), "there was nothing left to commit"
+    assert "OSError" in end.bases, end
+    assert str(parent) in (end.filename or ""), end
+    assert manifest.listing(parent) == (["step"] if existing else [])
+    assert not existing or whole(path, SMALL) == 1
 
 
 def test_other_files_are_carried_over(parent):

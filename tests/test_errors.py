@@ -106,6 +106,52 @@ def test_true_short_write(children, tmp_path, engine, limit):
     check_file_size_limit(children, tmp_path, engine, limit, fallocate=False)
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("kind", "size"), [("tmpfs", 10 << 20), ("ext4", 16 << 20)])
+def test_true_short_write_of_a_full_disk(children, tmp_path, kind, size, engine):
+    """The same where cutting the file to its length does not fail:
+    a write that came back short is all there is to notice."""
+    with mounts.mount(kind, size=size) as point:
+        options = {"io": engine, "nbytes": 24 << 20, "env": {"FASTCKPT_TOP": "0"}}
+        child = children.start("save_held", path=str(point / "step"), index=2, **options)
+        child.next()
+        inject = strace.injection("fallocate", "retval=0", "1+")
+        with strace.attached(child.pid, tmp_path / "log", "fallocate", inject) as trace:
+            child.go()
+            end = child.outcome()
+            assert any(call.injected for call in trace.calls())
+        assert isinstance(end, zygote.Raised), "a write that was cut short was taken for whole"
+        assert end.errno == errno.ENOSPC, end
+        assert str(point) in (end.filename or ""), end
+        assert visible(point) == []
+
+
+@pytest.mark.parametrize("count", [512, 4096, 5000, 65536])
+@pytest.mark.parametrize(("engine", "call"), [("threads", "pwrite64"), ("buffered", "pwritev2")])
+def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
+    """A short write whose rest would succeed: the full disks above never tell whether the rest was ever tried.
+
+    strace answers a count for the first write; what counts is that the next one begins where that ended, or before.
+    """
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    options = {"io": engine, "threads": 1, "env": {"FASTCKPT_TOP": "0"}}
+    child = children.start("save_held", path=str(parent / "step"), index=1, **options)
+    child.next()
+    inject = strace.injection(call, f"retval={count}", 1)
+    with strace.attached(child.pid, tmp_path / "log", "pwrite64,pwritev2", inject) as trace:
+        child.go()
+        end = child.outcome()
+        first, second, *_ = trace.calls()
+    assert not isinstance(end, zygote.Raised), end
+    assert first.injected
+    # The offset is the last argument of the one call, and the last but one of the other.
+    place = {"pwrite64": -1, "pwritev2": -2}
+    begun, again = (int(done.arguments.rsplit(", ", 2)[place[done.name]]) for done in (first, second))
+    assert again - begun in (count, count // 4096 * 4096)
+
+
 def check_file_size_limit(children, tmp_path, engine, limit, *, fallocate):
     parent = tmp_path / "parent"
     parent.mkdir()

@@ -66,7 +66,7 @@ def test_public_names():
         [
             *(
                 "save",
-        "set_target",
+                "set_target",
                 "load",
                 "open",
                 "verify",

@@ -23,6 +23,9 @@ use crate::sys::file::{open_directory, open_regular};
 /// How long a load waits for a commit that has moved the old checkpoint away and not yet put the new one there.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
 
+/// How often a commit looks again when others save to and remove the same name meanwhile.
+const TURNS: usize = 100;
+
 /// Who writes: parts of the temporary names, and with the lock the proof of life.
 struct Identity {
     host: String,
@@ -221,23 +224,23 @@ impl Workspace {
         let sync = |fd: &OwnedFd, path: &Path| {
             retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path))
         };
-        loop {
+        for turn in 0.. {
             let old = open_child(self.parent.as_fd(), &self.name).ok();
             if let Some(old) = &old {
                 check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
                 self.carry_over(old.as_fd())?;
             }
             sync(&self.directory, &self.path_of(""))?;
-            let renamed = if old.is_some() { self.replace() } else { self.publish() };
-            match renamed {
-                // Somebody else's save came first, or its removal did: look again.
-                Err(Errno::EXIST | Errno::NOTEMPTY | Errno::NOENT) => {}
-                other => {
-                    other.map_err(Error::io("rename the finished checkpoint to", &self.target))?;
-                    break;
+            match if old.is_some() { self.replace() } else { self.publish() } {
+                Ok(()) => break,
+                // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the
+                // finished directory itself that somebody removed.
+                Err(Errno::EXIST | Errno::NOTEMPTY | Errno::NOENT) if turn < TURNS && self.is_there() => {}
+                Err(error) => {
+                    return Err(Error::io("rename the finished checkpoint to", &self.target)(error));
                 }
             }
-            // A target that is no directory would be met here for ever.
+            // A target that is no directory would be met here each time.
             check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
         }
         self.committed = true;
@@ -246,6 +249,11 @@ impl Workspace {
         // fails the next save will sweep it.
         let _ = remove(self.parent.as_fd(), &self.temporary);
         Ok(())
+    }
+
+    /// Whether the temporary directory still has its name.
+    fn is_there(&self) -> bool {
+        fs::statat(&self.parent, &self.temporary, AtFlags::SYMLINK_NOFOLLOW).is_ok()
     }
 
     /// First save to this name.
