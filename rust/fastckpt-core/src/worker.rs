@@ -155,6 +155,8 @@ pub fn run<J: Job>(
     crew.threads = crew.threads.min(job.blocks()).max(1);
     let per_worker = STAGING_BUDGET / (crew.threads as u64 * block_size);
     let depth = match crew.engine {
+        // Whoever waits for the limit should not have completions lie unreaped meanwhile.
+        Engine::Uring if options.bandwidth_limit.is_some() => 1,
         Engine::Uring => (per_worker as usize).clamp(1, QUEUE_DEPTH),
         Engine::Threads | Engine::Buffered => 1,
     };
