@@ -16,7 +16,7 @@ use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::checksum;
-use crate::error::{Error, Result};
+use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
 use crate::sys::file::{open_directory, open_regular};
 
@@ -154,8 +154,7 @@ impl Workspace {
     /// Looks at the target, sweeps what dead writers left beside it, and makes the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split(target)?;
-        let parent =
-            open_directory(&parent_path).map_err(Error::io("open the parent directory", &parent_path))?;
+        let parent = open_directory(&parent_path).map_err(Error::io(OPEN_PARENT, &parent_path))?;
         recover(&parent_path, parent.as_fd(), &name);
         check_target(parent.as_fd(), &name, target, overwrite)?;
         sweep(parent.as_fd(), &name);

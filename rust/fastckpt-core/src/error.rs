@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused or failed an operation.
-    #[error("cannot {operation} `{}`: {source}{}", path.display(), hint(source))]
+    #[error("cannot {operation} `{}`: {}{}", path.display(), cause(source), hint(operation, source))]
     Io {
         /// What was being done, as a verb phrase.
         operation: &'static str,
@@ -79,9 +79,21 @@ impl Error {
     }
 }
 
+/// The operation whose failure means that the target's parent is missing.
+pub(crate) const OPEN_PARENT: &str = "open the parent directory";
+
+/// The system's words, without the number that the standard library adds: the exception carries it.
+fn cause(source: &std::io::Error) -> String {
+    let text = source.to_string();
+    text.split(" (os error").next().unwrap_or(&text).to_owned()
+}
+
 /// What helps against the commonest causes; empty for the rest.
-fn hint(source: &std::io::Error) -> &'static str {
+fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
+        Some(libc::ENOENT) if operation == OPEN_PARENT => ": create it first",
+        Some(libc::ENOTDIR) => ": a part of the path is a file",
+        Some(libc::EACCES) => ": see who owns it, and its mode",
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
         Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",

@@ -154,6 +154,9 @@ impl Checkpoint {
                     readable[index] = !missing;
                     let offset = found.min(shard.bytes);
                     let len = found.max(shard.bytes) - offset;
+                    if missing {
+                        damage.extend(self.lost(index, &what));
+                    }
                     damage.push(Damage { file: shard.file.clone(), offset, len, tensor: None, reason: what });
                     if found >= shard.data_offset {
                         damage.extend(self.check_header(index)?);
@@ -243,6 +246,20 @@ impl Checkpoint {
             (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
             _ => true,
         }
+    }
+
+    /// Every tensor of a shard that cannot be read at all.
+    fn lost(&self, index: usize, reason: &str) -> impl Iterator<Item = Damage> {
+        let file = &self.body.shards[index].file;
+        let tensors =
+            self.body.tensors.iter().filter(move |tensor| tensor.shard == index && tensor.bytes() > 0);
+        tensors.map(move |tensor| Damage {
+            file: file.clone(),
+            offset: tensor.offset,
+            len: tensor.bytes(),
+            tensor: Some(tensor.name.clone()),
+            reason: reason.to_owned(),
+        })
     }
 
     /// The length a shard has, and whether there is none at all.
@@ -570,6 +587,7 @@ impl Job for ReadJob<'_> {
                 offset: read.start,
                 range: 0..len,
                 need: len,
+                moved: 0,
                 buf: Buf::Region(region),
             });
         }
@@ -580,7 +598,14 @@ impl Job for ReadJob<'_> {
         };
         // At the end of the file fewer bytes come than are asked for.
         let need = (end.min(shard.bytes) - start) as usize;
-        Ok(Transfer { file, offset: start, range: 0..(end - start) as usize, need, buf: Buf::Slab(slab()?) })
+        Ok(Transfer {
+            file,
+            offset: start,
+            range: 0..(end - start) as usize,
+            need,
+            moved: 0,
+            buf: Buf::Slab(slab()?),
+        })
     }
 
     fn finish(
@@ -594,20 +619,23 @@ impl Job for ReadJob<'_> {
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        if let Err(error) = moved {
-            let cut_short = error.kind() == io::ErrorKind::UnexpectedEof;
-            if !cut_short && matches!(self.outcome, Outcome::Raise) {
-                return Err(Error::io("read", &self.checkpoint.path_of(&shard.file))(error));
+        // Where the file ends early, what lies before its end did arrive.
+        let (end, reason) = match moved {
+            Ok(()) => (u64::MAX, String::new()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                (transfer.offset + transfer.moved as u64, "the file is too short to hold it".to_owned())
             }
-            let reason = if cut_short { "the file ends before it".to_owned() } else { error.to_string() };
-            for piece in &pieces {
+            Err(error) if matches!(self.outcome, Outcome::Collect(_)) => (0, error.to_string()),
+            Err(error) => return Err(Error::io("read", &self.checkpoint.path_of(&shard.file))(error)),
+        };
+        for piece in &mut pieces {
+            if piece.offset + piece.len as u64 > end {
                 self.damaged(shard, piece, reason.clone())?;
-            }
-        } else if let (Buf::Region(region), Some(piece)) = (&transfer.buf, pieces.first()) {
-            let found = if piece.crc.is_some() { checksum::of(region) } else { 0 };
-            self.compare(shard, piece, found)?;
-        } else {
-            for piece in &mut pieces {
+            } else if let Buf::Region(region) = &transfer.buf {
+                // It went straight to where it belongs.
+                let found = if piece.crc.is_some() { checksum::of(region) } else { 0 };
+                self.compare(shard, piece, found)?;
+            } else {
                 let at = (piece.offset - transfer.offset) as usize;
                 let bytes = &transfer.buf[at..at + piece.len];
                 self.deliver(shard, piece, bytes)?;

@@ -292,7 +292,7 @@ impl Job for WriteJob<'_> {
         self.block_crcs[block].store(crc, Ordering::Relaxed);
         let len = if file.is_direct() { align::up(need as u64, PAGE) as usize } else { need };
         slab[need..len].fill(0); // goes to the disk until the file is cut to its length
-        Ok(Transfer { file, offset, range: 0..len, need: len, buf: Buf::Slab(slab) })
+        Ok(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf: Buf::Slab(slab) })
     }
 
     fn finish(

@@ -42,6 +42,8 @@ pub struct Transfer {
     pub range: Range<usize>,
     /// How many of them must: fewer at the end of a file.
     pub need: usize,
+    /// How many have.
+    pub moved: usize,
     /// The memory.
     pub buf: Buf,
 }
@@ -316,7 +318,7 @@ impl<J: Job> Worker<'_, '_, J> {
             None => buf::take_slab(shared.block_size)
                 .map_err(Error::io("map memory for staging", std::path::Path::new("memory"))),
         };
-        let Transfer { file, offset, range, need, buf } = shared.job.start(block, &mut slab)?;
+        let Transfer { file, offset, range, need, buf, .. } = shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
         self.pace(need);
         let direct = file.is_direct();
@@ -399,8 +401,8 @@ impl<J: Job> Worker<'_, '_, J> {
             (Buf::Region(_), true) => self.blocks.direct += 1,
             (Buf::Slab(_), true) => self.blocks.staged += 1,
         }
-        let Flight { block, offset, range, need, .. } = flight;
-        let mut transfer = Transfer { file: op.file, offset, range, need, buf: op.buf };
+        let Flight { block, offset, range, need, moved: so_far, .. } = flight;
+        let mut transfer = Transfer { file: op.file, offset, range, need, moved: so_far, buf: op.buf };
         let bytes = self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
         self.lane.moved(bytes);
         if let Buf::Slab(slab) = transfer.buf {
