@@ -3,6 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+/// So much unused time is made up for: what a worker spends on copying and writing must not add to its waiting. More would
+/// be a burst after each stall.
+const SLACK: Duration = Duration::from_millis(200);
+
 /// Hands out time, block by block. A block is paid for before it moves, so that the last one is paid for too.
 #[derive(Debug)]
 pub struct Limiter {
@@ -19,7 +23,7 @@ impl Limiter {
         Self { begin: Instant::now(), bytes_per_second: bytes_per_second.max(1), paid: AtomicU64::new(0) }
     }
 
-    /// Books `bytes` and returns how long to wait before moving them. Time that nobody used is not saved up.
+    /// Books `bytes` and returns how long to wait before moving them.
     pub fn book(&self, bytes: u64) -> Duration {
         self.book_at(bytes, self.begin.elapsed())
     }
@@ -28,10 +32,11 @@ impl Limiter {
         let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         let cost = u128::from(bytes) * 1_000_000_000 / u128::from(self.bytes_per_second);
         let cost = u64::try_from(cost).unwrap_or(u64::MAX);
-        let until = |paid: u64| paid.max(now).saturating_add(cost);
+        let earliest = now.saturating_sub(SLACK.as_nanos() as u64);
+        let until = |paid: u64| paid.max(earliest).saturating_add(cost);
         // Relaxed: the value is all that is shared.
         let before = self.paid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid| Some(until(paid)));
-        Duration::from_nanos(until(before.unwrap_or_else(|paid| paid)) - now)
+        Duration::from_nanos(until(before.unwrap_or_else(|paid| paid)).saturating_sub(now))
     }
 }
 
@@ -40,13 +45,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_cost_time_and_idle_time_is_not_saved() {
+    fn bytes_cost_time() {
         let limiter = Limiter::new(1000);
-        let at = Duration::from_secs;
-        assert_eq!(limiter.book_at(500, at(0)), Duration::from_millis(500));
-        assert_eq!(limiter.book_at(1000, at(0)), Duration::from_millis(1500));
-        assert_eq!(limiter.book_at(1000, at(1)), Duration::from_millis(1500));
-        assert_eq!(limiter.book_at(1000, at(100)), at(1));
-        assert_eq!(Limiter::new(0).book_at(1, at(0)), at(1));
+        let at = Duration::from_millis;
+        assert_eq!(limiter.book_at(500, at(0)), at(500));
+        assert_eq!(limiter.book_at(1000, at(0)), at(1500));
+        assert_eq!(limiter.book_at(1000, at(1000)), at(1500));
+        assert_eq!(Limiter::new(0).book_at(1, at(0)), at(1000));
+    }
+
+    #[test]
+    fn a_little_lost_time_is_made_up_for_and_a_stall_is_not() {
+        let limiter = Limiter::new(1000);
+        let at = Duration::from_millis;
+        assert_eq!(limiter.book_at(100, at(0)), at(100));
+        assert_eq!(limiter.book_at(100, at(150)), at(50), "50 ms late");
+        assert_eq!(limiter.book_at(1000, at(60_000)), at(800), "a minute late");
     }
 }
