@@ -19,20 +19,29 @@ pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
     if second_len == 0 { first } else { crc_fast::checksum_combine(Crc64Nvme, first, second, second_len) }
 }
 
-/// Copies `from` to `to` and returns the CRC of what arrived, each part summed while it is in cache.
+/// Which side of a copy is summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// What is copied: on the way out, so that a bad copy is noticed later.
+    Source,
+    /// What arrived: on the way in, so that a bad copy is noticed now.
+    Copy,
+}
+
+/// Copies `from` to `to` and returns the CRC of one side, each part summed while it is in cache.
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
+pub fn copy(to: &mut [u8], from: &[u8], side: Side) -> u64 {
     assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
     if from.len() <= PASS {
         to.copy_from_slice(from);
-        return of(to);
+        return of(if side == Side::Source { from } else { to });
     }
     let mut digest = Digest::new(Crc64Nvme);
     for (to, from) in to.chunks_mut(PASS).zip(from.chunks(PASS)) {
         to.copy_from_slice(from);
-        digest.update(to);
+        digest.update(if side == Side::Source { from } else { to });
     }
     digest.finalize()
 }
@@ -64,7 +73,8 @@ mod tests {
     fn copying_and_combining_agree_with_one_pass() {
         let bytes: Vec<u8> = (0..1_000_003u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         let mut copied = vec![0; bytes.len()];
-        assert_eq!(copy(&mut copied, &bytes), of(&bytes));
+        assert_eq!(copy(&mut copied, &bytes, Side::Source), of(&bytes));
+        assert_eq!(copy(&mut copied, &bytes, Side::Copy), of(&bytes));
         assert_eq!(copied, bytes);
         for split in [0, 1, 4096, PASS, bytes.len() - 1, bytes.len()] {
             let (a, b) = bytes.split_at(split);

@@ -43,18 +43,17 @@ impl Identity {
     }
 }
 
-/// The prefix of every temporary name for checkpoint `name`.
-fn temporary_prefix(name: &OsStr, kind: &str) -> Vec<u8> {
-    let mut prefix = b".".to_vec();
+/// What every temporary name for checkpoint `name` begins with.
+fn stem(name: &OsStr) -> Vec<u8> {
+    let mut stem = b".".to_vec();
     let bytes = name.as_bytes();
     if bytes.len() <= 120 {
-        prefix.extend_from_slice(bytes);
+        stem.extend_from_slice(bytes);
     } else {
-        prefix.extend_from_slice(&bytes[..120]);
-        prefix.extend_from_slice(checksum::to_hex(checksum::of(bytes)).as_bytes());
+        stem.extend_from_slice(&bytes[..120]);
+        stem.extend_from_slice(checksum::to_hex(checksum::of(bytes)).as_bytes());
     }
-    prefix.extend_from_slice(format!(".{kind}-").as_bytes());
-    prefix
+    stem
 }
 
 /// A new temporary name.
@@ -63,12 +62,13 @@ fn temporary_name(name: &OsStr, kind: &str) -> std::ffi::OsString {
     let mut random = [0u8; 4];
     if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
         // A name already taken is refused by mkdir and tried again, so this need not be unpredictable.
-        let nanos = Instant::now().elapsed().subsec_nanos() ^ std::process::id();
-        random = nanos.to_be_bytes();
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        random = now.map_or(0, |now| now.subsec_nanos()).to_be_bytes();
     }
     let random = u32::from_be_bytes(random);
-    let mut all = temporary_prefix(name, kind);
-    all.extend_from_slice(format!("{host}-{boot}-{}-{random:08x}", std::process::id()).as_bytes());
+    let mut all = stem(name);
+    let owner = format!("{host}-{boot}-{}-{random:08x}", std::process::id());
+    all.extend_from_slice(format!(".{kind}-{owner}").as_bytes());
     std::ffi::OsString::from_vec(all)
 }
 
@@ -218,8 +218,21 @@ impl Workspace {
         retry_on_intr(|| fs::fsync(&file)).map_err(Error::io("sync", &path))
     }
 
-    /// Gives the finished checkpoint the target's name. All its files are durable by now.
-    pub fn commit(mut self) -> Result<()> {
+    /// Gives the finished checkpoint the target's name. All its files are durable by now: `shards`, by name and size, and what
+    /// [`Workspace::write_file`] wrote.
+    pub fn commit<'a>(mut self, shards: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
+        for (file, bytes) in shards {
+            // Somebody may have cleaned up where nothing was to be cleaned.
+            let path = self.path_of(file);
+            let stat = fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW)
+                .map_err(Error::io("find the finished shard", &path))?;
+            if u64::try_from(stat.st_size) != Ok(bytes) {
+                return Err(Error::corrupt(
+                    &path,
+                    "somebody changed the shard before the checkpoint was complete",
+                ));
+            }
+        }
         let sync = |fd: &OwnedFd, path: &Path| {
             retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path))
         };
@@ -324,6 +337,20 @@ impl Drop for Workspace {
 
 /// Whether the target's name is free, or taken by a checkpoint that may be replaced.
 fn check_target(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<()> {
+    for _ in 0..TURNS {
+        let before = fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW);
+        let outcome = check_target_once(parent, name, target, overwrite);
+        // What was looked at may have been replaced meanwhile, and emptied: then the answer says nothing.
+        let after = fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW);
+        let inode = |stat: rustix::io::Result<fs::Stat>| stat.ok().map(|stat| (stat.st_dev, stat.st_ino));
+        if outcome.is_ok() || inode(before) == inode(after) {
+            return outcome;
+        }
+    }
+    check_target_once(parent, name, target, overwrite)
+}
+
+fn check_target_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<()> {
     let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
     let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(()),
@@ -369,20 +396,37 @@ fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
     }
 }
 
-/// Whether `found` is a temporary name that a process of `host` gave: of any checkpoint for `tmp`; for `old` only of
-/// checkpoint `name`, whose own recovery has just run.
-fn may_sweep(found: &[u8], name: &OsStr, host: &str) -> bool {
-    let Ok(text) = std::str::from_utf8(found) else { return false };
-    let mut parts = text.rsplitn(4, '-');
-    let hex8 =
-        |part: Option<&str>| part.is_some_and(|p| p.len() == 8 && p.bytes().all(|b| b.is_ascii_hexdigit()));
-    let number = |part: Option<&str>| part.is_some_and(|p| p.parse::<u32>().is_ok());
-    if !(hex8(parts.next()) && number(parts.next()) && hex8(parts.next())) {
-        return false;
+/// What a temporary name says.
+struct Temporary<'a> {
+    /// See [`stem`].
+    stem: &'a [u8],
+    /// `tmp` or `old`.
+    kind: &'a [u8],
+    host: &'a [u8],
+}
+
+impl<'a> Temporary<'a> {
+    /// Takes a name apart that [`temporary_name`] made; any other is none.
+    fn parse(name: &'a [u8]) -> Option<Self> {
+        // From the end, because a checkpoint's own name may hold anything.
+        let mut parts = name.rsplitn(5, |&byte| byte == b'-');
+        let hex8 = |part: &[u8]| part.len() == 8 && part.iter().all(u8::is_ascii_hexdigit);
+        let random = parts.next().filter(|part| hex8(part));
+        let pid = parts.next().filter(|part| !part.is_empty() && part.iter().all(u8::is_ascii_digit));
+        let boot = parts.next().filter(|part| hex8(part));
+        random.and(pid).and(boot)?;
+        let host = parts.next()?;
+        let begin = parts.next()?;
+        let (stem, kind) = begin.split_at_checked(begin.len().checked_sub(4)?)?;
+        let kind = kind.strip_prefix(b".")?;
+        (stem.len() > 1 && stem.starts_with(b".") && [b"tmp", b"old"].iter().any(|known| kind == *known))
+            .then_some(Self { stem, kind, host })
     }
-    let Some(begin) = parts.next().and_then(|rest| rest.strip_suffix(host)) else { return false };
-    (begin.starts_with('.') && begin.len() > ".x.tmp-".len() - 1 && begin.ends_with(".tmp-"))
-        || begin.as_bytes() == temporary_prefix(name, "old")
+
+    /// Whether it belongs to checkpoint `name`.
+    fn is_of(&self, name: &OsStr) -> bool {
+        stem(name) == self.stem
+    }
 }
 
 /// Removes what dead writers left in the target's parent. A writer is dead when it ran on this host and its lock can be taken;
@@ -392,11 +436,18 @@ fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
     let mut synced = false;
     for (found, kind) in entries(parent).unwrap_or_default() {
         let found = OsStr::from_bytes(found.to_bytes());
-        if kind != FileType::Directory || !may_sweep(found.as_bytes(), name, &host) {
+        let Some(temporary) = Temporary::parse(found.as_bytes()) else { continue };
+        // An old checkpoint of another name may be the only one: that is for its own recovery to say.
+        let sweepable = temporary.kind == b"tmp" || temporary.is_of(name);
+        if kind != FileType::Directory || temporary.host != host.as_bytes() || !sweepable {
             continue;
         }
         let Ok(directory) = open_child(parent, found) else { continue };
         if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_err() {
+            continue;
+        }
+        // Its writer may have died since the recovery, between its two renames: then this is all there is.
+        if temporary.kind == b"old" && fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_err() {
             continue;
         }
         // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
@@ -411,28 +462,29 @@ fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
 /// Puts an old checkpoint back whose writer died between the two plain renames.
 /// Returns the name under which it can be read if that fails (a read-only mount).
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
-    let prefix = temporary_prefix(name, "old");
     let give_up = Instant::now() + COMMIT_WAIT;
     loop {
         if fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
             return None;
         }
-        let all = entries(parent).unwrap_or_default();
-        let mut old = all.iter().map(|(found, _)| OsStr::from_bytes(found.to_bytes()));
-        let old = old.find(|found| found.as_bytes().starts_with(&prefix))?;
-        if let Ok(directory) = open_child(parent, old) {
-            let locked = fs::flock(&directory, FlockOperation::NonBlockingLockExclusive);
-            if !matches!(locked, Err(Errno::WOULDBLOCK)) && has_magic(directory.as_fd()).unwrap_or(false) {
-                return match fs::renameat(parent, old, parent, name) {
-                    Ok(()) => {
-                        let _ = fs::fsync(parent);
-                        None
-                    }
-                    Err(_) => Some(parent_path.join(old)),
-                };
+        let mut busy = false;
+        for (found, _) in entries(parent).unwrap_or_default() {
+            let old = OsStr::from_bytes(found.to_bytes());
+            if !Temporary::parse(old.as_bytes()).is_some_and(|t| t.kind == b"old" && t.is_of(name)) {
+                continue;
+            }
+            let Ok(directory) = open_child(parent, old) else { continue };
+            if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+                busy = true;
+            } else if has_magic(directory.as_fd()).unwrap_or(false) {
+                if fs::renameat(parent, old, parent, name).is_err() {
+                    return Some(parent_path.join(old));
+                }
+                let _ = retry_on_intr(|| fs::fsync(parent));
+                return None;
             }
         }
-        if Instant::now() > give_up {
+        if !busy || Instant::now() > give_up {
             return None;
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -444,10 +496,10 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     let open = |path: &Path| open_directory(path);
     match open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let (parent_path, name) = split(path)?;
-            let instead = open_directory(&parent_path)
-                .ok()
-                .and_then(|parent| recover(&parent_path, parent.as_fd(), &name));
+            let instead = split(path).ok().and_then(|(parent_path, name)| {
+                let parent = open_directory(&parent_path).ok()?;
+                recover(&parent_path, parent.as_fd(), &name)
+            });
             open(instead.as_deref().unwrap_or(path))
         }
         other => other,
@@ -465,7 +517,7 @@ mod tests {
         let path = parent.join(name);
         let workspace = Workspace::create(&path, true).unwrap();
         workspace.write_file(manifest::FILE, format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
-        workspace.commit().unwrap();
+        workspace.commit([].into_iter()).unwrap();
         path
     }
 
@@ -531,6 +583,24 @@ mod tests {
         std::fs::write(path.join("model-00001-of-00002.safetensors"), "ours, and stale").unwrap();
         checkpoint(parent.path(), "c", "two");
         assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
+    }
+
+    #[test]
+    fn temporary_names_are_taken_apart_as_they_were_made() {
+        for name in ["c", "step-1000", "a.tmp-x", &"n".repeat(300)] {
+            let name = OsStr::new(name);
+            let made = temporary_name(name, "old");
+            let parsed = Temporary::parse(made.as_bytes()).unwrap();
+            assert!(parsed.is_of(name) && parsed.kind == b"old");
+            assert_eq!(parsed.host, Identity::here().host.as_bytes());
+        }
+        for other in
+            [".c.tmp-backup", "c.tmp-h-00000000-1-00000000", ".c.new-h-00000000-1-00000000", ".c.tmp-h-0-1-2"]
+        {
+            assert!(Temporary::parse(other.as_bytes()).is_none(), "{other}");
+        }
+        let nested = temporary_name(OsStr::new("c.old-x"), "tmp");
+        assert!(!Temporary::parse(nested.as_bytes()).unwrap().is_of(OsStr::new("c")));
     }
 
     #[test]

@@ -60,18 +60,26 @@ impl Io {
 }
 
 /// How an operation runs.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Options {
     /// The engine asked for.
     pub io: Io,
-    /// Worker threads; by default what the engine likes on the cores this process may use.
+    /// Worker threads; by default what the engine likes on these cores.
     pub threads: Option<usize>,
+    /// Cores this process may use.
+    pub cores: usize,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
     /// The training step, for the live counters.
     pub step: Option<i64>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { io: Io::Auto, threads: None, cores: cores(), bandwidth_limit: None, step: None, faults: None }
+    }
 }
 
 /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node.

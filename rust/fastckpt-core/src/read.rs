@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use crate::align::{self, PAGE};
-use crate::checksum;
+use crate::checksum::{self, Side};
 use crate::commit;
 use crate::error::{Error, Result};
 use crate::io::files::OpenFiles;
@@ -20,6 +20,8 @@ use crate::sys::file::{self, DataFile};
 use crate::telemetry::{self, Kind, Lane, Operation};
 use crate::worker::{self, Crew, Job, Tick, Transfer};
 
+/// How often a checkpoint is opened again that is replaced meanwhile.
+const TURNS: usize = 100;
 /// Reads in pieces of this many bytes where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
 
@@ -55,35 +57,39 @@ enum Outcome {
 impl Checkpoint {
     /// Opens the checkpoint at `path`.
     pub fn open(path: &Path) -> Result<Self> {
+        for _ in 0..TURNS {
+            if let Some(checkpoint) = Self::open_once(path)? {
+                return Ok(checkpoint);
+            }
+        }
+        Err(Error::corrupt(path, "it is being replaced faster than it can be opened"))
+    }
+
+    /// Nothing if the directory was replaced between its opening and that of the manifest.
+    fn open_once(path: &Path) -> Result<Option<Self>> {
         let directory = commit::open_checkpoint(path)?;
         let manifest = path.join(manifest::FILE);
         let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(Error::corrupt(
-                    path,
-                    format!("it holds no `{}`, so it is no checkpoint", manifest::FILE),
-                ));
+                if has_other_name(&directory, path) {
+                    return Ok(None);
+                }
+                let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
+                return Err(Error::corrupt(path, what));
             }
             other => other.map_err(|error| unreadable(&manifest, error))?,
         };
         if len > manifest::MAX_BYTES {
-            return Err(Error::corrupt(
-                &manifest,
-                format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES),
-            ));
+            let what = format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES);
+            return Err(Error::corrupt(&manifest, what));
         }
         let mut bytes = vec![0; len as usize];
-        let mut at = 0;
-        while at < bytes.len() {
-            match rustix::io::pread(&fd, &mut bytes[at..], at as u64) {
-                Ok(0) => return Err(Error::corrupt(&manifest, "it became shorter while it was read")),
-                Ok(n) => at += n,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(Error::io("read", &manifest)(error)),
-            }
+        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(Error::io("read", &manifest))?;
+        if read < bytes.len() {
+            return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
         }
-        let body = manifest::decode(&bytes, &manifest)?;
-        Ok(Self { path: path.to_path_buf(), directory, body })
+        let body = manifest::decode(bytes, &manifest)?;
+        Ok(Some(Self { path: path.to_path_buf(), directory, body }))
     }
 
     /// The manifest.
@@ -116,7 +122,7 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<Report> {
         let begin = Instant::now();
-        let mut crew = Crew::choose(options)?;
+        let mut crew = Crew::choose(options);
         let job = ReadJob::new(self, requests, verify, crew.direct(), Outcome::Raise)?;
         if verify {
             for &shard in &job.shards {
@@ -143,7 +149,7 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
-        let mut crew = Crew::choose(options)?;
+        let mut crew = Crew::choose(options);
         let mut damage = Vec::new();
         let mut readable = vec![true; self.body.shards.len()];
         for (index, shard) in self.body.shards.iter().enumerate() {
@@ -229,23 +235,13 @@ impl Checkpoint {
 
     /// Why a shard cannot be opened.
     fn unreadable(&self, path: &Path, error: io::Error) -> Error {
-        if error.kind() == io::ErrorKind::NotFound && self.was_replaced() {
+        if error.kind() == io::ErrorKind::NotFound && has_other_name(&self.directory, &self.path) {
             return Error::io(
                 "go on reading a checkpoint that was replaced meanwhile (open it again):",
                 path,
             )(error);
         }
         unreadable(path, error)
-    }
-
-    /// Whether the directory that we hold open no longer has the name by which it was opened.
-    fn was_replaced(&self) -> bool {
-        let held = rustix::fs::fstat(&self.directory);
-        let named = rustix::fs::stat(&self.path);
-        match (held, named) {
-            (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
-            _ => true,
-        }
     }
 
     /// Every tensor of a shard that cannot be read at all.
@@ -279,10 +275,7 @@ impl Checkpoint {
         let mut piece = vec![0; SMALL_READ.min(shard.data_offset as usize)];
         while at < shard.data_offset {
             let want = piece.len().min((shard.data_offset - at) as usize);
-            let got = match rustix::io::pread(&fd, &mut piece[..want], at) {
-                Err(rustix::io::Errno::INTR) => continue,
-                other => other.map_err(Error::io("read", &path))?,
-            };
+            let got = file::read_at(fd.as_fd(), &mut piece[..want], at).map_err(Error::io("read", &path))?;
             if got == 0 {
                 break;
             }
@@ -349,6 +342,14 @@ impl Checkpoint {
         let Damage { file, offset, len, tensor, reason } = damage;
         let tensor = tensor.map_or_else(String::new, |name| format!(" (tensor `{name}`)"));
         Error::corrupt(&self.path_of(&file), format!("bytes {offset} to {}{tensor}: {reason}", offset + len))
+    }
+}
+
+/// Whether the directory that is held open no longer is the one of that name.
+fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
+    match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
+        (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
+        _ => true,
     }
 }
 
@@ -509,7 +510,7 @@ impl<'a> ReadJob<'a> {
     fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, bytes: &[u8]) -> Result<()> {
         let check = piece.crc.is_some();
         let found = match &mut piece.destination {
-            PieceDestination::Memory(region) if check => checksum::copy(region, bytes),
+            PieceDestination::Memory(region) if check => checksum::copy(region, bytes, Side::Copy),
             PieceDestination::Memory(region) => {
                 region.copy_from_slice(bytes);
                 0
@@ -564,7 +565,12 @@ impl Job for ReadJob<'_> {
         self.blocks[block].shard
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer> {
+    fn largest(&self) -> usize {
+        let spans = self.blocks.iter().map(|read| align::up(read.end, PAGE) - align::down(read.start, PAGE));
+        spans.max().unwrap_or(0) as usize
+    }
+
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || match &self.outcome {
@@ -604,7 +610,7 @@ impl Job for ReadJob<'_> {
             range: 0..(end - start) as usize,
             need,
             moved: 0,
-            buf: Buf::Slab(slab()?),
+            buf: Buf::Slab(slab((end - start) as usize)?),
         })
     }
 
@@ -614,7 +620,7 @@ impl Job for ReadJob<'_> {
         transfer: &mut Transfer,
         moved: io::Result<()>,
         lane: &Lane<'_>,
-    ) -> Result<u64> {
+    ) -> Result<()> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
@@ -642,7 +648,8 @@ impl Job for ReadJob<'_> {
             }
         }
         let bytes = pieces.iter().map(|piece| piece.len as u64).sum();
+        lane.moved(bytes);
         lane.operation().checked(bytes, last);
-        Ok(bytes)
+        Ok(())
     }
 }

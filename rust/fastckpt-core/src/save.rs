@@ -8,7 +8,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 use crate::align::{self, PAGE};
-use crate::checksum;
+use crate::checksum::{self, Side};
 use crate::commit::Workspace;
 use crate::error::{Error, Result};
 use crate::io::files::OpenFiles;
@@ -42,7 +42,8 @@ pub struct Request<'a> {
 }
 
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
-/// there before is untouched.
+/// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory after the rename,
+/// the new checkpoint has the name, and the error says that it may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
     let operation = Operation::begin(Kind::Save, request.path, options.step);
     let outcome = write(request, options, &operation, tick);
@@ -58,7 +59,7 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     if request.contents.len() != request.tensors.len() {
         return Err(Error::Invalid("each tensor needs its content".to_owned()));
     }
-    let mut crew = Crew::choose(options)?;
+    let mut crew = Crew::choose(options);
     let plan = plan::plan(request.tensors, request.shard_size, crew.threads)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
     for shard in &plan.shards {
@@ -88,7 +89,8 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
         workspace.write_file(manifest::INDEX_FILE, &manifest::encode_index(&body)?)?;
     }
     workspace.write_file(manifest::FILE, &manifest::encode(&body)?)?;
-    workspace.commit()?;
+    let shards = plan.shards.iter().map(|shard| (shard.file.as_str(), shard.bytes));
+    workspace.commit(shards)?;
     let seconds = begin.elapsed().as_secs_f64();
     Ok(Report {
         bytes,
@@ -206,7 +208,7 @@ impl<'a> WriteJob<'a> {
                 let from = source.bytes().get(start..start + to.len());
                 let from =
                     from.ok_or_else(|| Error::Invalid("a tensor is shorter than its shape".to_owned()))?;
-                Ok(checksum::copy(to, from))
+                Ok(checksum::copy(to, from, Side::Source))
             }
             Content::Pull(fill) => {
                 fill(extent.start, to).map_err(Error::Callback)?;
@@ -275,19 +277,24 @@ impl Job for WriteJob<'_> {
         self.plan.shards.iter().map(|shard| shard.bytes).sum()
     }
 
+    fn largest(&self) -> usize {
+        let longest = self.plan.shards.iter().map(|shard| shard.bytes).max().unwrap_or(0);
+        align::up(longest.min(self.plan.block_size), PAGE) as usize
+    }
+
     fn file(&self, block: usize) -> usize {
         self.locate(block).0
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer> {
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
         let file = self.files.acquire(index, || {
             DataFile::open_write(self.workspace.directory(), &shard.file, self.direct)
                 .map_err(Error::io("open", &self.workspace.path_of(&shard.file)))
         })?;
-        let mut slab = slab()?;
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
+        let mut slab = slab(align::up(need as u64, PAGE) as usize)?;
         let crc = self.fill(shard, offset, &mut slab[..need])?;
         self.block_crcs[block].store(crc, Ordering::Relaxed);
         let len = if file.is_direct() { align::up(need as u64, PAGE) as usize } else { need };
@@ -301,18 +308,19 @@ impl Job for WriteJob<'_> {
         transfer: &mut Transfer,
         moved: io::Result<()>,
         lane: &Lane<'_>,
-    ) -> Result<u64> {
+    ) -> Result<()> {
         let (index, _) = self.locate(block);
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
         moved.map_err(|error| Error::io("write", &path())(error))?;
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
+        lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
             file.finish(shard.bytes).map_err(|error| Error::io("sync", &path())(error))?;
             lane.operation().durable(shard.bytes);
         }
-        Ok((shard.bytes - transfer.offset).min(self.plan.block_size))
+        Ok(())
     }
 }

@@ -65,17 +65,20 @@ pub trait Job: Sync {
     /// The file that a block belongs to.
     fn file(&self, block: usize) -> usize;
 
-    /// Makes a block ready to move. `slab` hands out a slab of a block's size.
-    fn start(&self, block: usize, slab: &mut dyn FnMut() -> Result<Slab>) -> Result<Transfer>;
+    /// Bytes of the largest slab that [`Job::start`] asks for.
+    fn largest(&self) -> usize;
 
-    /// Takes the block after it moved, or failed to; returns how many of the total bytes it had.
+    /// Makes a block ready to move. `slab` hands out a slab of at least so many bytes.
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer>;
+
+    /// Takes the block after it moved, or failed to, and tells `lane` how many of the total bytes it had.
     fn finish(
         &self,
         block: usize,
         transfer: &mut Transfer,
         moved: io::Result<()>,
         lane: &Lane<'_>,
-    ) -> Result<u64>;
+    ) -> Result<()>;
 }
 
 /// Who runs a job.
@@ -91,9 +94,9 @@ pub struct Crew {
 
 impl Crew {
     /// Chooses engine and number of workers. The probe for a ring is the ring itself, in the calling thread.
-    pub fn choose(options: &Options) -> Result<Self> {
-        let io = options.io.or_environment()?;
-        let (engine, fallback) = match io {
+    #[must_use]
+    pub fn choose(options: &Options) -> Self {
+        let (engine, fallback) = match options.io {
             Io::Auto | Io::Uring => match uring::open() {
                 Ok(_) => (Engine::Uring, None),
                 Err(reason) => (Engine::Threads, Some(reason)),
@@ -102,12 +105,10 @@ impl Crew {
             Io::Buffered => (Engine::Buffered, None),
         };
         let threads = options.threads.unwrap_or(match engine {
-            Engine::Uring => options::cores().min(RING_THREADS),
-            Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
+            Engine::Uring => options.cores.min(RING_THREADS),
+            Engine::Threads | Engine::Buffered => options.cores.max(BLOCKING_THREADS),
         });
-        // Every worker needs a slab of a block from the budget.
-        let most = (STAGING_BUDGET / options::BLOCK_SIZE) as usize;
-        Ok(Self { engine, fallback, threads: threads.clamp(1, most) })
+        Self { engine, fallback, threads: threads.clamp(1, most_workers(options::BLOCK_SIZE)) }
     }
 
     /// Whether files are to be opened for direct I/O.
@@ -117,10 +118,14 @@ impl Crew {
     }
 }
 
+/// How many workers the budget has slabs for, each one of `slab` bytes.
+fn most_workers(slab: u64) -> usize {
+    ((STAGING_BUDGET / slab) as usize).max(1)
+}
+
 /// What the workers of one job share.
 struct Shared<'a, J> {
     job: &'a J,
-    block_size: usize,
     depth: usize,
     next: AtomicUsize,
     stop: AtomicBool,
@@ -154,8 +159,9 @@ pub fn run<J: Job>(
     operation: &Operation,
     tick: Tick<'_>,
 ) -> Result<Blocks> {
-    crew.threads = crew.threads.min(job.blocks()).max(1);
-    let per_worker = STAGING_BUDGET / (crew.threads as u64 * block_size);
+    let slab = buf::slab_size(job.largest()) as u64;
+    crew.threads = crew.threads.min(job.blocks()).clamp(1, most_workers(slab));
+    let per_worker = STAGING_BUDGET / (crew.threads as u64 * slab);
     let depth = match crew.engine {
         // Whoever waits for the limit should not have completions lie unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
@@ -168,7 +174,6 @@ pub fn run<J: Job>(
     operation.start(&planned, crew.engine, crew.fallback.as_ref().map(|fallback| fallback.errno), phase);
     let shared = Shared {
         job,
-        block_size: block_size as usize,
         depth,
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
@@ -180,6 +185,7 @@ pub fn run<J: Job>(
         running: AtomicUsize::new(crew.threads),
     };
     let caller = thread::current();
+    let (mut started, mut refused) = (0, None);
     thread::scope(|scope| {
         for number in 0..crew.threads {
             let (shared, caller, engine) = (&shared, &caller, crew.engine);
@@ -197,11 +203,14 @@ pub fn run<J: Job>(
             let name = format!("fastckpt-{number}");
             if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
                 shared.running.fetch_sub(1, Ordering::AcqRel);
-                if number == 0 {
-                    let wrap = Error::io("start a worker thread for", std::path::Path::new("."));
-                    shared.fail(wrap(error));
-                }
+                refused = Some(error);
+            } else {
+                started += 1;
             }
+        }
+        // Fewer workers do as well; none do nothing.
+        if let Some(error) = refused.take().filter(|_| started == 0) {
+            shared.fail(Error::io("start worker threads in", std::path::Path::new("this process"))(error));
         }
         while shared.running.load(Ordering::Acquire) > 0 {
             thread::park_timeout(TICK);
@@ -218,6 +227,7 @@ pub fn run<J: Job>(
     if let Some(error) = lock(&shared.failure).take() {
         return Err(error);
     }
+    crew.threads = started;
     if let Some(reason) = lock(&shared.fallback).take() {
         crew.engine = Engine::Threads;
         crew.fallback = Some(reason);
@@ -225,8 +235,11 @@ pub fn run<J: Job>(
     let blocks = *lock(&shared.blocks);
     if crew.direct() && blocks.buffered > 0 && blocks.direct + blocks.staged == 0 {
         crew.engine = Engine::Buffered;
-        let reason = "direct I/O: refused by this file system".to_owned();
-        crew.fallback = Some(Fallback { errno: libc::EINVAL, reason });
+        let refused = "direct I/O: refused by this file system";
+        let before = crew.fallback.take();
+        let reason =
+            before.as_ref().map_or_else(|| refused.to_owned(), |b| format!("{}; {refused}", b.reason));
+        crew.fallback = Some(Fallback { errno: before.map_or(libc::EINVAL, |before| before.errno), reason });
     }
     let errno = crew.fallback.as_ref().map(|fallback| fallback.errno);
     operation.ran(crew.engine, errno, blocks.buffered > 0 && blocks.direct + blocks.staged > 0);
@@ -313,10 +326,13 @@ impl<J: Job> Worker<'_, '_, J> {
     fn start(&mut self, token: usize, block: usize) -> Result<()> {
         let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
-        let mut slab = || match slabs.pop() {
-            Some(slab) => Ok(slab),
-            None => buf::take_slab(shared.block_size)
-                .map_err(Error::io("map memory for staging", std::path::Path::new("memory"))),
+        let mut slab = |len: usize| match slabs.iter().position(|slab| slab.len() >= len) {
+            Some(at) => Ok(slabs.swap_remove(at)),
+            None => {
+                slabs.clear(); // too small ones only add up
+                buf::take_slab(len)
+                    .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+            }
         };
         let Transfer { file, offset, range, need, buf, .. } = shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
@@ -366,6 +382,7 @@ impl<J: Job> Worker<'_, '_, J> {
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => {
                     self.lane.retried();
+                    thread::yield_now();
                     Ok(false)
                 }
                 Some(libc::EINVAL) if op.direct => {
@@ -403,8 +420,7 @@ impl<J: Job> Worker<'_, '_, J> {
         }
         let Flight { block, offset, range, need, moved: so_far, .. } = flight;
         let mut transfer = Transfer { file: op.file, offset, range, need, moved: so_far, buf: op.buf };
-        let bytes = self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
-        self.lane.moved(bytes);
+        self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
         if let Buf::Slab(slab) = transfer.buf {
             self.slabs.push(slab);
         }

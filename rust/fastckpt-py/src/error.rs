@@ -36,7 +36,11 @@ pub(crate) struct Raised(Mutex<Option<PyErr>>);
 impl Raised {
     /// Keeps the first one.
     pub(crate) fn keep(&self, error: PyErr) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let surplus = if kept.is_none() { kept.replace(error) } else { Some(error) };
+        // Dropping an exception may run Python code, which may wait for a thread that waits for this lock.
+        drop(kept);
+        drop(surplus);
     }
 
     fn take(&self) -> Option<PyErr> {

@@ -1,6 +1,6 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
-use fastckpt_core::{Damage, Options, Report};
+use fastckpt_core::{Damage, Io, Options, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -8,7 +8,9 @@ use crate::error::Raised;
 
 /// The options that every operation takes.
 pub(crate) fn options(io: &str, threads: Option<usize>) -> PyResult<Options> {
-    let io = io.parse().map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
+    // The environment is read here, under the GIL, because Python writes to it under the GIL.
+    let io = io.parse().and_then(Io::or_environment);
+    let io = io.map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
     Ok(Options { io, threads, ..Options::default() })
 }
 

@@ -11,6 +11,13 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 /// device breaks into pieces of about 1 MiB and costs three times the CPU.
 const HUGE_PAGE: usize = 2 << 20;
 
+/// Bytes of the slab that holds `len` bytes.
+#[must_use]
+pub const fn slab_size(len: usize) -> usize {
+    let len = if len == 0 { 1 } else { len };
+    len.next_multiple_of(HUGE_PAGE)
+}
+
 /// A page-aligned buffer for direct I/O, populated, never inherited by a forked child.
 #[derive(Debug)]
 pub struct Slab {
@@ -26,7 +33,7 @@ unsafe impl Sync for Slab {}
 impl Slab {
     /// Maps `len` bytes, rounded up to whole huge pages.
     pub fn new(len: usize) -> io::Result<Self> {
-        let len = len.next_multiple_of(HUGE_PAGE);
+        let len = slab_size(len);
         // One huge page more, so that an aligned range of `len` lies inside; the rest is given back.
         let whole = len + HUGE_PAGE;
         // SAFETY: a private anonymous mapping at an address the kernel chooses overlaps nothing.

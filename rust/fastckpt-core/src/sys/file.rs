@@ -13,9 +13,6 @@ use crate::align::PAGE;
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
 
-/// Whether this kernel has a working `RWF_DONTCACHE`: set on the first refusal, so that it is asked once.
-static DONTCACHE_REFUSED: AtomicBool = AtomicBool::new(false);
-
 /// Opens a directory for use with the other functions of this module.
 pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
@@ -24,7 +21,7 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
 
 /// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no symbolic link.
 ///
-/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer; it has no effect on regular files.
+/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
@@ -37,14 +34,34 @@ fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Res
     }
 }
 
+/// Takes `O_NONBLOCK` back: `io_uring` would take it for a wish to have an error rather than to wait.
+fn blocking_again(fd: BorrowedFd<'_>) {
+    if let Ok(flags) = fs::fcntl_getfl(fd) {
+        let _ = fs::fcntl_setfl(fd, flags - OFlags::NONBLOCK);
+    }
+}
+
 /// Opens `name` inside `directory` for reading through the page cache and returns it with its length in bytes.
 pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedFd, u64)> {
     let fd = open_beneath(directory, name, OFlags::empty())?;
     let stat = fs::fstat(&fd)?;
+    blocking_again(fd.as_fd());
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }
     Ok((fd, u64::try_from(stat.st_size).unwrap_or(0)))
+}
+
+/// Fills `buf` from `offset` on; returns how much there was, which is less only at the end of the file.
+pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < buf.len() {
+        match retry_on_intr(|| rustix::io::pread(fd, &mut buf[done..], offset + done as u64))? {
+            0 => break,
+            moved => done += moved,
+        }
+    }
+    Ok(done)
 }
 
 /// The alignment that direct I/O on `fd` asks of file offsets, lengths and memory: at least a page, more where the file system says so.
@@ -64,6 +81,8 @@ pub struct DataFile {
     direct: Option<OwnedFd>,
     /// Set when the first direct operation is refused; the file is then used through the page cache.
     refused: OnceLock<()>,
+    /// Set when the file system refuses [`DONTCACHE`].
+    plain: AtomicBool,
 }
 
 impl DataFile {
@@ -98,7 +117,7 @@ impl DataFile {
         } else {
             None
         };
-        Ok(Self { cached, direct, refused: OnceLock::new() })
+        Ok(Self { cached, direct, refused: OnceLock::new(), plain: AtomicBool::new(false) })
     }
 
     /// Opens a file made by [`DataFile::create`] for writing.
@@ -111,7 +130,11 @@ impl DataFile {
     /// Opens a regular file inside `directory` for reading and returns it with its length.
     pub fn open_read(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<(Self, u64)> {
         let (cached, len) = open_regular(directory, name)?;
-        Ok((Self::pair(cached, direct, |extra| open_beneath(directory, name, extra))?, len))
+        let file = Self::pair(cached, direct, |extra| open_beneath(directory, name, extra))?;
+        if let Some(fd) = &file.direct {
+            blocking_again(fd.as_fd());
+        }
+        Ok((file, len))
     }
 
     /// Whether operations on this file go past the page cache.
@@ -144,10 +167,10 @@ impl DataFile {
         if direct {
             return Ok(rustix::io::pwrite(self.fd(true), buf, offset)?);
         }
-        if !DONTCACHE_REFUSED.load(Ordering::Relaxed) {
+        if !self.plain.load(Ordering::Relaxed) {
             match rustix::io::pwritev2(&self.cached, &[io::IoSlice::new(buf)], offset, DONTCACHE) {
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                    DONTCACHE_REFUSED.store(true, Ordering::Relaxed);
+                    self.plain.store(true, Ordering::Relaxed);
                 }
                 other => return Ok(other?),
             }

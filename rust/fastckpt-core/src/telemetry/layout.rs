@@ -220,6 +220,38 @@ pub struct Record {
     pub path: Text<12>,
 }
 
+impl Record {
+    /// Stores what `other` holds.
+    pub fn copy(&self, other: &Self) {
+        for (to, from) in [
+            (&self.kind, &other.kind),
+            (&self.result, &other.result),
+            (&self.engine, &other.engine),
+            (&self.threads, &other.threads),
+            (&self.p50_us, &other.p50_us),
+            (&self.p99_us, &other.p99_us),
+            (&self.flags, &other.flags),
+            (&self.fallback_errno, &other.fallback_errno),
+        ] {
+            to.store(from.load(Relaxed), Relaxed);
+        }
+        for (to, from) in [
+            (&self.bytes, &other.bytes),
+            (&self.t_start_real_ns, &other.t_start_real_ns),
+            (&self.dur_ns, &other.dur_ns),
+            (&self.sync_ns, &other.sync_ns),
+            (&self.peak_bps, &other.peak_bps),
+            (&self.error, &other.error),
+            (&self.op_id, &other.op_id),
+        ] {
+            to.store(from.load(Relaxed), Relaxed);
+        }
+        self.step.store(other.step.load(Relaxed), Relaxed);
+        self.label.copy(&other.label);
+        self.path.copy(&other.path);
+    }
+}
+
 /// 4: the whole.
 #[repr(C)]
 #[derive(Debug)]

@@ -3,6 +3,7 @@
 
 pub mod layout;
 mod process;
+mod target;
 
 use std::path::Path;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -16,7 +17,7 @@ use crate::io::Engine;
 use crate::sys::shm;
 use layout::{BUCKETS, OperationSlot, Segment, ThreadSlot};
 
-pub use process::{parse_targets, set_target};
+pub use target::{parse_targets, set_target};
 
 /// The width of the window whose best is an operation's peak.
 const PEAK_WINDOW: Duration = Duration::from_secs(1);
@@ -148,10 +149,8 @@ impl Operation {
             files_done: AtomicU32::new(0),
             closing: Mutex::default(),
         };
-        let target = match kind {
-            Kind::Save => segment.process.target_save.load(Relaxed),
-            Kind::Load | Kind::Verify => segment.process.target_load.load(Relaxed),
-        };
+        let (save_target, load_target) = target::targets();
+        let target = if kind == Kind::Save { save_target } else { load_target };
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         let absolute = absolute.to_string_lossy();
         operation.closing().path = absolute.clone().into_owned();
@@ -185,11 +184,12 @@ impl Operation {
 
     /// Changes the slot as one (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
     fn write(&self, change: impl FnOnce(&OperationSlot)) {
-        let seq = self.slot.seq.load(Relaxed);
-        self.slot.seq.store(seq.wrapping_add(1) | 1, Relaxed);
+        // Whoever took the slot left it odd.
+        let odd = self.slot.seq.load(Relaxed) | 1;
+        self.slot.seq.store(odd, Relaxed);
         fence(Release); // the odd number comes before the fields
         change(self.slot);
-        self.slot.seq.store((seq | 1).wrapping_add(1), Release); // and the even one after them
+        self.slot.seq.store(odd.wrapping_add(1), Release); // and the even one after them
     }
 
     /// The plan is made, and work begins.
@@ -230,6 +230,7 @@ impl Operation {
             return;
         }
         closing.phase = phase as u32;
+        self.segment.process.heartbeat.fetch_add(1, Relaxed);
         if matches!(phase, Phase::Fsync | Phase::Commit) {
             closing.sync_begin.get_or_insert(now);
         }
@@ -422,9 +423,8 @@ impl Lane<'_> {
         }
         let in_flight = self.slot.in_flight.load(Relaxed).saturating_sub(1);
         self.slot.in_flight.store(in_flight, Relaxed);
-        if in_flight == 0 {
-            add(&self.slot.busy_ns, now.saturating_sub(self.busy_since));
-        }
+        add(&self.slot.busy_ns, now.saturating_sub(self.busy_since));
+        self.busy_since = now;
         self.slot.last_progress_mono_ns.store(now, Release);
     }
 
@@ -461,6 +461,7 @@ impl Lane<'_> {
     /// A request failed.
     pub fn failed(&self) {
         self.slot.errors.store(self.slot.errors.load(Relaxed).wrapping_add(1), Relaxed);
+        self.state(State::Error);
     }
 
     /// The worker begins a block of shard `file`; returns the time, to be handed to [`Lane::starved`].

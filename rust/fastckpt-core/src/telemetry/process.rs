@@ -4,7 +4,8 @@
 use std::env;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::atomic::fence;
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustix::fs::stat;
 use rustix::time::ClockId;
@@ -19,6 +20,21 @@ use crate::sys::shm::{self, Shared};
 /// Tries for a name, where processes of several PID namespaces share a directory.
 const NAMES: u32 = 16;
 
+/// The process's record, for whoever got something from it before: the lock was had in this process then, so that no fork
+/// left it locked.
+fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
+    PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Changes the targets in the segment, if there is one.
+pub(super) fn store_targets((save, load): (u64, u64)) {
+    let Some(guard) = lock() else { return };
+    if let Some(process) = guard.as_ref().filter(|process| process.pid == std::process::id()) {
+        process.segment.process.target_save.store(save, Relaxed);
+        process.segment.process.target_load.store(load, Relaxed);
+    }
+}
+
 /// What the process knows of its own segment.
 struct Process {
     pid: u32,
@@ -31,7 +47,6 @@ struct Process {
     running: u32,
     /// Threads slots in use, a bit each.
     threads: u64,
-    targets: (u64, u64),
 }
 
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
@@ -49,17 +64,23 @@ fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
 }
 
 impl Process {
+    /// A segment for this process, with the totals and the history of the one before.
     fn new(before: Option<&Self>) -> Self {
         let generation = before.map_or(1, |before| before.generation + 1);
-        let published =
-            if env::var("FASTCKPT_TOP").as_deref() == Ok("0") { None } else { publish(generation) };
+        let prepare = |segment: &Segment| {
+            let targets = super::target::targets();
+            segment.process.target_save.store(targets.0, Relaxed);
+            segment.process.target_load.store(targets.1, Relaxed);
+            if let Some(before) = before {
+                inherit(segment, before.segment);
+            }
+        };
+        let off = env::var("FASTCKPT_TOP").as_deref() == Ok("0");
+        let published = if off { None } else { publish(generation, prepare) };
         let (segment, file) = match published {
             Some((path, Shared { segment, file })) => (segment, Some((path, file))),
             None => (&shm::UNSEEN, None),
         };
-        let targets = before.map_or_else(environment_targets, |before| before.targets);
-        segment.process.target_save.store(targets.0, Relaxed);
-        segment.process.target_load.store(targets.1, Relaxed);
         Self {
             pid: std::process::id(),
             segment,
@@ -68,25 +89,29 @@ impl Process {
             operations: before.map_or(0, |before| before.operations),
             running: 0,
             threads: 0,
-            targets,
         }
     }
+}
 
-    /// Takes totals and history along into a new segment.
-    fn inherit(&self, old: &Segment) {
-        let (new, old) = (&self.segment.process, &old.process);
-        for (to, from) in [
-            (&new.bytes_written, &old.bytes_written),
-            (&new.bytes_read, &old.bytes_read),
-            (&new.saves_ok, &old.saves_ok),
-            (&new.saves_failed, &old.saves_failed),
-            (&new.loads_ok, &old.loads_ok),
-            (&new.loads_failed, &old.loads_failed),
-            (&new.verifies_ok, &old.verifies_ok),
-            (&new.verifies_failed, &old.verifies_failed),
-        ] {
-            to.store(from.load(Relaxed), Relaxed);
-        }
+/// Takes totals and history along into a new segment.
+fn inherit(segment: &Segment, old: &Segment) {
+    let (new, old_totals) = (&segment.process, &old.process);
+    for (to, from) in [
+        (&new.bytes_written, &old_totals.bytes_written),
+        (&new.bytes_read, &old_totals.bytes_read),
+        (&new.saves_ok, &old_totals.saves_ok),
+        (&new.saves_failed, &old_totals.saves_failed),
+        (&new.loads_ok, &old_totals.loads_ok),
+        (&new.loads_failed, &old_totals.loads_failed),
+        (&new.verifies_ok, &old_totals.verifies_ok),
+        (&new.verifies_failed, &old_totals.verifies_failed),
+        (&new.ops_unslotted, &old_totals.ops_unslotted),
+        (&new.hist_head, &old_totals.hist_head),
+    ] {
+        to.store(from.load(Relaxed), Relaxed);
+    }
+    for (to, from) in segment.history.iter().zip(&old.history) {
+        to.copy(from);
     }
 }
 
@@ -95,13 +120,11 @@ fn current(process: &mut Option<Process>) -> &mut Process {
     let pid = std::process::id();
     match process.take() {
         // A fork has the record but not the memory: nothing of it may be touched.
-        Some(known) if known.pid != pid => *process = Some(Process { generation: 1, ..Process::new(None) }),
+        Some(known) if known.pid != pid => *process = Some(Process::new(None)),
         Some(known) => {
             let lost = known.file.as_ref().is_some_and(|(path, file)| !shm::still_there(path, *file));
             if lost && known.running == 0 {
-                let new = Process::new(Some(&known));
-                new.inherit(known.segment);
-                *process = Some(new);
+                *process = Some(Process::new(Some(&known)));
             } else {
                 *process = Some(known);
             }
@@ -127,6 +150,9 @@ pub(super) fn take_operation() -> (&'static Segment, u32, u64) {
     };
     // Taken from now on: neither unused nor ended.
     let slot = &segment.operations[number];
+    // Odd until the operation has written its slot for the first time: what stands there is another's.
+    slot.seq.store(slot.seq.load(Relaxed) | 1, Relaxed);
+    fence(Release);
     slot.t_end_mono_ns.store(0, Relaxed);
     slot.op_id.store(process.operations, Release);
     (segment, number as u32, process.operations)
@@ -147,7 +173,7 @@ pub(super) fn take_thread(segment: &'static Segment) -> Option<usize> {
 
 /// The worker that had slot `number` has ended.
 pub(super) fn give_thread(segment: &'static Segment, number: usize) {
-    let Some(mut guard) = lock() else { return };
+    let mut guard = lock_for_certain();
     if let Some(process) = guard.as_mut().filter(|process| std::ptr::eq(process.segment, segment)) {
         process.threads &= !(1 << number);
     }
@@ -172,6 +198,7 @@ pub(super) fn finish(
         let head = totals.hist_head.load(Relaxed);
         let record = &segment.history[(head % HISTORY as u64) as usize];
         record.op_id.store(0, Release);
+        fence(Release);
         fill(record);
         totals.hist_head.store(head + 1, Release);
     }
@@ -193,51 +220,8 @@ pub(super) fn finish(
     }
 }
 
-/// What the process wants of its saves and loads, bytes/s per GPU; 0 for nothing.
-pub fn set_target(save: u64, load: u64) {
-    let Some(mut guard) = lock() else { return };
-    let process = current(&mut guard);
-    process.targets = (save, load);
-    process.segment.process.target_save.store(save, Relaxed);
-    process.segment.process.target_load.store(load, Relaxed);
-}
-
-/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.
-fn environment_targets() -> (u64, u64) {
-    env::var("FASTCKPT_TOP_TARGET").ok().and_then(|text| parse_targets(&text)).unwrap_or((0, 0))
-}
-
-/// A tier's name, GB/s for both, or `save=X,load=Y` (GB being 10^9 bytes), as bytes/s.
-/// The tiers are those of NVIDIA's DGX H100 sizing, per GPU.
-#[must_use]
-pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
-    let number = |text: &str| {
-        let value: f64 = text.trim().parse().ok()?;
-        #[expect(clippy::cast_sign_loss, reason = "checked to be positive")]
-        (value.is_finite() && value > 0.0 && value < 1e9).then_some((value * 1e9) as u64)
-    };
-    match text.trim() {
-        "light" => return Some((750_000_000, 1_000_000_000)),
-        "medium" => return Some((1_500_000_000, 2_000_000_000)),
-        "high" => return Some((3_000_000_000, 4_000_000_000)),
-        _ => {}
-    }
-    if let Some(both) = number(text) {
-        return Some((both, both));
-    }
-    let mut targets = (0, 0);
-    for part in text.split(',') {
-        match part.split_once('=').map(|(name, value)| (name.trim(), number(value))) {
-            Some(("save", Some(value))) => targets.0 = value,
-            Some(("load", Some(value))) => targets.1 = value,
-            _ => return None,
-        }
-    }
-    Some(targets)
-}
-
 /// Publishes a segment in the first directory that takes it.
-fn publish(generation: u32) -> Option<(PathBuf, Shared)> {
+fn publish(generation: u32, fill: impl Fn(&Segment)) -> Option<(PathBuf, Shared)> {
     let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let directories = variable("FASTCKPT_TOP_DIR").map_or_else(
         || {
@@ -255,7 +239,11 @@ fn publish(generation: u32) -> Option<(PathBuf, Shared)> {
                 1 => format!("{pid}-{ticks}.seg"),
                 n => format!("{pid}-{ticks}-{n}.seg"),
             };
-            match shm::publish(&directory, &name, generation, |segment| fill_header(&segment.header, ticks)) {
+            let outcome = shm::publish(&directory, &name, generation, |segment| {
+                fill_header(&segment.header, ticks);
+                fill(segment);
+            });
+            match outcome {
                 Ok(shared) => return Some((std::path::absolute(directory.join(&name)).ok()?, shared)),
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(_) => break,
@@ -333,20 +321,4 @@ fn job() -> String {
         let script = arguments.find(|text| text.ends_with(".py")).map(std::borrow::Cow::into_owned);
         script.as_deref().or(Some(&program)).and_then(base).unwrap_or_default()
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn targets_are_tiers_or_numbers() {
-        assert_eq!(parse_targets("high"), Some((3_000_000_000, 4_000_000_000)));
-        assert_eq!(parse_targets("2.5"), Some((2_500_000_000, 2_500_000_000)));
-        assert_eq!(parse_targets("save=3, load=4"), Some((3_000_000_000, 4_000_000_000)));
-        assert_eq!(parse_targets("load=4"), Some((0, 4_000_000_000)));
-        for bad in ["", "fast", "-1", "nan", "save", "save=x", "read=1"] {
-            assert_eq!(parse_targets(bad), None, "{bad}");
-        }
-    }
 }

@@ -1,0 +1,85 @@
+//! The throughput that the process wants of its saves and loads.
+
+use std::env;
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::process;
+
+/// Bytes/s per GPU for saves and for loads, 0 for none.
+struct Targets {
+    save: AtomicU64,
+    load: AtomicU64,
+}
+
+/// The targets, at first those of the environment.
+fn current() -> &'static Targets {
+    static TARGETS: OnceLock<Targets> = OnceLock::new();
+    TARGETS.get_or_init(|| {
+        let (save, load) = environment_targets();
+        Targets { save: save.into(), load: load.into() }
+    })
+}
+
+/// What the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
+pub(super) fn targets() -> (u64, u64) {
+    (current().save.load(Relaxed), current().load.load(Relaxed))
+}
+
+/// Sets what the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
+pub fn set_target(save: u64, load: u64) {
+    current().save.store(save, Relaxed);
+    current().load.store(load, Relaxed);
+    process::store_targets((save, load));
+}
+
+/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.
+fn environment_targets() -> (u64, u64) {
+    env::var("FASTCKPT_TOP_TARGET").ok().and_then(|text| parse_targets(&text)).unwrap_or((0, 0))
+}
+
+/// A tier's name, GB/s for both, or `save=X,load=Y` (GB being 10^9 bytes), as bytes/s.
+/// The tiers are those of NVIDIA's DGX H100 sizing, per GPU.
+#[must_use]
+pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
+    let number = |text: &str| {
+        let value: f64 = text.trim().parse().ok()?;
+        #[expect(clippy::cast_sign_loss, reason = "checked to be positive")]
+        (value.is_finite() && value > 0.0 && value < 1e9).then_some((value * 1e9) as u64)
+    };
+    match text.trim() {
+        "light" => return Some((750_000_000, 1_000_000_000)),
+        "medium" => return Some((1_500_000_000, 2_000_000_000)),
+        "high" => return Some((3_000_000_000, 4_000_000_000)),
+        _ => {}
+    }
+    if let Some(both) = number(text) {
+        return Some((both, both));
+    }
+    let mut targets = (0, 0);
+    for part in text.split(',') {
+        match part.split_once('=').map(|(name, value)| (name.trim(), number(value))) {
+            Some(("save", Some(value))) => targets.0 = value,
+            Some(("load", Some(value))) => targets.1 = value,
+            _ => return None,
+        }
+    }
+    Some(targets)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_tiers_or_numbers() {
+        assert_eq!(parse_targets("high"), Some((3_000_000_000, 4_000_000_000)));
+        assert_eq!(parse_targets("2.5"), Some((2_500_000_000, 2_500_000_000)));
+        assert_eq!(parse_targets("save=3, load=4"), Some((3_000_000_000, 4_000_000_000)));
+        assert_eq!(parse_targets("load=4"), Some((0, 4_000_000_000)));
+        for bad in ["", "fast", "-1", "nan", "save", "save=x", "read=1"] {
+            assert_eq!(parse_targets(bad), None, "{bad}");
+        }
+    }
+}
