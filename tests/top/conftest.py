@@ -1,0 +1,117 @@
+"""What the monitor's tests share: a frozen demonstration, its recording, processes that pretend to save."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fastckpt_top.demo import DemoSource
+from fastckpt_top.model import Model
+from fastckpt_top.record import Recorder
+from fastckpt_top.session import Live
+
+HERE = Path(__file__).parent
+BEGIN = 1_795_262_662.0
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self, now=100.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    for name in ("FASTCKPT_TOP_DIR", "FASTCKPT_TOP_TARGET", "NO_COLOR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    time.tzset()
+
+
+def demo(seconds_into=0.0, model=None, sinks=()):
+    """A live session of the demonstration, its clock in our hand."""
+    clock = Clock()
+    source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
+    return clock, Live(source, model or Model(None, None, 0.5), list(sinks))
+
+
+@pytest.fixture(scope="session")
+def recording(tmp_path_factory):
+    """The demonstration's first 52 s, two looks a second: a save, a pause, a load, a pause."""
+    os.environ["TZ"] = "UTC"
+    path = tmp_path_factory.mktemp("recording") / "demo.jsonl.gz"
+    clock, session = demo()
+    session.sinks.append(Recorder(str(path)))
+    for tick in range(104):
+        clock.now = 100.0 + tick / 2
+        session.tick()
+    session.close()
+    return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory for segments."""
+    made = tmp_path / "segments"
+    made.mkdir(mode=0o700)
+    return made
+
+
+@pytest.fixture
+def producer(place):
+    """Starts processes that pretend to save, and ends them."""
+    children = []
+
+    def start(*args, wrap=()):
+        command = [*wrap, sys.executable, str(HERE / "producer.py"), str(place), *map(str, args)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        child.first = child.stdout.readline().strip()
+        assert child.first, "the producer did not start"
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+@pytest.fixture
+def top(place):
+    """Runs the command as users do, without a terminal."""
+
+    def run(*args, timeout=20, **options):
+        env = os.environ | {"FASTCKPT_TOP_DIR": str(place), "PYTHONIOENCODING": "utf-8"} | options.pop("env", {})
+        command = [sys.executable, "-m", "fastckpt_top", *map(str, args)]
+        return subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            **options,
+        )
+
+    return run
+
+
+def eventually(probe, seconds=5.0):
+    """Poll until `probe` returns something true, and return that."""
+    ends = time.monotonic() + seconds
+    while True:
+        found = probe()
+        if found or time.monotonic() > ends:
+            return found
+        time.sleep(0.05)

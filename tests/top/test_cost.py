@@ -1,0 +1,93 @@
+"""What the monitor costs, and how soon it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+from fastckpt_top.app import TopApp
+from fastckpt_top.demo import DemoSource
+from fastckpt_top.feed import ShmFeed
+from fastckpt_top.model import Model
+from fastckpt_top.session import Live
+from fastckpt_top.views.state import Ui
+from producer import Image
+
+
+def test_less_than_a_tenth_of_a_core_for_8_ranks_of_4_threads():
+    async def go():
+        app = TopApp(Live(DemoSource(), Model(None, None, 0.5)), Ui(all_threads=True, interval=0.5))
+        async with app.run_test(size=(160, 50)):
+            await asyncio.sleep(0.5)
+            looks = app.session.model.mono
+            begin = time.process_time()
+            await asyncio.sleep(5)
+            used = (time.process_time() - begin) / 5
+            assert app.session.model.mono - looks > 4, "it went on looking"
+        return used
+
+    assert asyncio.run(go()) < 0.10
+
+
+def test_reading_8_segments_takes_little(place):
+    for rank in range(8):
+        made = Image(rank=rank, pid=100 + rank)
+        made.operation()
+        for slot in range(4):
+            made.thread(slot)
+        made.write(place, f"{100 + rank}-1.seg")
+    shm = ShmFeed([str(place)])
+    shm.poll()
+    for file in shm._files.values():
+        file.final = None
+        file.alive = True
+        file.probed = float("inf")
+    best = float("inf")
+    for _ in range(20):
+        begin = time.process_time()
+        assert len(shm.poll().procs) == 8
+        best = min(best, time.process_time() - begin)
+    shm.close()
+    assert best < 0.01
+
+
+def test_the_first_picture_is_there_within_a_second(producer, place):
+    producer()
+    best = float("inf")
+    for _ in range(4):
+        master, slave = pty.openpty()
+        env = os.environ | {"FASTCKPT_TOP_DIR": str(place), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+        begin = time.monotonic()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fastckpt_top"], stdin=slave, stdout=slave, stderr=slave, env=env
+        )
+        os.close(slave)
+        seen = b""
+        while b"WRITE" not in seen and time.monotonic() - begin < 10:
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 65536)
+        best = min(best, time.monotonic() - begin)
+        assert b"WRITE" in seen
+        child.terminate()
+        while child.poll() is None:  # it restores its terminal, which must be read
+            if select.select([master], [], [], 0.05)[0]:
+                with contextlib.suppress(OSError):  # it has closed its side
+                    os.read(master, 65536)
+        os.close(master)
+        if best < 1.0:
+            break
+    assert best < 1.0
+
+
+def test_nothing_heavy_is_imported_without_a_screen():
+    code = (
+        "import sys; from fastckpt_top.cli import main; main(['--once', '--demo', '-d', '0.1']); "
+        "assert 'textual' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,404 @@
+"""The model: rates, averages, ETA, verdicts, stragglers, stalls, events. Snapshots are made by hand; no clock runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from fastckpt_top import demo as demonstration
+from fastckpt_top import targets, text
+from fastckpt_top.model import Model
+from fastckpt_top.rows import Verdict, judge
+from fastckpt_top.segment import Phase
+from fastckpt_top.snapshot import Snapshot
+from fastckpt_top.window import Sample, Window, percentile
+
+from conftest import demo
+
+GB = 10**9
+
+
+class Rank:
+    """One process whose state is set by hand."""
+
+    def __init__(self, rank=0, threads=2):
+        base = demonstration.DemoSource(lambda: 0.0, lambda: 0.0, 9.0).at(0.0).procs[rank]
+        self.proc = replace(
+            base, operations=(), threads=(), history=(), process=replace(base.process, target_save=0, target_load=0)
+        )
+        self.base = base
+        self.count = threads
+
+    def op(self, done=0, phase=Phase.WRITE, total=10 * GB, start=0.0, end=0.0, slot=0, **values):
+        op = replace(
+            self.base.operations[0],
+            op_id=slot + 1, phase=phase, bytes_total=total, t_start_mono_ns=int(start * 1e9),
+            t_phase_mono_ns=int(start * 1e9), t_end_mono_ns=int(end * 1e9),
+            flags=0, fallback_errno=0, target=0, label="step-1", step=1, **values,
+        )  # fmt: skip
+        others = tuple(o for o in self.proc.operations if o.op_id != op.op_id)
+        threads = tuple(t for t in self.proc.threads if t[1].op_id != op.op_id) + tuple(
+            (
+                slot * 8 + i,
+                replace(
+                    self.base.threads[0][1], op_id=op.op_id, bytes_op=done // self.count, requests=done // (4 << 20)
+                ),
+            )
+            for i in range(self.count)
+        )
+        self.proc = replace(self.proc, operations=(*others, op), threads=threads)
+        return self
+
+    def beat(self, heartbeat):
+        self.proc = replace(self.proc, process=replace(self.proc.process, heartbeat=heartbeat))
+        return self
+
+    def thread(self, index, **values):
+        slot, old = self.proc.threads[index]
+        changed = list(self.proc.threads)
+        changed[index] = (slot, replace(old, **values))
+        self.proc = replace(self.proc, threads=tuple(changed))
+        return self
+
+
+def look(model, now, *ranks):
+    model.update(Snapshot(now, 1e9 + now, "host", tuple(rank.proc for rank in ranks)))
+    return model
+
+
+def test_the_rate_is_that_of_the_last_second_and_the_average_that_of_the_operation():
+    model, rank = Model(), Rank()
+    for now, done in ((0.0, 0), (0.5, 0), (1.0, 1 * GB), (1.5, 2 * GB), (2.0, 3 * GB), (2.5, 3.5 * GB), (3.0, 4 * GB)):
+        look(model, now, rank.op(int(done)))
+    (row,) = model.rows
+    assert row.rate == pytest.approx(1 * GB)
+    assert row.average == pytest.approx(4 * GB / 3)
+    assert model.main.rate == pytest.approx(1 * GB)
+
+
+def test_few_completions_lengthen_the_window():
+    window = Window()
+    for tick in range(21):  # a block of 1 GB every 2 s
+        window.add(Sample(tick / 2, (tick // 4) * GB, tick // 4))
+    assert window.rate() == pytest.approx(0.5 * GB, rel=0.25)
+    assert Window().rate() is None
+
+
+def test_the_time_before_the_first_completion_does_not_lower_the_rate():
+    window = Window()
+    for now, done in ((0.0, 0), (1.0, 0), (2.0, 0), (2.5, GB)):
+        window.add(Sample(now, done))
+    assert window.rate() == pytest.approx(2 * GB)
+
+
+def test_a_counter_that_goes_back_begins_anew():
+    window = Window()
+    window.add(Sample(0.0, 5 * GB))
+    window.add(Sample(1.0, 1 * GB))
+    assert window.rate() is None
+    window.add(Sample(2.0, 2 * GB, 30))
+    assert window.rate() == pytest.approx(GB)
+
+
+def test_progress_is_99_percent_at_most_until_all_is_being_made_durable():
+    model, rank = Model(), Rank()
+    assert look(model, 9.0, rank.op(10 * GB)).rows[0].progress == 0.99
+    assert look(model, 9.5, rank.op(10 * GB, Phase.FSYNC)).rows[0].progress == 1.0
+    assert model.rows[0].rate is None
+    assert model.rows[0].average == pytest.approx(10 * GB / 9.5)
+
+
+def test_eta_blends_rate_and_average_and_adds_the_last_fsync():
+    model, rank = Model(), Rank()
+    record = replace(demonstration._past(0, 0)[0], kind=1, result=1, sync_ns=int(2e9))
+    rank.proc = replace(rank.proc, history=(record,))
+    look(model, 0.5, rank.op(0))
+    assert model.rows[0].eta_s is None
+    for tick in range(1, 7):
+        look(model, tick, rank.op(tick * GB))
+    assert model.rows[0].eta_s == pytest.approx(4 / 1 + 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("average", "target", "verdict"),
+    [
+        (3.0, 3.0, Verdict.GOOD),
+        (2.999, 3.0, Verdict.LOW),
+        (2.4, 3.0, Verdict.LOW),
+        (2.39, 3.0, Verdict.BAD),
+        (None, 3.0, Verdict.QUIET),
+    ],
+)
+def test_the_verdict_judges_the_average(average, target, verdict):
+    assert judge(average, target) is verdict
+    assert text.percent(0.9999) == "99%"
+
+
+def test_targets_come_from_the_option_then_the_operation_then_the_process_then_light():
+    rank = Rank().op(GB)
+    assert look(Model(), 2.0, rank).main.target == 0.75 * GB
+    rank.proc = replace(rank.proc, process=replace(rank.proc.process, target_save=int(1.5 * GB)))
+    model = look(Model(), 2.0, rank)
+    assert (model.main.target, model.main.target_name, model.node.target.source) == (1.5 * GB, "medium", "process")
+    rank.proc = replace(rank.proc, operations=(replace(rank.proc.operations[0], target=3 * GB),))
+    model = look(Model(), 2.0, rank)
+    assert (model.main.target, model.main.target_name) == (3 * GB, "high")
+    model = look(Model(targets.parse("2.7", "option")), 2.0, rank)
+    assert (model.main.target, model.main.target_name) == (2.7 * GB, "custom")
+    model.set_target(targets.tier("light", "key"))
+    assert model.main.target == 0.75 * GB
+
+
+@pytest.mark.parametrize(
+    ("word", "pair", "name"),
+    [
+        ("light", (0.75, 1), "light"),
+        ("HIGH", (3, 4), "high"),
+        ("2.7", (2.7, 2.7), "custom"),
+        ("save=3,load=4", (3, 4), "high"),
+        ("load=5", (0.75, 5), "custom"),
+    ],
+)
+def test_targets_are_parsed(word, pair, name):
+    target = targets.parse(word, "option")
+    assert (target.save / GB, target.load / GB, target.name) == (*pair, name)
+
+
+@pytest.mark.parametrize("word", ["", "fast", "-1", "0", "nan", "inf", "save=", "write=3", "save=3;load=4", "1e999"])
+def test_a_wrong_target_says_what_is_allowed(word):
+    with pytest.raises(ValueError, match=r"want light, medium, high"):
+        targets.parse(word, "option")
+
+
+def test_the_target_is_times_the_gpus_that_live_or_those_that_are_named():
+    ranks = [Rank(rank).op(GB) for rank in range(4)]
+    model = look(Model(targets.tier("high", "option")), 2.0, *ranks)
+    assert (model.main.gpus, model.main.target, model.rows[0].target) == (4, 12 * GB, 3 * GB)
+    model = look(Model(targets.tier("high", "option"), gpus=8), 2.0, *ranks)
+    assert (model.main.gpus, model.main.target, model.rows[0].target) == (8, 24 * GB, 6 * GB)
+    for rank in ranks[1:]:
+        rank.proc = replace(rank.proc, header=replace(rank.proc.header, gpu=-1))
+    assert look(Model(targets.tier("high", "option")), 2.0, *ranks).main.gpus == 1
+    ranks[0].proc = replace(ranks[0].proc, header=replace(ranks[0].proc.header, gpu=-1))
+    assert look(Model(targets.tier("high", "option")), 2.0, *ranks).main.gpus == 4
+
+
+def test_ranks_that_save_the_same_checkpoint_are_one_operation_and_another_one_is_not():
+    model = Model()
+    ranks = [Rank(rank).op(GB) for rank in range(3)]
+    ranks[2].proc = replace(ranks[2].proc, operations=(replace(ranks[2].proc.operations[0], label="step-2", step=2),))
+    look(model, 2.0, *ranks)
+    assert sorted((op.label, op.ranks) for op in model.ops) == [("step-1", 2), ("step-2", 1)]
+
+
+def test_the_average_of_the_node_runs_from_the_first_start_to_the_last_end():
+    model = Model()
+    first, last = Rank(0).op(0, start=0.0), Rank(1).op(0, start=1.0)
+    look(model, 1.5, first, last)
+    first.op(10 * GB, Phase.DONE, start=0.0, end=5.0)
+    last.op(10 * GB, Phase.DONE, start=1.0, end=11.0)
+    look(model, 12.0, first, last)
+    assert not model.main.running
+    assert model.main.elapsed_s == pytest.approx(11.0)
+    assert model.main.average == pytest.approx(20 * GB / 11)
+    assert model.events[-1].text.startswith("save step-1 done: 20.0 GB in 11.0 s")
+
+
+def test_the_node_waits_for_the_rank_with_the_largest_eta():
+    model = Model()
+    ranks = [Rank(rank) for rank in range(3)]
+    for tick in range(1, 6):
+        look(model, float(tick), *(rank.op(tick * speed) for rank, speed in zip(ranks, (GB, GB, GB // 2), strict=True)))
+    assert model.main.last == "rank 2"
+    assert [row.straggler for row in model.rows] == [False, False, True]
+    assert model.main.eta_s == max(row.eta_s for row in model.rows)
+
+
+def test_even_ranks_have_no_straggler():
+    model = Model()
+    ranks = [Rank(rank) for rank in range(3)]
+    for tick in range(1, 6):
+        look(model, float(tick), *(rank.op(tick * GB) for rank in ranks))
+    assert model.main.last == ""
+
+
+def test_a_slow_thread_is_marked_and_what_it_waits_for_is_named():
+    model, rank = Model(), Rank(threads=4)
+    for tick in range(1, 5):
+        rank.op(tick * GB)
+        for index in range(4):
+            speed = 50_000_000 if index == 3 else 300_000_000
+            rank.thread(index, bytes_op=tick * speed, requests=tick * 60, state=2)
+            rank.thread(
+                index,
+                busy_ns=int(tick * 0.9e9),
+                source_wait_ns=int(tick * 0.42e9) if index == 1 else 0,
+                limit_wait_ms=0,
+            )
+        rank.thread(2, limit_wait_ms=tick * 800)
+        look(model, float(tick), rank)
+    threads = model.rows[0].threads
+    assert [thread.slow for thread in threads] == [False, False, False, True]
+    assert [thread.wait for thread in threads] == ["disk 90%", "source 42%", "limit 80%", "disk 90%"]
+
+
+def test_a_heartbeat_that_stands_still_is_a_stall_and_one_that_goes_on_ends_it():
+    model, rank = Model(), Rank()
+    look(model, 1.0, rank.op(GB).beat(1))
+    look(model, 2.9, rank.op(2 * GB))
+    assert model.rows[0].state == "WRITE"
+    look(model, 3.1, rank.op(3 * GB))
+    assert (model.rows[0].state, model.rows[0].alive) == ("STALL", True)
+    look(model, 3.6, rank.op(3 * GB).beat(2))
+    assert model.rows[0].state == "WRITE"
+    assert [event.text for event in model.events] == [
+        "save step-1 started",
+        "rank 0 stalled: no progress for 2 s",
+        "rank 0 goes on",
+    ]
+
+
+def test_no_bytes_in_three_seconds_are_a_stall_but_not_under_a_limit_and_not_in_fsync():
+    for state, phase, expected in ((2, Phase.WRITE, "STALL"), (5, Phase.WRITE, "WRITE"), (3, Phase.FSYNC, "FSYNC")):
+        model, rank = Model(), Rank()
+        for tick in range(8):
+            rank.op(GB, phase).beat(tick).thread(0, state=state, last_progress_mono_ns=0)
+            look(model, 1 + tick / 2, rank)
+        assert model.rows[0].state == expected
+
+
+def test_death_in_an_operation_is_told_and_judged():
+    model, rank = Model(), Rank()
+    look(model, 1.0, rank.op(GB))
+    look(model, 2.0, rank.op(5 * GB))
+    rank.proc = replace(rank.proc, alive=False, touched=1e9)
+    look(model, 3.0, rank)
+    assert (model.rows[0].state, model.rows[0].verdict, model.main.phase) == ("DEAD", Verdict.DEAD, "died")
+    assert model.events[-1].text == f"rank 0 pid {rank.proc.header.pid} died in save at 50%"
+    assert model.node.alive == 0
+    look(model, 700.0, rank)
+    assert len(model.rows) == 1, "seen dying: it stays"
+    assert look(Model(), 700.0, rank).rows == [], "long dead when first seen"
+
+
+def test_a_failure_is_told_with_its_errno():
+    model, rank = Model(), Rank()
+    look(model, 1.0, rank.op(GB))
+    look(model, 2.0, rank.op(GB, Phase.FAILED, end=1.5, error=28))
+    assert (model.rows[0].state, model.rows[0].error, model.main.phase) == ("FAILED", "ENOSPC", "failed")
+    assert model.events[-1].text == "rank 0 save failed: ENOSPC"
+
+
+def test_two_operations_of_one_process_are_two_rows():
+    model, rank = Model(), Rank()
+    rank.op(GB, slot=0).op(2 * GB, Phase.READ, slot=1, kind=2)
+    look(model, 1.0, rank)
+    look(model, 2.0, rank.op(2 * GB, slot=0))
+    assert [(row.kind, row.done) for row in model.rows] == [("save", 2 * GB), ("load", 2 * GB)]
+    assert [op.kind for op in model.ops] == ["save", "load"]
+
+
+def test_after_its_end_a_rank_shows_the_average_and_later_idles():
+    model, rank = Model(), Rank()
+    look(model, 1.0, rank.op(GB))
+    look(model, 6.0, rank.op(10 * GB, Phase.DONE, end=5.0))
+    row = model.rows[0]
+    assert (row.state, row.rate, row.average, row.progress) == ("DONE", None, 2 * GB, 1.0)
+    assert look(model, 16.0, rank).rows[0].state == "IDLE"
+    assert not model.node.active
+
+
+def test_another_clock_is_not_compared_with_ours():
+    model, rank = Model(), Rank()
+    rank.op(4 * GB, start=1000.0)
+    rank.thread(0, last_progress_mono_ns=int(1004e9))
+    rank.proc = replace(rank.proc, same_clock=False)
+    look(model, 5.0, rank)
+    assert model.rows[0].elapsed_s == pytest.approx(4.0)
+    assert look(model, 6.0, rank).rows[0].elapsed_s == pytest.approx(5.0)
+
+
+def test_history_joins_the_ranks_of_a_checkpoint():
+    _, session = demo(0.0)
+    session.tick()
+    past = session.model.past
+    assert [c.label for c in past.checkpoints][-1] == "step-11600"
+    assert all(len(c.members) == 8 and c.bytes == 8 * demonstration.BYTES for c in past.checkpoints)
+    assert past.last("load").label == "step-11400"
+    assert past.interval_s("save") == pytest.approx(64.0)
+    count = len(past.checkpoints)
+    session.tick()
+    assert len(past.checkpoints) == count, "records are taken once"
+
+
+def test_columns_stand_for_equal_times_however_often_one_looks():
+    model, rank = Model(interval=0.5), Rank()
+    for now in (0.0, 0.5, 0.6, 0.7, 1.0, 3.0):
+        look(model, now, rank.op(int(now * GB)))
+    assert len(model.save_graph) == 1 + 1 + 1 + 4
+
+
+def test_what_the_demonstration_does_is_seen_in_order():
+    clock, session = demo(0.0)
+    phases, done = [], 0
+    for tick in range(110):
+        clock.now = 100.0 + tick / 2
+        session.tick()
+        main = session.model.main
+        if main.kind == "save":
+            assert main.done >= done
+            done = main.done
+        if not phases or phases[-1] != (main.kind, main.phase):
+            phases.append((main.kind, main.phase))
+    save = [("save", phase) for phase in ("plan", "write", "fsync", "commit", "done")]
+    assert [phase for phase in phases if phase != ("save", "commit")] == [
+        *save[:3],
+        save[4],
+        ("load", "plan"),
+        ("load", "read"),
+        ("load", "done"),
+    ]
+    assert done == 8 * demonstration.BYTES
+    texts = [event.text for event in session.model.events]
+    assert texts[:2] == ["save step-11800 started", "rank 6 fell back to threads: EPERM (seccomp?)"]
+
+
+def test_percentiles_come_from_the_histogram():
+    assert percentile((0,) * 16, 0.5) is None
+    assert percentile((100,) + (0,) * 15, 0.5) == pytest.approx(32e-6)
+    assert percentile((0,) * 15 + (7,), 0.99) == pytest.approx(64e-6 * 2**14)
+
+
+def test_many_ended_operations_of_dead_processes_are_forgotten_but_not_those_of_the_living():
+    model, alive = Model(), Rank(0).op(10 * GB, Phase.DONE, end=5.0)
+    look(model, 6.0, alive)
+    for number in range(40):
+        dead = Rank(1).op(10 * GB, Phase.DONE, start=10.0 + number, end=10.5 + number)
+        dead.proc = replace(dead.proc, key=f"dead{number}", alive=False)
+        look(model, 60.0 + number, alive, dead)
+    assert [row.rank for row in model.rows] == [0]
+    assert len(model._groups) <= 18
+
+
+def test_text_pieces():
+    assert text.bar(0.5, 10, text.UNICODE.bar) == "█████     "
+    assert text.bar(0.001, 4, text.UNICODE.bar) == "▏   "
+    assert text.bar(9, 4, text.ASCII.bar) == "####"
+    assert text.bar(math.nan, 4, text.UNICODE.bar) == "    "
+    assert text.spark([0, 1, 2, 3], 6, 2.0) == "   ▄██"
+    assert text.columns([1.0, 2.0], 3, 2, 2.0) == ["  █", " ██"]
+    assert text.fit("abcdef", 4) == "abc…"
+    assert text.fit_front("/a/b/c", 4) == "…b/c"
+    assert text.width(text.fit("日本語", 4)) == 4
+    assert [text.clock(s) for s in (None, 7, 3600, 86400 * 9)] == ["--:--", "00:07", "1:00:00", "9d"]
+    assert [text.rate(r) for r in (None, 0, 5e7, 2.5e9, 1.5e11, 2e12)] == [
+        "-",
+        "0.00",
+        "0.050",
+        "2.50",
+        "150.0",
+        "2000",
+    ]
+    assert text.block(16 << 20) == "16 MiB"
+    assert text.clean("a\x1bb\u202ec") == "a\ufffdb\ufffdc"

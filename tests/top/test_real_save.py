@@ -1,0 +1,273 @@
+"""The monitor on real saves: counters of the core, read by another program while the save runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import fastckpt
+from harness import mounts, needs
+
+MB = 10**6
+
+# Says when it is ready, saves when told to, says what it reports, and ends when told to.
+TRAINER = """
+import json, os, sys
+import numpy as np
+import fastckpt
+path, size, limit, fork = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
+state = {"weights": np.random.default_rng(0).integers(0, 256, size, np.uint8)}
+fastckpt.save({}, path + "-first")
+if fork == ["sleeper"] and os.fork() == 0:
+    import time
+    time.sleep(60)
+    os._exit(0)
+print("ready", flush=True)
+sys.stdin.readline()
+fastckpt.set_target("high")
+report = fastckpt.save(state, path, bandwidth_limit=limit or None, metadata={"step": 7}, shard_size=size // 3)
+print(json.dumps({"engine": report.engine, "seconds": report.seconds}), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def trainer(place, tmp_path):
+    """Starts processes that really save."""
+    children = []
+
+    def start(size, limit, *arguments, directory=place):
+        environment = {**os.environ, "FASTCKPT_TOP_DIR": str(directory), "FASTCKPT_JOB": "trainer"}
+        command = [sys.executable, "-c", TRAINER, str(tmp_path / "step-7"), str(size), str(limit), *arguments]
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)
+        children.append(child)
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield start
+    for child in children:
+        # Forked children too: each trainer leads a process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.stdin.close()
+        child.stdout.close()
+        child.wait()
+
+
+def tell(child):
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def top(place, *arguments, wrap=()):
+    command = [*wrap, sys.executable, "-m", "fastckpt_top", "--dir", str(place), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def once(place, **options):
+    done = top(place, "--once", "--json", "--interval", "0.5", **options)
+    assert done.returncode == 0, done.stderr
+    ticks = [json.loads(line) for line in done.stdout.splitlines()]
+    return next(tick for tick in reversed(ticks) if tick["kind"] == "tick")
+
+
+def rank_of(tick, child):
+    return next(rank for rank in tick["ranks"] if rank["pid"] == child.pid)
+
+
+def wait_for(place, child, condition, seconds=15):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        rank = rank_of(once(place), child)
+        if condition(rank):
+            return rank
+    raise AssertionError(f"not seen within {seconds} s; last {rank}")
+
+
+def test_a_throttled_save_is_watched_from_begin_to_end(trainer, place, tmp_path):
+    child = trainer(200 * MB, 40 * MB)
+    command = [sys.executable, "-m", "fastckpt_top", "--dir", str(place), "--json", "--interval", "0.1"]
+    with subprocess.Popen([*command, "--duration", "9"], stdout=subprocess.PIPE, text=True) as monitor:
+        assert json.loads(monitor.stdout.readline())["kind"] == "header"
+        tell(child)
+        report = json.loads(child.stdout.readline())
+        lines = monitor.stdout.read().splitlines()
+        assert monitor.wait() == 0
+    ranks = [rank_of(tick, child) for tick in map(json.loads, lines) if tick["ranks"]]
+    saves = [rank for rank in ranks if rank["label"] == "step-7"]
+
+    done = [rank["done"] for rank in saves]
+    assert done == sorted(done)
+    assert len({rank["done"] for rank in saves}) > 10
+    shards = list((tmp_path / "step-7").glob("*.safetensors"))
+    assert done[-1] == sum(shard.stat().st_size for shard in shards)
+    assert sum(thread["bytes"] for thread in saves[-1]["threads"]) == done[-1]
+
+    order = ["plan", "write", "fsync", "commit", "done"]
+    seen = [order.index(rank["state"]) for rank in saves if rank["state"] in order]
+    assert seen == sorted(seen)
+    assert {"write", "done"} <= {rank["state"] for rank in saves}
+    assert saves[-1]["engine"] == report["engine"]
+    assert saves[-1]["step"] == 7
+
+    middle = [rank["Bps"] for rank in saves if rank["state"] == "write" and 0.3 < rank["progress"] < 0.95]
+    assert middle
+    median = sorted(middle)[len(middle) // 2]
+    assert median == pytest.approx(40 * MB, rel=0.2)
+
+
+def test_the_history_has_the_record(trainer, place):
+    child = trainer(30 * MB, 0)
+    tell(child)
+    report = json.loads(child.stdout.readline())
+    tick = once(place)
+    (proc,) = [proc for proc in tick["procs"] if f"/{child.pid}-" in proc["path"]]
+    assert len(proc["history"]) == 2
+    rank = rank_of(tick, child)
+    assert rank["state"] == "done"
+    assert rank["elapsed_s"] == pytest.approx(report["seconds"], abs=0.1)
+
+
+def test_bandwidth_limit_is_kept_within_a_tenth(tmp_path):
+    import numpy as np
+
+    state = {"weights": np.zeros(100 * MB, np.uint8)}
+    for io in ("uring", "threads", "buffered"):
+        report = fastckpt.save(state, tmp_path / "limited", bandwidth_limit=50 * MB, io=io)
+        assert report.bytes / report.phases["write"] == pytest.approx(50 * MB, rel=0.1), io
+
+
+def test_a_killed_save_is_seen_as_dead(trainer, place):
+    child = trainer(200 * MB, 20 * MB)
+    tell(child)
+    wait_for(place, child, lambda rank: rank["state"] == "write" and rank["done"] > 10 * MB)
+    child.kill()
+    child.wait()
+    rank = wait_for(place, child, lambda rank: not rank["alive"])
+    assert 10 * MB < rank["done"] < 200 * MB
+
+
+def test_a_stopped_save_is_stalled_and_alive(trainer, place):
+    child = trainer(200 * MB, 20 * MB)
+    tell(child)
+    wait_for(place, child, lambda rank: rank["done"] > 0)
+    os.kill(child.pid, signal.SIGSTOP)
+    command = [sys.executable, "-m", "fastckpt_top", "--dir", str(place), "--json", "--interval", "0.5"]
+    lines = subprocess.run([*command, "--duration", "6"], capture_output=True, text=True, check=True).stdout
+    rank = rank_of(json.loads(lines.splitlines()[-1]), child)
+    assert rank["alive"]
+    assert rank["stalled_s"] > 1
+    os.kill(child.pid, signal.SIGCONT)
+    wait_for(place, child, lambda rank: not rank["stalled_s"])
+
+
+def test_a_forked_child_does_not_keep_a_dead_parent_alive(trainer, place):
+    child = trainer(200 * MB, 20 * MB, "sleeper")
+    tell(child)
+    wait_for(place, child, lambda rank: rank["done"] > 0)
+    child.kill()
+    child.wait()
+    wait_for(place, child, lambda rank: not rank["alive"])
+
+
+def test_a_forked_child_that_saves_has_a_segment_of_its_own(place, tmp_path):
+    code = """
+import os, sys
+import numpy as np
+import fastckpt
+state = {"a": np.arange(1000)}
+fastckpt.save(state, sys.argv[1] + "/parent")
+child = os.fork()
+if child == 0:
+    fastckpt.save(state, sys.argv[1] + "/child")
+    fastckpt.save(state, sys.argv[1] + "/child")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+fastckpt.save(state, sys.argv[1] + "/parent")
+"""
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    assert len(list(place.glob("*.seg"))) == 2
+    procs = once(place)["procs"]
+    saved = sorted([record[-2] for record in proc["history"]] for proc in procs)
+    assert saved == [["child", "child"], ["parent", "parent"]]
+    assert not any(proc["alive"] for proc in procs)
+
+
+def test_counters_can_be_turned_off(place, tmp_path):
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "FASTCKPT_TOP": "0"}
+    code = "import fastckpt, sys; fastckpt.save({}, sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, env=environment)
+    assert list(place.iterdir()) == []
+
+
+def save_with_counters_in(directory, tmp_path):
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(directory)}
+    code = (
+        "import fastckpt, sys, numpy as np; state = {'a': np.arange(10**6)}; fastckpt.save(state, sys.argv[1]);"
+        "assert (fastckpt.load(sys.argv[1])['a'] == state['a']).all()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], env=environment, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.root
+def test_a_full_file_system_costs_the_counters_and_nothing_else(tmp_path):
+    needs.root()
+    with mounts.mount("tmpfs", size=16 << 10) as small:
+        (small / "own").mkdir(mode=0o700)
+        save_with_counters_in(small / "own", tmp_path)
+        assert list((small / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["missing parent", "open to others", "link", "file", "read-only"])
+def test_a_directory_that_cannot_be_used_costs_the_counters_and_nothing_else(kind, tmp_path):
+    place = tmp_path / "place"
+    if kind == "missing parent":
+        place = tmp_path / "no" / "place"
+    elif kind == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "real")
+    elif kind == "file":
+        place.write_text("mine")
+    else:
+        place.mkdir(mode=0o700)
+        place.chmod(0o777 if kind == "open to others" else 0o500)
+    if kind == "read-only" and os.geteuid() == 0:
+        # Root is not kept out by a mode.
+        with mounts.mount("tmpfs", size=1 << 20, options="mode=700") as point, mounts.read_only(point):
+            save_with_counters_in(point, tmp_path)
+        return
+    save_with_counters_in(place, tmp_path)
+    assert kind == "file" or not place.is_dir() or list(place.iterdir()) == []
+
+
+@pytest.mark.root
+def test_liveness_across_pid_namespaces(trainer, place):
+    needs.root()
+    child = trainer(200 * MB, 20 * MB)
+    tell(child)
+    wait_for(place, child, lambda rank: rank["done"] > 0)
+    inside = ["unshare", "-pf", "--mount-proc"]
+    assert rank_of(once(place, wrap=inside), child)["alive"]
+    child.kill()
+    child.wait()
+    assert not rank_of(once(place, wrap=inside), child)["alive"]
+
+
+def test_targets_reach_the_monitor(trainer, place):
+    child = trainer(MB, 0)
+    assert rank_of(once(place), child)["target_Bps"] == 0.75e9
+    tell(child)
+    child.stdout.readline()
+    assert rank_of(once(place), child)["target_Bps"] == 3e9
+    with pytest.raises(ValueError, match="no target"):
+        fastckpt.set_target("fast")

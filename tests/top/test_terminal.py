@@ -1,0 +1,131 @@
+"""The real program in a real terminal: tmux draws it, and we read what is on the screen."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import eventually
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+
+
+class Terminal:
+    """A tmux server of our own with one window."""
+
+    def __init__(self, place, name):
+        self.socket = f"fastckpt-top-{os.getpid()}-{name}"
+        self.place = place
+
+    def tmux(self, *args):
+        return subprocess.run(
+            ["tmux", "-L", self.socket, *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    def start(self, *args, env="", size=(100, 30)):
+        program = " ".join([sys.executable, "-m", "fastckpt_top", *args])
+        # readline, which pytest loads, leaves LINES and COLUMNS in the environment of its children.
+        command = f"env -u LINES -u COLUMNS FASTCKPT_TOP_DIR={self.place} {env} {program}; echo EXIT=$?; sleep 60"
+        self.tmux("-f", "/dev/null", "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), command)
+
+    def screen(self, *args):
+        return self.tmux("capture-pane", "-p", *args)
+
+    def wait(self, pattern, seconds=8.0):
+        found = eventually(lambda: re.search(pattern, self.screen()), seconds)
+        assert found, f"{pattern!r} never came:\n{self.screen()}"
+        return found
+
+    def drawn(self, width, height):
+        """Whether the picture has the size of the window: the clock or the state is in its corner."""
+        lines = self.screen().splitlines()
+        fits = len(lines) <= height and lines[0].startswith(" fastckpt") and width - 1 <= len(lines[0]) <= width
+        return fits and (lines[0].endswith("live") or lines[0][-3] == ":")
+
+    def keys(self, *keys):
+        self.tmux("send-keys", *keys)
+
+    def pid(self):
+        shell = self.tmux("display", "-p", "#{pane_pid}").strip()
+        return int(
+            subprocess.run(
+                ["pgrep", "-P", shell, "-f", "fastckpt_top"], capture_output=True, text=True, check=True
+            ).stdout.split()[0]
+        )
+
+    def restored(self):
+        flags = "#{alternate_on} #{mouse_any_flag} #{cursor_flag}"
+        return eventually(lambda: self.tmux("display", "-p", flags).strip() == "0 0 1")
+
+
+@pytest.fixture
+def terminal(place, request):
+    made = Terminal(place, request.node.name[:24].replace("[", "-").replace("]", ""))
+    yield made
+    subprocess.run(["tmux", "-L", made.socket, "kill-server"], capture_output=True, check=False)
+
+
+def test_a_live_rate_appears_and_resizing_and_quitting_work(terminal, producer):
+    terminal.start()
+    terminal.wait("No fastckpt process yet")
+    producer("--rate", 2e9)
+    terminal.wait(r"SAVE +[1-9]\.\d+ / ")
+    terminal.wait(r"0 +\d+ WRITE +[12]\.\d\d")
+    for width, height in ((40, 8), (20, 4), (160, 50), (80, 24)):
+        terminal.tmux("resize-window", "-x", str(width), "-y", str(height))
+        drawn = eventually(lambda w=width, h=height: terminal.drawn(w, h))
+        assert drawn, f"{width}x{height}:\n{terminal.screen()}"
+    terminal.keys("t", "s", "?")
+    terminal.wait("any key|fastckpt-top: keys")
+    terminal.keys("x", "3")
+    terminal.wait("HISTORY")
+    terminal.keys("q")
+    terminal.wait("EXIT=0")
+    assert terminal.restored()
+
+
+@pytest.mark.parametrize("number", ["TERM", "HUP", "INT"])
+def test_the_terminal_is_restored_after_a_signal(terminal, producer, number):
+    producer()
+    terminal.start()
+    terminal.wait("WRITE")
+    subprocess.run(["kill", f"-{number}", str(terminal.pid())], check=True)
+    terminal.wait("EXIT=0")
+    assert terminal.restored()
+
+
+def test_ctrl_c_quits(terminal):
+    terminal.start("--demo")
+    terminal.wait("step-11800")
+    terminal.keys("C-c")
+    terminal.wait("EXIT=0")
+    assert terminal.restored()
+
+
+def test_no_color_and_ascii_in_a_terminal(terminal):
+    terminal.start("--demo", "--ascii", env="NO_COLOR=1")
+    terminal.wait("step-11800")
+    assert terminal.screen().isascii()
+    colors = {tuple(found) for found in re.findall(r"[34]8;2;(\d+);(\d+);(\d+)", terminal.screen("-e"))}
+    assert all(len(set(color)) == 1 for color in colors), "grey"
+    terminal.keys("q")
+    terminal.wait("EXIT=0")
+
+
+def test_a_dumb_terminal_gets_lines(terminal, producer):
+    producer()
+    terminal.start("--count", "2", env="TERM=dumb")
+    terminal.wait("EXIT=0")
+    assert "save step-7 [W(1)]" in terminal.screen()
+
+
+def test_inline_stays_under_the_prompt(terminal):
+    terminal.start("--demo", "--inline", "--duration", "1")
+    terminal.wait("step-11800")
+    assert terminal.tmux("display", "-p", "#{alternate_on}").strip() == "0"
+    terminal.wait("EXIT=0")

@@ -1,0 +1,447 @@
+"""The Textual application: keys, timer, signals. What is shown is painted by `views`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from textual import events
+from textual.app import App
+from textual.binding import Binding
+from textual.widgets import Input
+
+from fastckpt_top import targets, text
+from fastckpt_top.record import Recorder
+from fastckpt_top.replay import Replay, ReplayError
+from fastckpt_top.session import Live
+from fastckpt_top.views.canvas import Canvas
+from fastckpt_top.views.paint import Frame
+from fastckpt_top.views.state import MODES, SORTS, VIEWS, Ui
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from textual.app import ComposeResult
+
+    from fastckpt_top.session import Session
+
+SHORTEST_S: Final = 0.1
+LONGEST_S: Final = 10.0
+IDLE_S: Final = 1.0
+"""Without a running operation one look a second is enough."""
+NOTICE_S: Final = 4.0
+"""How long a message stays, seconds."""
+PAGE: Final = 10
+
+
+class TopApp(App[None]):
+    """The monitor.
+
+    Args:
+        session: What to show.
+        ui: The first choice of view, sorting and so on.
+        glyphs: Characters.
+        theme: Name of a Textual theme; empty for its default.
+        duration: Quit after so many seconds; None never.
+        clock: Monotonic clock, seconds.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = None  # else the hidden prompt takes the keys
+    CSS = """
+    Input { dock: bottom; display: none; }
+    Input.-shown { display: block; }
+    """
+    BINDINGS: ClassVar[list[Any]] = [
+        Binding("ctrl+c,ctrl+q", "quit", "Quit", priority=True),
+        Binding("q", "quit", "Quit"),
+        Binding("question_mark,h,f1", "help", "Help"),
+        Binding("up,k", "move(-1)", "Up"),
+        Binding("down,j", "move(1)", "Down"),
+        Binding("pageup", f"move({-PAGE})", "Page up"),
+        Binding("pagedown", f"move({PAGE})", "Page down"),
+        Binding("home,g", "first", "First"),
+        Binding("end,G", "last", "Last"),
+        Binding("left", "step_back", "Back"),
+        Binding("right", "step_forward", "Forward"),
+        Binding("less_than_sign", "sort(-1)", "Sort by column before"),
+        Binding("greater_than_sign,s", "sort(1)", "Sort"),
+        Binding("S", "reverse", "Reverse"),
+        Binding("enter", "expand", "Threads"),
+        Binding("t", "all_threads", "All threads"),
+        Binding("slash", "filter", "Filter"),
+        Binding("escape", "clear", "Clear"),
+        Binding("o", "active", "Active only"),
+        Binding("space", "pause", "Pause"),
+        Binding("plus,equals_sign", "slower", "Longer interval"),
+        Binding("minus", "quicker", "Shorter interval"),
+        Binding("T", "tier", "Tier"),
+        Binding("a", "mode", "Average"),
+        Binding("e", "full", "Graph"),
+        Binding("tab", "next_view", "Next view", priority=True),
+        Binding("shift+tab", "next_view(-1)", "View before", priority=True),
+        *(Binding(str(index + 1), f"view('{name}')", name) for index, name in enumerate(VIEWS)),
+        Binding("r", "record", "Record"),
+        Binding("f12", "picture", "Screenshot"),
+        Binding("left_square_bracket", "jump_back", "10 s back"),
+        Binding("right_square_bracket", "jump_forward", "10 s forward"),
+        Binding("comma", "slower_replay", "Half speed"),
+        Binding("full_stop", "faster", "Double speed"),
+        Binding("colon", "goto", "Go to"),
+    ]
+
+    def __init__(
+        self,
+        session: Session,
+        ui: Ui | None = None,
+        glyphs: text.Glyphs = text.UNICODE,
+        theme: str = "",
+        duration: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self.session = session
+        self.ui = ui or Ui()
+        self.glyphs = glyphs
+        self._theme_wanted = theme
+        self._duration = duration
+        self._clock = clock
+        self._next = float("-inf")
+        self._notice_until = 0.0
+        self._recorder: Recorder | None = None
+        self.canvas = Canvas(self._frame, self._clicked, self.action_move)
+        self.prompt = Input(compact=True, id="prompt")
+        self._asking = ""
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        """The canvas, and a line to type in that is only shown while it is asked for."""
+        yield self.canvas
+        yield self.prompt
+
+    def on_mount(self) -> None:
+        """Start the timer; take care that the terminal is restored when we are told to stop."""
+        self.theme_changed_signal.subscribe(self, lambda _: self.canvas.restyle())
+        if self._theme_wanted in self.available_themes:
+            self.theme = self._theme_wanted
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(number, self.exit)
+        self.set_focus(None)
+        self.look()
+        self._timer = self.set_interval(SHORTEST_S, self._tick)
+        if self._duration is not None:
+            self.set_timer(self._duration, self.exit)
+
+    def on_unmount(self) -> None:
+        """Finish a recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _tick(self) -> None:
+        if self._notice_until and self._clock() >= self._notice_until:
+            self.ui.notice, self._notice_until = "", 0.0
+            self.canvas.repaint()
+        if self._clock() >= self._next - 1e-3:
+            self.look()
+
+    def look(self) -> None:
+        """Let the session go on, and show it."""
+        now = self._clock()
+        try:
+            self.session.tick()
+        except OSError as error:
+            self._drop_recorder()
+            self._say(f"cannot write: {error.strerror or error}")
+        except ReplayError as error:
+            self.exit(return_code=4, message=str(error))
+            return
+        node = self.session.model.node
+        idle = self.session.live and node.ranks > 0 and not node.active
+        pause = max(self.ui.interval, IDLE_S) if idle else self.ui.interval
+        due = self._next + pause
+        self._next = due if now < due <= now + pause else now + pause
+        self.canvas.repaint()
+
+    def _frame(self, width: int, height: int) -> Frame:
+        session = self.session
+        return Frame(session.model, self.ui, self.glyphs, width, height, session.status(), session.live)
+
+    # --- what the user does ----------------------------------------------------------------------------------------
+
+    async def on_event(self, event: events.Event) -> None:
+        """While the help is shown, any key closes it and does nothing else."""
+        if isinstance(event, events.Key) and self.ui.help and event.key not in ("ctrl+c", "ctrl+q"):
+            self.ui.help = False
+            self.canvas.repaint()
+            return
+        await super().on_event(event)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """While something is being typed, keys are letters; only quitting by control key goes on."""
+        del parameters
+        return not self._asking or action in ("clear", "quit")
+
+    def _clicked(self, what: str, value: str) -> None:
+        if what == "row":
+            self.ui.selected = value
+            self.canvas.repaint()
+        else:
+            self.call_later(self.run_action, value)
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        self.ui.help = True
+        self.canvas.repaint()
+
+    def action_move(self, lines: int) -> None:
+        """Select another row, or scroll a list."""
+        ui = self.ui
+        if ui.view == "live":
+            rows = ui.rows(self.session.model.rows)
+            chosen = ui.selection(rows)
+            if chosen is not None:
+                index = rows.index(chosen) + lines
+                ui.selected = rows[min(max(index, 0), len(rows) - 1)].key
+        else:
+            ui.scroll[ui.view] = max(ui.scroll.get(ui.view, 0) + lines, 0)
+        self.canvas.repaint()
+
+    def action_first(self) -> None:
+        """Go to the first row, or to the beginning of a recording."""
+        if isinstance(self.session, Replay):
+            self.session.home()
+            self.canvas.repaint()
+        else:
+            self.action_move(-1_000_000)
+
+    def action_last(self) -> None:
+        """Go to the last row, or to the end of a recording."""
+        if isinstance(self.session, Replay):
+            self.session.end()
+            self.canvas.repaint()
+        else:
+            self.action_move(1_000_000)
+
+    def action_step_back(self) -> None:
+        """A tick back in a recording, else the sort column before."""
+        if isinstance(self.session, Replay):
+            self.session.step(-1)
+            self.canvas.repaint()
+        else:
+            self.action_sort(-1)
+
+    def action_step_forward(self) -> None:
+        """A tick forward in a recording, else the next sort column."""
+        if isinstance(self.session, Replay):
+            self.session.step(1)
+            self.canvas.repaint()
+        else:
+            self.action_sort(1)
+
+    def action_sort(self, by: int = 1) -> None:
+        """Sort by another column."""
+        self.ui.sort = SORTS[(SORTS.index(self.ui.sort) + by) % len(SORTS)]
+        self._say(f"sorted by {self.ui.sort}")
+
+    def action_reverse(self) -> None:
+        """Sort the other way round."""
+        self.ui.reverse = not self.ui.reverse
+        self.canvas.repaint()
+
+    def action_expand(self) -> None:
+        """Show or hide the threads of the selected rank."""
+        row = self.ui.selection(self.ui.rows(self.session.model.rows))
+        if row is not None:
+            self.ui.selected = row.key
+            self.ui.expanded ^= {row.proc_key}
+        self.canvas.repaint()
+
+    def action_all_threads(self) -> None:
+        """Show or hide the threads of all ranks."""
+        self.ui.all_threads = not self.ui.all_threads
+        self.ui.expanded.clear()
+        self.canvas.repaint()
+
+    def action_active(self) -> None:
+        """Show only ranks with a running operation, or all."""
+        self.ui.active_only = not self.ui.active_only
+        self._say("only running operations" if self.ui.active_only else "all ranks")
+
+    def action_pause(self) -> None:
+        """Let the table stand still, or play and pause a recording."""
+        if isinstance(self.session, Replay):
+            self.session.toggle()
+        else:
+            self.ui.paused = not self.ui.paused
+            self.ui.frozen = list(self.session.model.rows)
+        self.canvas.repaint()
+
+    def action_slower(self) -> None:
+        """Look half as often."""
+        self._set_interval(self.ui.interval * 2)
+
+    def action_quicker(self) -> None:
+        """Look twice as often."""
+        self._set_interval(self.ui.interval / 2)
+
+    def _set_interval(self, interval: float) -> None:
+        self.ui.interval = min(max(interval, SHORTEST_S), LONGEST_S)
+        if self.session.live:
+            self.session.model.interval = self.ui.interval
+        self._next = self._clock() + self.ui.interval
+        self._say(f"every {self.ui.interval:g} s")
+
+    def action_tier(self) -> None:
+        """Judge by the next tier."""
+        model = self.session.model
+        name = targets.next_tier(model.node.target.name)
+        model.set_target(targets.tier(name, "key"))
+        save, load = targets.TIERS[name]
+        self._say(f"target {name}: {text.rate(save)} written, {text.rate(load)} read GB/s per GPU")
+
+    def action_mode(self) -> None:
+        """Show rates of now, averages, or GB done."""
+        self.ui.mode = MODES[(MODES.index(self.ui.mode) + 1) % len(MODES)]
+        self._say({"current": "rate now", "average": "average of the operation", "total": "GB done"}[self.ui.mode])
+
+    def action_full(self) -> None:
+        """Give the graph the whole screen, or not."""
+        self.ui.full = not self.ui.full
+        self.canvas.repaint()
+
+    def action_view(self, name: str) -> None:
+        """Change the view."""
+        self.ui.view = name
+        self.canvas.repaint()
+
+    def action_next_view(self, by: int = 1) -> None:
+        """Go through the views."""
+        self.action_view(VIEWS[(VIEWS.index(self.ui.view) + by) % len(VIEWS)])
+
+    def action_jump_back(self) -> None:
+        """10 s back in a recording."""
+        self._replay(lambda replay: replay.jump(-10.0))
+
+    def action_jump_forward(self) -> None:
+        """10 s forward in a recording."""
+        self._replay(lambda replay: replay.jump(10.0))
+
+    def action_faster(self) -> None:
+        """Play a recording at double speed."""
+        self._replay(lambda replay: replay.faster(1))
+
+    def action_slower_replay(self) -> None:
+        """Play a recording at half speed."""
+        self._replay(lambda replay: replay.faster(-1))
+
+    def _replay(self, do: Callable[[Replay], None]) -> None:
+        if isinstance(self.session, Replay):
+            do(self.session)
+            self.canvas.repaint()
+        else:
+            self._say("only in a replay")
+
+    # --- typing ----------------------------------------------------------------------------------------------------
+
+    def action_filter(self) -> None:
+        """Ask what to filter by."""
+        self._ask("filter", self.ui.filter)
+
+    def action_goto(self) -> None:
+        """Ask for a time in the recording."""
+        if isinstance(self.session, Replay):
+            self._ask("goto", "")
+        else:
+            self._say("only in a replay")
+
+    def _ask(self, what: str, value: str) -> None:
+        self._asking = what
+        self.prompt.placeholder = {"filter": "filter: rank, pid, job, label, state", "goto": "time, mm:ss"}[what]
+        self.prompt.value = value
+        self.prompt.add_class("-shown")
+        self.prompt.focus()
+
+    def _answered(self) -> None:
+        self._asking = ""
+        self.prompt.remove_class("-shown")
+        self.set_focus(None)
+        self.canvas.repaint()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """The filter works while it is typed."""
+        if self._asking == "filter":
+            self.ui.filter = text.clean(event.value)
+            self.canvas.repaint()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """The answer."""
+        asked = self._asking
+        self._answered()
+        if asked == "goto" and isinstance(self.session, Replay) and not self.session.goto(event.value):
+            self._say(f"no time: {text.clean(event.value)}")
+
+    def action_clear(self) -> None:
+        """Leave what is being typed; clear the filter."""
+        self.ui.filter = ""
+        self.prompt.value = ""
+        self._answered()
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def action_record(self) -> None:
+        """Start or stop a recording in the working directory."""
+        if not isinstance(self.session, Live):
+            self._say("this is a recording")
+            return
+        if self._recorder is not None:
+            path, ticks = self._recorder.path, self._recorder.ticks
+            self._drop_recorder()
+            self._say(f"recorded {ticks} ticks to {path}")
+            return
+        path = _file_name(".jsonl.gz")
+        try:
+            self._recorder = Recorder(path)
+        except OSError as error:
+            self._say(f"cannot record to {path}: {error.strerror}")
+            return
+        self.session.sinks.append(self._recorder)
+        self.ui.recording = path
+        self._say(f"recording to {path}")
+
+    def _drop_recorder(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        self.ui.recording = ""
+        if recorder is not None and isinstance(self.session, Live):
+            self.session.sinks.remove(recorder)
+            try:
+                recorder.close()
+            except OSError as error:
+                self._say(f"cannot write: {error.strerror or error}")
+
+    def action_picture(self) -> None:
+        """Save the screen as SVG and as text."""
+        path = _file_name(".svg")
+        try:
+            Path(path).write_text(self.export_screenshot(title="fastckpt-top"), "utf-8")
+            Path(path).with_suffix(".txt").write_text(self.canvas.screen_text, "utf-8")
+        except OSError as error:
+            self._say(f"cannot write {path}: {error.strerror}")
+        else:
+            self._say(f"saved {path} and .txt")
+
+    def _say(self, notice: str) -> None:
+        self.ui.notice = notice
+        self._notice_until = self._clock() + NOTICE_S
+        self.canvas.repaint()
+
+
+def _file_name(suffix: str) -> str:
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    return f"fastckpt-top-{stamp}{suffix}"

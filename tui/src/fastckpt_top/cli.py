@@ -1,0 +1,400 @@
+"""The command: arguments, and which mode they mean."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastckpt_top import __version__, feed, segment, targets, text
+from fastckpt_top.model import Model
+from fastckpt_top.replay import Replay, ReplayError
+from fastckpt_top.session import Live
+from fastckpt_top.views.state import SORTS, VIEWS, Ui
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt_top.session import Session, Sink
+    from fastckpt_top.snapshot import Source
+
+OK: Final = 0
+BELOW: Final = 1
+USAGE: Final = 2
+NOTHING: Final = 3
+UNREADABLE: Final = 4
+
+_EPILOG: Final = """\
+exit codes: 0 ok; 1 below target (--check); 2 usage; 3 no process or operation found; 4 file not readable
+environment: FASTCKPT_TOP_DIR, FASTCKPT_TOP_TARGET, NO_COLOR
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; None for the process's.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except ReplayError as error:
+        print(f"fastckpt-top: {error}", file=sys.stderr)
+        return UNREADABLE
+    except BrokenPipeError:
+        _devnull()
+        return OK
+    except KeyboardInterrupt:
+        return OK
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"fastckpt-top: {name}{error.strerror or error}", file=sys.stderr)
+        return UNREADABLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastckpt-top",
+        description="Live monitor for fastckpt: GB/s of each rank and thread against the target of your storage.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
+    add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
+    add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
+    add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
+    add("--target", type=_target, metavar="T", help="light, medium, high, GB/s per GPU, or save=X,load=Y")
+    add(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="GPUs that the target is multiplied by (default: those of the processes)",
+    )
+    add(
+        "-d",
+        "--interval",
+        type=_interval,
+        metavar="S",
+        help="seconds between two looks, 0.1 to 60 (default 0.5; --once 1)",
+    )
+    add("--once", action="store_true", help="print a table of the present and exit")
+    add("--json", action="store_true", help="print JSON lines; with --once one object")
+    add(
+        "--check",
+        nargs="?",
+        type=_percent,
+        const=100.0,
+        metavar="PCT",
+        help="exit 1 if the average is below PCT %% of the target",
+    )
+    add("--prometheus", metavar="FILE", help="also write a file for node_exporter's textfile collector at each look")
+    add("--record", metavar="FILE", help="also record, as JSON lines (.gz: compressed)")
+    add("--replay", metavar="FILE", help="show a recording")
+    add("--speed", type=_speed, default=1.0, metavar="X", help="speed of a replay (default 1)")
+    add("--demo", action="store_true", help="show a made-up node")
+    add("--duration", type=_duration, metavar="S", help="stop after so many seconds")
+    add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
+    add("--list", action="store_true", help="list the segments found")
+    add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
+    add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
+    add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
+    add("--view", choices=VIEWS, default="live", help="first view")
+    add("--sort", choices=SORTS, default="rank", help="first sort column")
+    add("--theme", default="", metavar="NAME", help="a Textual theme, such as textual-light or nord")
+    add("--ascii", action="store_true", help="ASCII characters only")
+    add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
+    add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
+    add("--inline", action="store_true", help="under the prompt instead of on the whole screen")
+    add("--version", action="version", version=f"fastckpt-top {__version__}, segment layout {segment.MAJOR}.x")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    for wanted, act in ((args.dump_layout, _dump_layout), (args.dump, _dump), (args.list, _list), (args.clean, _clean)):
+        if wanted:
+            return act(args)
+    interval = args.interval or (1.0 if args.once or args.check is not None else 0.5)
+    signal.signal(signal.SIGTERM, _stop)
+    session = _session(args, interval)
+    try:
+        if args.check is not None:
+            return _check(args, session, interval)
+        if args.once:
+            return _once(args, session, interval)
+        if args.json or not _interactive():
+            return _stream(args, session, interval)
+        return _screen(args, session, interval)
+    finally:
+        session.close()
+
+
+def _stop(*_: object) -> None:
+    """SIGTERM ends line mode and recordings in order, so that their files are whole."""
+    raise KeyboardInterrupt
+
+
+def _session(args: argparse.Namespace, interval: float) -> Session:
+    target = args.target
+    if target is None and (asked := os.environ.get("FASTCKPT_TOP_TARGET")):
+        try:
+            target = targets.parse(asked, "environment")
+        except ValueError as error:
+            print(f"fastckpt-top: FASTCKPT_TOP_TARGET: {error}", file=sys.stderr)
+            raise SystemExit(USAGE) from None
+    if args.replay is not None:
+        return Replay(args.replay, target, args.gpus, args.speed)
+    sinks: list[Sink] = []
+    if args.record is not None:
+        from fastckpt_top.record import Recorder
+
+        sinks.append(Recorder(args.record))
+    if args.prometheus is not None:
+        from fastckpt_top.prometheus import Prometheus
+
+        sinks.append(Prometheus(args.prometheus))
+    model = Model(target, args.gpus, interval)
+    source: Source
+    if args.demo:
+        from fastckpt_top.demo import DemoSource
+
+        source = demo = DemoSource()
+        for snapshot in demo.past(60.0, interval):
+            model.update(snapshot)
+    else:
+        source = feed.ShmFeed(_places(args), pids=args.pid, ranks=args.rank)
+    return Live(source, model, sinks)
+
+
+def _places(args: argparse.Namespace) -> list[str] | None:
+    if args.dir is not None:
+        return [args.dir]
+    return None if args.all_users else feed.directories(os.environ, os.geteuid())
+
+
+def _interactive() -> bool:
+    """Whether there is a terminal to draw on. Textual draws on stderr, and does so into a pipe too."""
+    return all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)) and os.environ.get("TERM") != "dumb"
+
+
+def _glyphs(args: argparse.Namespace) -> text.Glyphs:
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    return text.ASCII if args.ascii or not encoding.startswith("utf") else text.UNICODE
+
+
+def _two_looks(session: Session, interval: float) -> None:
+    """Rates need two samples; a recording is taken as a whole."""
+    if isinstance(session, Replay):
+        session.run_through()
+        return
+    session.tick()
+    if session.model.node.active:
+        time.sleep(interval)
+        session.tick()
+
+
+def _once(args: argparse.Namespace, session: Session, interval: float) -> int:
+    from fastckpt_top import lines
+    from fastckpt_top.jsonout import JsonWriter
+
+    _two_looks(session, interval)
+    model = session.model
+    if args.json:
+        JsonWriter(sys.stdout, header=False).write(model)
+    elif not model.node.ranks and not model.past.checkpoints:
+        print(lines.empty_text(model), file=sys.stderr)
+    else:
+        _print(lines.table(model, _glyphs(args)))
+    return OK if model.node.ranks or model.past.checkpoints else NOTHING
+
+
+def _check(args: argparse.Namespace, session: Session, interval: float) -> int:
+    from fastckpt_top import lines
+
+    if isinstance(session, Replay):
+        session.run_through()
+    else:
+        ends = time.monotonic() + (args.duration or 0.0)
+        session.tick()
+        while time.monotonic() < ends:
+            time.sleep(min(interval, max(ends - time.monotonic(), 0.0)))
+            session.tick()
+    good, words = lines.check(session.model, args.check)
+    if args.json:
+        from fastckpt_top.jsonout import JsonWriter
+
+        JsonWriter(sys.stdout, header=False).write(session.model)
+    else:
+        _print(words + "\n")
+    if good is None:
+        return NOTHING
+    return OK if good else BELOW
+
+
+def _stream(args: argparse.Namespace, session: Session, interval: float) -> int:
+    from fastckpt_top.jsonout import JsonWriter
+    from fastckpt_top.lines import LineWriter
+
+    writer = JsonWriter(sys.stdout) if args.json else LineWriter(sys.stdout, _glyphs(args))
+    if not args.json and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    ends = None if args.duration is None else time.monotonic() + args.duration
+    if isinstance(session, Replay):
+        return _stream_replay(args, session, writer)
+    done = 0
+    due = time.monotonic()
+    while True:
+        session.tick()
+        writer.write(session.model)
+        done += 1
+        due = max(due + interval, time.monotonic())
+        if (args.count is not None and done >= args.count) or (ends is not None and due > ends):
+            return OK
+        time.sleep(max(due - time.monotonic(), 0.0))
+
+
+def _stream_replay(args: argparse.Namespace, session: Replay, writer: Any) -> int:
+    """All ticks of a recording, as fast as they can be read."""
+    for index in range(len(session.recording)):
+        session.step(index - session.index)
+        writer.write(session.model)
+        if args.count is not None and index + 1 >= args.count:
+            break
+    return OK
+
+
+def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
+    if args.no_color:
+        os.environ["NO_COLOR"] = "1"
+    os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
+    from fastckpt_top.app import TopApp
+
+    ui = Ui(view=args.view, sort=args.sort, interval=interval, recording=args.record or "")
+    app = TopApp(session, ui, _glyphs(args), args.theme, args.duration)
+    app.run(mouse=not args.no_mouse, inline=args.inline, inline_no_clear=args.inline)
+    return app.return_code or 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    source = feed.ShmFeed(_places(args), pids=args.pid, ranks=args.rank)
+    snapshot = source.poll()
+    source.close()
+    found: list[dict[str, Any]] = []
+    words = []
+    for proc in sorted(snapshot.procs, key=lambda proc: (proc.header.rank, proc.header.pid)):
+        header = proc.header
+        rank = header.rank if header.rank >= 0 else None
+        state = "alive" if proc.alive else f"dead, touched {text.ago(snapshot.real - proc.touched)} ago"
+        words.append(
+            f"{proc.path}: pid {header.pid}, rank {'-' if rank is None else rank}, fastckpt {header.version}, "
+            f"{header.job or 'no job'}, {state}"
+        )
+        found.append(
+            {
+                "path": proc.path,
+                "pid": header.pid,
+                "rank": rank,
+                "uid": header.uid,
+                "alive": proc.alive,
+                "version": header.version,
+                "job": header.job,
+                "age_s": round(snapshot.real - proc.touched, 1),
+                "problem": None,
+            }
+        )
+    for path, reason in snapshot.problems:
+        words.append(f"{path}: {reason}")
+        found.append({"path": path, "problem": reason})
+    _print("".join((json.dumps(line) if args.json else word) + "\n" for line, word in zip(found, words, strict=True)))
+    if not found:
+        print(f"no segment in {', '.join(snapshot.places) or 'any directory'}", file=sys.stderr)
+    return OK if found else NOTHING
+
+
+def _clean(args: argparse.Namespace) -> int:
+    places = _places(args)
+    for path in feed.sweep(feed.directories_of_all() if places is None else places, now=time.time(), uid=os.geteuid()):
+        _print(f"removed {path}\n")
+    return OK
+
+
+def _dump_layout(_: argparse.Namespace) -> int:
+    _print(json.dumps(segment.layout(), indent=1) + "\n")
+    return OK
+
+
+def _dump(args: argparse.Namespace) -> int:
+    path = args.dump
+    try:
+        with Path(path).open("rb") as file:
+            found = segment.decode(file.read(segment.MAX_SIZE + 1))
+    except segment.BadSegment as error:
+        print(f"fastckpt-top: {path}: {error}", file=sys.stderr)
+        return UNREADABLE
+    from dataclasses import asdict
+
+    _print(json.dumps(asdict(found), indent=1) + "\n")
+    return OK
+
+
+def _print(words: str) -> None:
+    """Print what may hold characters that this locale does not know."""
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write(words.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _devnull() -> None:
+    """The reader is gone: nothing more can be written, at exit neither."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _target(word: str) -> targets.Target:
+    try:
+        return targets.parse(word, "option")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(word: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
+    return value
+
+
+def _interval(word: str) -> float:
+    return _number(word, 0.1, 60.0, "0.1 to 60 seconds")
+
+
+def _percent(word: str) -> float:
+    return _number(word, 0.0, 1e6, "a percentage")
+
+
+def _speed(word: str) -> float:
+    return _number(word, 0.01, 1000.0, "0.01 to 1000")
+
+
+def _duration(word: str) -> float:
+    return _number(word, 0.0, 1e9, "seconds")
+
+
+def _positive(word: str) -> int:
+    value = _number(word, 1, 1e6, "a whole number from 1 on")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"`{word}`: want a whole number from 1 on")
+    return int(value)

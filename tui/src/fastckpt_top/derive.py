@@ -1,0 +1,162 @@
+"""The pieces that the model is put together from: functions of tracks and processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top.groups import errno_name
+from fastckpt_top.rows import Row, ThreadRow, wait_text
+from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
+
+if TYPE_CHECKING:
+    from fastckpt_top.groups import Group
+    from fastckpt_top.snapshot import Proc
+    from fastckpt_top.tracks import OpTrack, ThreadTrack
+
+SPARK: Final = 64
+"""Columns of a spark that are handed to the views."""
+_ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
+
+
+def thread_row(
+    index: int, slot: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float
+) -> ThreadRow:
+    """What is shown of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
+    last = track.last
+    latency = busy = source = limit = None
+    ends = track.window.ends() if op.running and last.state != ThreadState.IDLE else None
+    if ends is not None:
+        old, new = ends
+        span = new.mono - old.mono
+        if new.requests > old.requests:
+            latency = (new.latency_ns - old.latency_ns) / (new.requests - old.requests) / 1e9
+        busy = ratio(new.busy_ns - old.busy_ns, span * 1e9)
+        source = ratio(new.source_ns - old.source_ns, span * 1e9)
+        limit = ratio(new.limit_ms - old.limit_ms, span * 1e3)
+    return ThreadRow(
+        index=index,
+        slot=slot,
+        tid=last.tid,
+        cpu=None if last.cpu == NONE_U32 else last.cpu,
+        state=thread_state(last.state, op),
+        rate=rate,
+        done=last.bytes_op,
+        in_flight=last.in_flight,
+        latency_s=latency,
+        latency_max_s=last.latency_max_ns / 1e9,
+        busy=busy,
+        source=source,
+        limit=limit,
+        target=target,
+        slow=rate is not None and rate < floor and last.state not in (ThreadState.IDLE, ThreadState.FSYNC),
+        retries=last.retries,
+        shorts=last.shorts,
+        errors=last.errors,
+        spark=tuple(track.spark)[-SPARK:],
+    )
+
+
+def thread_state(state: int, op: OpTrack) -> str:
+    """`WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `ERROR` or `IDLE`."""
+    if not op.running:
+        return "ERROR" if state == ThreadState.ERROR else "IDLE"
+    if state == ThreadState.IO:
+        return "WRITE" if op.op.kind == Kind.SAVE else "READ"
+    return THREAD_STATES.get(state, "?").upper()
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """A share between 0 and 1; None where there is no whole."""
+    return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
+
+
+def share(part: float | None, whole: float) -> float | None:
+    """A fraction, beyond 1 too; None where it makes no sense."""
+    return part / whole if part is not None and whole > 0 else None
+
+
+def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> str:
+    """What holds a rank up, from the mean of its threads."""
+    if state in ("FSYNC", "COMMIT"):
+        return "fsync"
+    known = [thread for thread in threads if thread.busy is not None]
+    if not known:
+        return ""
+    busy, source, limit = (
+        sum(values) / len(known)
+        for values in zip(*((t.busy or 0.0, t.source or 0.0, t.limit or 0.0) for t in known), strict=True)
+    )
+    return wait_text(state, busy, source, limit)
+
+
+def progress(track: OpTrack) -> float | None:
+    """0 to 1; at most 0.99 until all is being made durable; None while the size is unknown."""
+    op = track.op
+    if op.phase in (Phase.FSYNC, Phase.COMMIT, Phase.DONE):
+        return 1.0
+    if not op.bytes_total:
+        return None
+    return min(track.done / op.bytes_total, 0.99)
+
+
+def phase(tracks: list[OpTrack]) -> str:
+    """The least advanced phase of the running ranks; else `done`, `failed` or `died`."""
+    running = [track.op.phase for track in tracks if track.running]
+    if running:
+        ranks: dict[int, int] = {phase: index for index, phase in enumerate(_ORDER)}
+        return PHASES.get(min(running, key=lambda phase: ranks.get(phase, -1)), "unknown")
+    if any(track.died for track in tracks):
+        return "died"
+    return "failed" if any(track.failed for track in tracks) else "done"
+
+
+def phase_counts(running: list[OpTrack]) -> str:
+    """Letter and number of ranks in each phase, the most frequent first: `W(7)F(1)`."""
+    counts = Counter(PHASES.get(track.op.phase, "?")[:1].upper() for track in running)
+    return "".join(f"{letter}({count})" for letter, count in counts.most_common())
+
+
+def order(proc: Proc) -> tuple[int, int, int]:
+    """Sorts processes by rank, those without one last."""
+    rank = proc.header.rank
+    return (0 if rank >= 0 else 1, rank, proc.header.pid)
+
+
+def name(proc: Proc) -> str:
+    """How to call a process in a sentence."""
+    return f"rank {proc.header.rank}" if proc.header.rank >= 0 else f"pid {proc.header.pid}"
+
+
+def title(group: Group) -> str:
+    """How to call an operation in a sentence."""
+    return f"{KINDS.get(group.kind, 'operation')} {group.label}".strip()
+
+
+def fallback(number: int, engine: str) -> str:
+    """What happened and a guess why, from the errno."""
+    hints = {
+        "EPERM": " (seccomp?)",
+        "ENOSYS": " (no io_uring here)",
+        "ENOMEM": " (ulimit -l?)",
+        "EINVAL": " (no O_DIRECT here?)",
+    }
+    name = errno_name(number)
+    why = f"{name}{hints.get(name, '')}" if name else "unknown cause"
+    return f"fell back to {engine}: {why}"
+
+
+def bare(proc: Proc) -> Row:
+    """A row that only knows its process."""
+    header = proc.header
+    return Row(
+        key=proc.key,
+        proc_key=proc.key,
+        rank=header.rank if header.rank >= 0 else None,
+        gpu=header.gpu if header.gpu >= 0 else None,
+        pid=header.pid,
+        uid=header.uid,
+        job=header.job,
+        version=header.version,
+        alive=proc.alive,
+    )

@@ -1,0 +1,421 @@
+"""Finds and reads the segments of processes: directories, pread, liveness. The rules are in docs/telemetry.md."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import segment
+from fastckpt_top.segment import BadSegment
+from fastckpt_top.snapshot import Proc, Snapshot, proc_key
+from fastckpt_top.text import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+ATTEMPTS: Final = 5
+"""How often a slot that changes while it is read is read again within one look."""
+PROBE_S: Final = 1.0
+"""Seconds between two probes of one process's lock."""
+RESCAN_S: Final = 5.0
+"""Seconds between two searches for directories of other users."""
+SWEEP_AGE_S: Final = 600.0
+"""A dead process's segment stays this many seconds, for the post-mortem."""
+_OPEN: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def directories(env: Mapping[str, str], uid: int) -> list[str]:
+    """The directories that the user's own processes publish in.
+
+    Args:
+        env: The environment.
+        uid: The user.
+
+    Returns:
+        `$FASTCKPT_TOP_DIR` alone if it is set, else the defaults.
+    """
+    named = env.get("FASTCKPT_TOP_DIR")
+    if named:
+        return [named]
+    places = [f"/dev/shm/fastckpt-{uid}"]  # noqa: S108  (the place that the producer checks and owns)
+    if runtime := env.get("XDG_RUNTIME_DIR"):
+        places.append(f"{runtime}/fastckpt")
+    return places
+
+
+def directories_of_all() -> list[str]:
+    """The directories of all users, and of containers whose root this user may look into; each once."""
+    found: dict[tuple[int, int], str] = {}
+    patterns = ("dev/shm/fastckpt-*", "proc/[0-9]*/root/dev/shm/fastckpt-*")
+    for pattern in patterns:
+        try:
+            places = sorted(str(place) for place in Path("/").glob(pattern))
+        except OSError:  # a process went away between being listed and being looked into
+            continue
+        for place in places:
+            try:
+                info = os.stat(place, follow_symlinks=False)  # noqa: PTH116  (strings throughout: this runs twice a second)
+            except OSError:
+                continue
+            if stat.S_ISDIR(info.st_mode):
+                found.setdefault((info.st_dev, info.st_ino), place)
+    return list(found.values())
+
+
+@dataclass(slots=True)
+class _File:
+    """An open segment and what was last read of it."""
+
+    fd: int
+    inode: int
+    header: segment.Header
+    mtime: float
+    alive: bool = True
+    probed: float = -1e9
+    operations: dict[int, tuple[bytes, segment.Operation]] = field(default_factory=dict)
+    threads: dict[int, tuple[bytes, segment.Thread]] = field(default_factory=dict)
+    history: tuple[segment.History, ...] = ()
+    hist_head: int = -1
+    final: Proc | None = None
+
+
+class ShmFeed:
+    """Reads all segments of some directories.
+
+    Args:
+        places: The directories; None for those of all users, searched again from time to time.
+        pids: Only these processes, if any are given.
+        ranks: Only these ranks, if any are given.
+        mono: Monotonic clock, seconds.
+        real: Clock, seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[str] | None,
+        *,
+        pids: Collection[int] = (),
+        ranks: Collection[int] = (),
+        mono: Callable[[], float] = time.monotonic,
+        real: Callable[[], float] = time.time,
+    ) -> None:
+        self._all = places is None
+        self._places = directories_of_all() if places is None else list(places)
+        self._searched = mono()
+        self._pids = frozenset(pids)
+        self._ranks = frozenset(ranks)
+        self._mono = mono
+        self._real = real
+        self._files: dict[str, _File] = {}
+        self._bad: dict[str, tuple[tuple[int, int], str]] = {}
+        self._host = socket.gethostname()
+        self._boot_id = _boot_id()
+        self._time_ns = _namespace("time")
+        self._pid_ns = _namespace("pid")
+
+    def poll(self) -> Snapshot:
+        """Look at all segments now. About 0.2 ms a process; no exception for whatever lies in the directories."""
+        mono = self._mono()
+        if self._all and mono - self._searched >= RESCAN_S:
+            self._places = directories_of_all()
+            self._searched = mono
+        problems: list[tuple[str, str]] = []
+        present = self._scan(problems)
+        for path in [path for path, file in self._files.items() if present.get(path) != file.inode]:
+            os.close(self._files.pop(path).fd)
+        procs: dict[str, Proc] = {}
+        for path, inode in present.items():
+            proc = self._try(path, inode, mono, problems)
+            if proc is None:
+                continue
+            other = procs.get(proc.key)  # the same process may have published again (docs/telemetry.md 3)
+            if other is None or other.header.generation < proc.header.generation:
+                procs[proc.key] = proc
+        return Snapshot(mono, self._real(), self._host, tuple(procs.values()), tuple(problems), tuple(self._places))
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            os.close(file.fd)
+        self._files.clear()
+
+    def _try(self, path: str, inode: int, mono: float, problems: list[tuple[str, str]]) -> Proc | None:
+        try:
+            return self._read(path, inode, mono)
+        except BadSegment as error:
+            problems.append((clean(path), str(error)))
+        except OSError as error:
+            problems.append((clean(path), _reason(error)))
+        return None
+
+    def _scan(self, problems: list[tuple[str, str]]) -> dict[str, int]:
+        present: dict[str, int] = {}
+        for place in self._places:
+            try:
+                present.update(_segments(place))
+            except FileNotFoundError:  # noqa: PERF203  (one directory must not hide the others)
+                continue
+            except OSError as error:
+                problems.append((place, _reason(error)))
+        return present
+
+    def _read(self, path: str, inode: int, mono: float) -> Proc | None:
+        file = self._files.get(path) or self._open(path, inode)
+        if file.final is not None:
+            return file.final
+        header = file.header
+        if (self._pids and header.pid not in self._pids) or (self._ranks and header.rank not in self._ranks):
+            return None
+        if file.alive and mono - file.probed >= PROBE_S:
+            file.probed = mono
+            file.mtime = os.fstat(file.fd).st_mtime
+            file.alive = self._probe(file)
+        process = self._read_slots(file)
+        if process.hist_head != file.hist_head:
+            file.history = _read_history(file.fd, header, process.hist_head)
+            file.hist_head = process.hist_head
+        proc = Proc(
+            key=proc_key(header),
+            path=clean(path),
+            header=header,
+            process=process,
+            operations=tuple(op for _, op in file.operations.values()),
+            threads=tuple((index, thread) for index, (_, thread) in file.threads.items()),
+            history=file.history,
+            alive=file.alive,
+            same_clock=header.boot_id == self._boot_id and header.time_ns in (0, self._time_ns),
+            touched=file.mtime,
+        )
+        if not file.alive:  # nothing in it will change any more
+            file.final = proc
+        return proc
+
+    def _open(self, path: str, inode: int) -> _File:
+        fd = os.open(path, _OPEN)
+        try:
+            info = os.fstat(fd)
+            header = self._header(fd, path, (inode, info.st_mtime_ns), info)
+        except BaseException:
+            os.close(fd)
+            raise
+        file = self._files[path] = _File(fd, inode, header, info.st_mtime)
+        return file
+
+    def _header(self, fd: int, path: str, version: tuple[int, int], info: os.stat_result) -> segment.Header:
+        """Check a file; one that was refused is not read again until it changes."""
+        known = self._bad.get(path)
+        if known and known[0] == version:
+            raise BadSegment(known[1])
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise BadSegment("not a regular file with one name")
+        try:
+            header = segment.decode_header(os.pread(fd, segment.HEADER_SIZE, 0), info.st_size)
+        except BadSegment as error:
+            self._bad[path] = (version, str(error))
+            raise
+        self._bad.pop(path, None)
+        return header
+
+    def _probe(self, file: _File) -> bool:
+        held = is_locked(file.fd)
+        return self._proc_says_alive(file.header) if held is None else held
+
+    def _proc_says_alive(self, header: segment.Header) -> bool:
+        """Liveness where flock is not supported."""
+        if header.boot_id != self._boot_id:
+            return False
+        if header.pid_ns != self._pid_ns:
+            return True  # cannot be known from here; if it is dead it will show as stalled
+        try:
+            text = Path(f"/proc/{header.pid}/stat").read_text("utf-8", "replace")
+            return int(text.rpartition(")")[2].split()[19]) == header.start_ticks
+        except (OSError, ValueError, IndexError):
+            return False
+
+    def _read_slots(self, file: _File) -> segment.Process:
+        header = file.header
+        ops_end = max(header.op_off + header.op_stride * header.op_count, segment.TABLES_OFFSET)
+        pending_ops = set(range(header.op_count))
+        pending_threads: set[int] = set()
+        process: segment.Process | None = None
+        old_ops, old_threads = file.operations, file.threads
+        file.operations, file.threads = {}, {}
+        for _ in range(ATTEMPTS):
+            first = os.pread(file.fd, ops_end, 0)
+            second = os.pread(file.fd, ops_end, 0)
+            if process is None:
+                process = segment.decode_process(second)
+                pending_threads = set(range(min(process.threads_used, header.thr_count)))
+            for index in sorted(pending_ops):
+                at = header.op_off + index * header.op_stride
+                raw = second[at : at + segment.OPERATION_SIZE]
+                if raw != first[at : at + segment.OPERATION_SIZE]:
+                    continue
+                old = old_ops.get(index)
+                op = old[1] if old and old[0] == raw else segment.decode_operation(raw, 0)
+                if op.seq % 2:
+                    continue
+                pending_ops.discard(index)
+                if op.op_id:
+                    file.operations[index] = (raw, op)
+            self._read_threads(file, old_threads, pending_threads)
+            if not pending_ops and not pending_threads:
+                break
+        # What would not hold still is shown as it was a tick ago.
+        file.operations.update({index: old_ops[index] for index in pending_ops if index in old_ops})
+        file.threads.update({index: old_threads[index] for index in pending_threads if index in old_threads})
+        file.operations = dict(sorted(file.operations.items()))
+        file.threads = dict(sorted(file.threads.items()))
+        assert process is not None  # noqa: S101  (ATTEMPTS is not 0)
+        return process
+
+    @staticmethod
+    def _read_threads(file: _File, old: dict[int, tuple[bytes, segment.Thread]], pending: set[int]) -> None:
+        if not pending:
+            return
+        header = file.header
+        length = header.thr_stride * (max(pending) + 1)
+        first = os.pread(file.fd, length, header.thr_off)
+        second = os.pread(file.fd, length, header.thr_off)
+        for index in sorted(pending):
+            at = index * header.thr_stride
+            raw = second[at : at + segment.THREAD_SIZE]
+            before = old.get(index)
+            thread = before[1] if before and before[0] == raw else segment.decode_thread(raw, 0)
+            raw_first = first[at : at + segment.THREAD_SIZE]
+            if raw != raw_first and not _plausible(segment.decode_thread(raw_first, 0), thread):
+                continue
+            pending.discard(index)
+            if thread.op_id:
+                file.threads[index] = (raw, thread)
+
+
+def _plausible(first: segment.Thread, second: segment.Thread) -> bool:
+    """Whether two copies taken microseconds apart may both be whole: same owner, no counter went back or leapt."""
+    if first.op_id != second.op_id or second.op_id == 0:
+        return False
+    pairs = (
+        (first.bytes_ever, second.bytes_ever),
+        (first.bytes_op, second.bytes_op),
+        (first.requests, second.requests),
+        (first.busy_ns, second.busy_ns),
+        (first.latency_sum_ns, second.latency_sum_ns),
+    )
+    return all(0 <= b - a < 1 << 32 for a, b in pairs)
+
+
+def _read_history(fd: int, header: segment.Header, head: int) -> tuple[segment.History, ...]:
+    length = header.hist_stride * header.hist_count
+    first = os.pread(fd, length, header.hist_off)
+    second = os.pread(fd, length, header.hist_off)
+    records = []
+    for number in range(max(0, head - header.hist_count), head) if header.hist_count else ():
+        at = number % header.hist_count * header.hist_stride
+        raw = second[at : at + segment.HISTORY_SIZE]
+        if raw != first[at : at + segment.HISTORY_SIZE]:
+            continue
+        record = segment.decode_history(raw, 0)
+        if record.op_id:
+            records.append(record)
+    return tuple(records)
+
+
+def is_locked(fd: int) -> bool | None:
+    """Whether someone holds the exclusive lock of a segment, that is, whether its process lives.
+
+    Args:
+        fd: A descriptor of one's own, for reading.
+
+    Returns:
+        None where the file system does not support flock.
+
+    Raises:
+        OSError: The probe failed in another way.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return None
+        raise
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE_S) -> list[str]:
+    """Remove the segments of dead processes.
+
+    Args:
+        places: Directories.
+        now: Seconds since the epoch.
+        uid: Whose files.
+        age: Only files untouched for this many seconds.
+
+    Returns:
+        The files that were removed.
+    """
+    removed = []
+    for place in places:
+        try:
+            with os.scandir(place) as entries:
+                names = [entry.path for entry in entries if _is_segment(entry.name.removeprefix("."))]
+        except OSError:
+            continue
+        for path in sorted(names):
+            try:
+                fd = os.open(path, _OPEN)
+            except OSError:
+                continue
+            try:
+                info = os.fstat(fd)
+                if (
+                    stat.S_ISREG(info.st_mode)
+                    and info.st_uid == uid
+                    and now - info.st_mtime >= age
+                    and is_locked(fd) is False
+                ):
+                    os.unlink(path)  # noqa: PTH108
+                    removed.append(path)
+            except OSError:
+                continue
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _segments(place: str) -> Iterator[tuple[str, int]]:
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if _is_segment(entry.name):
+                yield entry.path, entry.inode()
+
+
+def _is_segment(name: str) -> bool:
+    return name.endswith(".seg") and name[:1].isdigit()
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip().replace("-", "")
+    except OSError:
+        return ""
+
+
+def _namespace(name: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{name}").st_ino  # noqa: PTH116
+    except OSError:
+        return 0

@@ -1,0 +1,136 @@
+"""Joins what ranks do into what the node does: running operations, and ended ones from the history records."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top.rows import Checkpoint
+from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastckpt_top.snapshot import Proc
+    from fastckpt_top.tracks import OpTrack
+
+TOGETHER_S: Final = 5.0
+"""A rank that begins so long after the others have ended still belongs to their operation."""
+KEPT: Final = 500
+"""Checkpoints that the history keeps."""
+
+
+def errno_name(number: int) -> str:
+    """`EPERM` for 1; `errno 9999` for what this system does not know; empty for 0."""
+    return errno.errorcode.get(number, f"errno {number}") if number else ""
+
+
+class Group:
+    """One operation of the node.
+
+    Attributes:
+        kind: As in the segment.
+        label: Base name of the target.
+        step: Training step, -1 unknown.
+        members: Process -> its track.
+        peak: Largest rate of all ranks together, bytes/s.
+        gpus: GPUs while it ran; 0 not yet known.
+        straggler: The rank that the node waits for; None if none is clearly behind.
+        told_end: Whether the event was given.
+        was_running: Whether it was ever seen running.
+    """
+
+    def __init__(self, track: OpTrack) -> None:
+        self.kind = track.op.kind
+        self.label = track.op.label
+        self.step = track.op.step
+        self.members: dict[str, OpTrack] = {track.proc.key: track}
+        self.peak = 0.0
+        self.gpus = 0
+        self.straggler: OpTrack | None = None
+        self.told_end = False
+        self.was_running = False
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank goes on."""
+        return any(track.running for track in self.members.values())
+
+    @property
+    def start(self) -> float:
+        """First rank's start on the reader's clock."""
+        return min(track.start for track in self.members.values())
+
+    @property
+    def end(self) -> float:
+        """Last rank's end; meaningless while one runs."""
+        return max(track.end if track.end is not None else track.start for track in self.members.values())
+
+    def takes(self, track: OpTrack) -> bool:
+        """Whether another rank's operation is part of this one."""
+        op = track.op
+        if (op.kind, op.label, op.step) != (self.kind, self.label, self.step) or track.proc.key in self.members:
+            return False
+        last = track.end if track.end is not None else float("inf")
+        first_end = float("inf") if self.running else self.end
+        return track.start <= first_end + TOGETHER_S and last >= self.start - TOGETHER_S
+
+
+class Past:
+    """The history of the node's operations, newest last."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self._seen: set[tuple[str, int]] = set()
+
+    def add(self, procs: Iterable[Proc]) -> None:
+        """Take in the records that are new in these processes."""
+        new: list[tuple[Proc, History]] = []
+        for proc in procs:
+            for record in proc.history:
+                key = (proc.key, record.op_id)
+                if key not in self._seen:
+                    self._seen.add(key)
+                    new.append((proc, record))
+        if not new:
+            return
+        for proc, record in sorted(new, key=lambda pair: pair[1].t_start_real_ns):
+            self._join(proc, record)
+        self.checkpoints.sort(key=lambda checkpoint: checkpoint.end)
+        del self.checkpoints[:-KEPT]
+
+    def last(self, kind: str) -> Checkpoint | None:
+        """The latest checkpoint of a kind."""
+        return next((checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.kind == kind), None)
+
+    def interval_s(self, kind: str) -> float | None:
+        """Seconds from the start of the one before the latest of a kind to the latest's; None if there are not two."""
+        starts = [checkpoint.start for checkpoint in self.checkpoints if checkpoint.kind == kind][-2:]
+        return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
+
+    def _join(self, proc: Proc, record: History) -> None:
+        kind = KINDS.get(record.kind, "unknown")
+        start = record.t_start_real_ns / 1e9
+        end = start + record.dur_ns / 1e9
+        step = record.step if record.step >= 0 else None
+        for checkpoint in reversed(self.checkpoints):
+            same = (checkpoint.kind, checkpoint.label, checkpoint.step) == (kind, record.label, step)
+            together = start <= checkpoint.end + TOGETHER_S and end >= checkpoint.start - TOGETHER_S
+            if same and together and all(key != proc.key for key, _ in checkpoint.members):
+                break
+        else:
+            checkpoint = Checkpoint(kind, record.label, step, start, end)
+            self.checkpoints.append(checkpoint)
+        checkpoint.start = min(checkpoint.start, start)
+        checkpoint.end = max(checkpoint.end, end)
+        checkpoint.bytes += record.bytes
+        checkpoint.sync_s = max(checkpoint.sync_s, record.sync_ns / 1e9)
+        checkpoint.peak += record.peak_bps
+        checkpoint.engines.add(ENGINES.get(record.engine, "unknown"))
+        checkpoint.p99_s = max(checkpoint.p99_s, record.p99_us / 1e6)
+        checkpoint.members.add((proc.key, record.op_id))
+        checkpoint.gpus += proc.header.gpu >= 0
+        if record.result != 1 and not checkpoint.error:
+            checkpoint.error = errno_name(record.error) or "failed"
+        if record.flags & FLAG_FALLBACK and not checkpoint.fallback:
+            checkpoint.fallback = errno_name(record.fallback_errno) or "yes"

@@ -1,0 +1,315 @@
+"""JSON lines: one schema (schema.json) for --json, --record and --replay.
+
+A line is a `header` or a `tick`. A tick has what people want (`node`, `ops`, `ranks`, `events`: figures in base units,
+unknown is null) and what a replay needs (`procs`: the counters as they stood in the segments, as arrays in the order of
+docs/telemetry.md).
+Within `fastckpt-top/1` keys and array elements are only ever added.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from fastckpt_top import __version__
+from fastckpt_top.rows import Event, NodeOp, Row, ThreadRow, Verdict
+from fastckpt_top.segment import HISTOGRAM_BUCKETS, Header, History, Operation, Process, Thread
+from fastckpt_top.text import clean
+
+if TYPE_CHECKING:
+    from fastckpt_top.model import Model
+    from fastckpt_top.snapshot import Proc
+
+SCHEMA: Final = "fastckpt-top/1"
+Json = dict[str, Any]
+
+_PROCESS: Final = tuple(f.name for f in fields(Process))
+_OPERATION: Final = tuple(f.name for f in fields(Operation))
+_THREAD: Final = tuple(f.name for f in fields(Thread))
+_HISTORY: Final = tuple(f.name for f in fields(History))
+_HEADER: Final = tuple(f.name for f in fields(Header))
+
+
+def header_line(model: Model) -> Json:
+    """The first line of a stream or recording."""
+    target = model.target
+    return {
+        "schema": SCHEMA,
+        "kind": "header",
+        "version": __version__,
+        "host": model.node.host,
+        "t": model.real,
+        "interval": model.interval,
+        "gpus": model.gpus,
+        "target": None
+        if target is None
+        else {"save_Bps": target.save, "load_Bps": target.load, "name": target.name, "source": target.source},
+    }
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What a stream has given already: headers, history records and dead processes by key, events by number."""
+
+    headers: set[str]
+    dead: set[str]
+    history: set[tuple[str, int]]
+    events: int
+
+
+class Ticks:
+    """Makes the ticks of one stream, each with what is new in it.
+
+    A tick that was built is only counted as given after `commit`, so that a recorder can drop it.
+    """
+
+    def __init__(self) -> None:
+        self._sent = _Sent(set(), set(), set(), 0)
+
+    def build(self, model: Model) -> tuple[Json, _Sent]:
+        """A tick of the model as it stands.
+
+        Returns:
+            The line, and what to `commit` when it has been written.
+        """
+        sent = _Sent(set(self._sent.headers), set(self._sent.dead), set(self._sent.history), model.event_count)
+        snapshot = model.snapshot
+        procs = [] if snapshot is None else [_proc(proc, sent) for proc in snapshot.procs]
+        new = min(model.event_count - self._sent.events, len(model.events))
+        node = model.node
+        tick = {
+            "schema": SCHEMA,
+            "kind": "tick",
+            "t": model.real,
+            "mono": model.mono,
+            "node": {
+                "host": node.host,
+                "ranks": node.ranks,
+                "alive": node.alive,
+                "gpus": node.gpus,
+                "job": node.job,
+                "save_Bps": _number(node.save_rate),
+                "load_Bps": _number(node.load_rate),
+                "target": {
+                    "save_Bps": node.target.save,
+                    "load_Bps": node.target.load,
+                    "name": node.target.name,
+                    "source": node.target.source,
+                },
+            },
+            "ops": [_node_op(op) for op in model.ops],
+            "ranks": [_rank(row) for row in model.rows],
+            "events": [_event(event) for event in list(model.events)[len(model.events) - new :]],
+            "problems": [{"path": path, "reason": reason} for path, reason in model.problems],
+            "procs": procs,
+        }
+        return tick, sent
+
+    def commit(self, sent: _Sent) -> None:
+        """Count a built tick as given."""
+        self._sent = sent
+
+    def next(self, model: Model) -> Json:
+        """Build and commit."""
+        tick, sent = self.build(model)
+        self.commit(sent)
+        return tick
+
+
+class JsonWriter:
+    """Writes ticks to a stream, a header first.
+
+    Args:
+        out: Where to; flushed after each line.
+        header: Whether to write the header line.
+    """
+
+    def __init__(self, out: TextIO, *, header: bool = True) -> None:
+        self._out = out
+        self._header = header
+        self._ticks = Ticks()
+
+    def write(self, model: Model) -> None:
+        """Write the model as it stands."""
+        if self._header:
+            self._header = False
+            self._out.write(dumps(header_line(model)))
+        self._out.write(dumps(self._ticks.next(model)))
+        self._out.flush()
+
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
+
+def dumps(line: Json) -> str:
+    """One line, ASCII, with its newline. Never NaN or Infinity."""
+    return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def proc_values(
+    proc: Json, headers: dict[str, Header]
+) -> tuple[Header, Process, list[Operation], list[tuple[int, Thread]], list[History]]:
+    """Read a process of a tick's `procs` back.
+
+    Args:
+        proc: The object.
+        headers: Headers seen so far, by process key; a new one is added.
+
+    Raises:
+        KeyError: Something is missing.
+        TypeError: Something is of another type, or an array is too short.
+        ValueError: A number is none.
+        OverflowError: A number is infinite.
+    """
+    key = _text(proc["key"])
+    if proc.get("header") is not None:
+        headers[key] = Header(**_named(_HEADER, [proc["header"][name] for name in _HEADER]))
+    process = Process(**_named(_PROCESS, proc["process"]))
+    operations = [Operation(**_named(_OPERATION, values)) for values in proc["operations"]]
+    threads = [(int(slot), Thread(**_named(_THREAD, values))) for slot, *values in proc["threads"]]
+    history = [History(**_named(_HISTORY, values)) for values in proc["history"]]
+    return headers[key], process, operations, threads, history
+
+
+_STRINGS: Final = ("boot_id", "version", "job", "label", "path")
+
+
+def _named(names: tuple[str, ...], values: list[Any]) -> Json:
+    """Field -> value, each of its type. Elements that a later minor version added are left out."""
+    if len(values) < len(names):
+        raise TypeError(f"{len(values)} values, {len(names)} wanted")
+    named: Json = {}
+    for name, value in zip(names, values, strict=False):
+        if name in _STRINGS:
+            named[name] = _text(value)
+        elif name == "latency_hist":
+            named[name] = tuple(int(count) for count in value[:HISTOGRAM_BUCKETS])
+            if len(named[name]) < HISTOGRAM_BUCKETS:
+                raise TypeError("histogram cut short")
+        else:
+            named[name] = int(value)
+    return named
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return clean(value)
+
+
+def _proc(proc: Proc, sent: _Sent) -> Json:
+    if proc.key in sent.dead:
+        return {"key": proc.key, "same": True}
+    if not proc.alive:
+        sent.dead.add(proc.key)
+    header = None
+    if proc.key not in sent.headers:
+        sent.headers.add(proc.key)
+        header = {name: getattr(proc.header, name) for name in _HEADER}
+    history = [record for record in proc.history if (proc.key, record.op_id) not in sent.history]
+    sent.history.update((proc.key, record.op_id) for record in history)
+    return {
+        "key": proc.key,
+        "path": proc.path,
+        "alive": proc.alive,
+        "same_clock": proc.same_clock,
+        "touched": proc.touched,
+        "header": header,
+        "process": [getattr(proc.process, name) for name in _PROCESS],
+        "operations": [[getattr(op, name) for name in _OPERATION] for op in proc.operations],
+        "threads": [[slot, *(getattr(thread, name) for name in _THREAD)] for slot, thread in proc.threads],
+        "history": [[getattr(record, name) for name in _HISTORY] for record in history],
+    }
+
+
+def _node_op(op: NodeOp) -> Json:
+    return {
+        "op": op.kind,
+        "label": op.label,
+        "step": op.step,
+        "running": op.running,
+        "phase": op.phase,
+        "ranks": op.ranks,
+        "gpus": op.gpus,
+        "bytes": op.total,
+        "done": op.done,
+        "Bps": _number(op.rate),
+        "avg_Bps": _number(op.average),
+        "peak_Bps": _number(op.peak),
+        "target_Bps": _number(op.target),
+        "target": op.target_name,
+        "progress": _number(op.progress, 4),
+        "eta_s": _number(op.eta_s),
+        "elapsed_s": _number(op.elapsed_s),
+        "t_start": round(op.started_real, 3),
+        "last": op.last or None,
+        "verdict": _verdict(op.verdict),
+        "failed": op.failed,
+    }
+
+
+def _rank(row: Row) -> Json:
+    return {
+        "rank": row.rank,
+        "gpu": row.gpu,
+        "pid": row.pid,
+        "alive": row.alive,
+        "op": row.kind or None,
+        "label": row.label,
+        "step": row.step,
+        "running": row.running,
+        "state": row.state.lower(),
+        "phase_s": _number(row.phase_s),
+        "stalled_s": _number(row.stalled_s),
+        "engine": row.engine or None,
+        "direct": row.direct,
+        "fallback": row.fallback or None,
+        "async": row.asynchronous,
+        "Bps": _number(row.rate),
+        "avg_Bps": _number(row.average),
+        "target_Bps": _number(row.target),
+        "bytes": row.total,
+        "done": row.done,
+        "durable": row.durable,
+        "progress": _number(row.progress, 4),
+        "eta_s": _number(row.eta_s),
+        "elapsed_s": _number(row.elapsed_s),
+        "verdict": _verdict(row.verdict),
+        "straggler": row.straggler,
+        "wait": row.wait or None,
+        "error": row.error or None,
+        "lat_p50_us": _number(None if row.p50_s is None else row.p50_s * 1e6),
+        "lat_p99_us": _number(None if row.p99_s is None else row.p99_s * 1e6),
+        "path": row.path,
+        "threads": [_thread(thread) for thread in row.threads],
+    }
+
+
+def _thread(thread: ThreadRow) -> Json:
+    return {
+        "i": thread.index,
+        "tid": thread.tid,
+        "cpu": thread.cpu,
+        "state": thread.state.lower(),
+        "Bps": _number(thread.rate),
+        "bytes": thread.done,
+        "inflight": thread.in_flight,
+        "lat_us": _number(None if thread.latency_s is None else thread.latency_s * 1e6),
+        "busy": _number(thread.busy, 4),
+        "source_wait": _number(thread.source, 4),
+        "limit_wait": _number(thread.limit, 4),
+        "slow": thread.slow,
+    }
+
+
+def _event(event: Event) -> Json:
+    return {"t": round(event.real, 3), "level": event.level, "text": event.text}
+
+
+def _verdict(verdict: Verdict) -> str | None:
+    return None if verdict is Verdict.QUIET else verdict.value
+
+
+def _number(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None or value != value or value in (float("inf"), float("-inf")) else round(value, digits)  # noqa: PLR0124

@@ -1,0 +1,203 @@
+"""Text for people without a screen: one line an interval, the table of --once, the sentence of --check."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, TextIO
+
+from fastckpt_top import text
+from fastckpt_top.rows import NodeOp, Row, ThreadRow, Verdict
+
+if TYPE_CHECKING:
+    from fastckpt_top.model import Model
+
+HEAD_EVERY: Final = 20
+IDLE_EVERY_S: Final = 60.0
+"""Without a running operation one line a minute is enough."""
+HEAD: Final = (
+    "# time     operation        phase(ranks) progress  done/total    GB/s now/target  of target  slowest rank  ETA"
+)
+
+
+class LineWriter:
+    """Line mode: what a terminal, a pipe or a log gets.
+
+    Args:
+        out: Where to; flushed after each line.
+        glyphs: Characters.
+    """
+
+    def __init__(self, out: TextIO, glyphs: text.Glyphs = text.UNICODE) -> None:
+        self._out = out
+        self._glyphs = glyphs
+        self._count = 0
+        self._idle_since: float | None = None
+        self._events = 0
+
+    def write(self, model: Model) -> None:
+        """Write what there is to say about the model as it stands: events, and a line an operation."""
+        lines = self._event_lines(model)
+        running = [op for op in model.ops if op.running]
+        if running:
+            self._idle_since = None
+            lines += [op_line(op, model.real) for op in running]
+        elif self._idle_since is None or model.mono - self._idle_since >= IDLE_EVERY_S:
+            self._idle_since = model.mono
+            lines.append(f"{_time(model.real)} {idle_text(model)}")
+        for line in lines:
+            if self._count % HEAD_EVERY == 0:
+                self._out.write(HEAD + "\n")
+            self._count += 1
+            self._out.write(_narrow(line, self._glyphs) + "\n")
+        if lines:
+            self._out.flush()
+
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
+    def _event_lines(self, model: Model) -> list[str]:
+        new = min(model.event_count - self._events, len(model.events))
+        self._events = model.event_count
+        return [
+            f"{_time(event.real)} {'!' if event.level != 'info' else '-'} {event.text}"
+            for event in list(model.events)[len(model.events) - new :]
+        ]
+
+
+def op_line(op: NodeOp, real: float) -> str:
+    """One line on a running operation.
+
+    Args:
+        op: The operation.
+        real: Seconds since the epoch.
+    """
+    name = f"{op.kind} {op.label}".strip()
+    now = op.rate if op.rate is not None else op.average
+    target = f"{text.rate(now)}/{text.rate(op.target)}GB/s {text.percent(_share(now, op.target))}"
+    amount = f"{text.percent(op.progress)} {text.size(op.done)}/{text.size(op.total)}GB"
+    parts = [_time(real), name, f"[{op.phases}]", amount, target]
+    if op.last:
+        parts.append(f"slow={op.last}:{text.rate(op.last_rate)}")
+    parts.append(f"eta {text.clock(op.eta_s)}")
+    return " ".join(parts)
+
+
+def idle_text(model: Model) -> str:
+    """What to say while no operation runs."""
+    if not model.node.ranks:
+        return empty_text(model)
+    last = model.main
+    words = f"idle: {model.node.alive} {'process' if model.node.alive == 1 else 'processes'}"
+    return f"{words}; last {ended_text(last)}" if last is not None else words
+
+
+def empty_text(model: Model) -> str:
+    """What to say when there is no process."""
+    return f"no fastckpt process in {', '.join(model.places) or 'any directory'}"
+
+
+def ended_text(op: NodeOp) -> str:
+    """An ended operation in a few words."""
+    name = f"{op.kind} {op.label}".strip()
+    if op.verdict is Verdict.DEAD:
+        return f"{name} {op.phase} at {text.percent(_share(op.done, op.total))}"
+    return f"{name} {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {text.rate(op.average)} GB/s"
+
+
+def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
+    """The table of `--once`.
+
+    Returns:
+        Lines with their final newline; no escape sequences.
+    """
+    node, target = model.node, model.node.target
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(model.real))
+    per_gpu = f"{text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU"
+    alive = f"{node.alive} of {node.ranks} processes alive"
+    lines = [f"fastckpt-top  {node.host}  {when}  {alive}  target {target.name}: {per_gpu}, {node.gpus} GPUs"]
+    lines += [_op_sentence(op) for op in model.ops]
+    lines += ["", _TABLE_HEAD]
+    for row in model.rows:
+        lines.append(_row_line(row))
+        lines += [_thread_line(thread) for thread in row.threads if row.running]
+    lines += [f"! {name}" for name in node.fallbacks]
+    lines += [f"! {path}: {reason}" for path, reason in model.problems]
+    return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
+
+
+_TABLE_HEAD: Final = (
+    "RANK GPU      PID OP     STATE    GB/s    avg   of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
+)
+
+
+def _op_sentence(op: NodeOp) -> str:
+    now = text.rate(op.rate if op.rate is not None else op.average)
+    words = f"{op.phase} in {op.elapsed_s:.1f} s"
+    if op.running:
+        words = f"{op.phase} {text.percent(op.progress)}, ETA {text.clock(op.eta_s)}, now {now}"
+    amount = f"{text.size(op.done)} of {text.size(op.total)} GB"
+    average = f"average {text.rate(op.average)} of {text.rate(op.target)} GB/s"
+    verdict = f"({text.percent(_share(op.average, op.target))}): {op.verdict.value}"
+    return f"{op.kind} {op.label}: {amount}, {words}, {average} {verdict}" + (f", last: {op.last}" if op.last else "")
+
+
+def _row_line(row: Row) -> str:
+    engine = row.engine + ("+D" if row.direct else "") + ("!" if row.fallback else "")
+    parts = (
+        f"{_int(row.rank):>4} {_int(row.gpu):>3} {row.pid:>8} {row.kind or '-':6} {row.state:6}",
+        f"{text.rate(row.rate):>6} {text.rate(row.average):>6}",
+        f"{text.percent(_share(row.average, row.target)):>5} {row.verdict.value:5}",
+        f"{text.size(row.done if row.total else None):>9} {text.size(row.total or None):>9}",
+        f"{text.clock(row.eta_s):>6}  {engine or '-':10} {row.wait or '-'}",
+    )
+    return " ".join(parts)
+
+
+def _thread_line(thread: ThreadRow) -> str:
+    start = f"       w{thread.index:<3} {thread.tid:>8}        {thread.state:6} {text.rate(thread.rate):>6}"
+    return f"{start}{'':20}{text.size(thread.done):>9}{'':18}{thread.in_flight:>3} flying  {thread.wait or '-'}"
+
+
+def check(model: Model, percent: float) -> tuple[bool | None, str]:
+    """Judge the running operations, or else the last that ended.
+
+    Args:
+        model: The model.
+        percent: Of the target, that the average must reach.
+
+    Returns:
+        Whether it does (None if there is no operation), and a sentence.
+    """
+    running = [op for op in model.ops if op.running]
+    judged = running or model.ops[:1]
+    if not judged:
+        last = model.past.checkpoints[-1] if model.past.checkpoints else None
+        return None, empty_text(model) if last is None and not model.node.ranks else "no operation to judge"
+    good = True
+    words = []
+    for op in judged:
+        fine = op.failed == 0 and op.average is not None and op.average * 100 >= percent * op.target
+        good &= fine
+        share = text.percent(_share(op.average, op.target))
+        state = "running" if op.running else op.phase
+        result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
+        figures = f"{text.rate(op.average)} of {text.rate(op.target)} GB/s, {share} (want {percent:g}%)"
+        target = f"target {op.target_name} x {op.gpus} GPUs"
+        words.append(f"{result}: {op.kind} {op.label} ({state}): {figures}, {target}")
+    return good, "\n".join(words)
+
+
+def _narrow(line: str, glyphs: text.Glyphs) -> str:
+    return text.ascii_only(line) if glyphs is text.ASCII else line
+
+
+def _time(real: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(real))
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return part / whole if part is not None and whole > 0 else None
+
+
+def _int(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,221 @@
+"""A file for node_exporter's textfile collector: no time stamps, base units, one family after the other."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top.groups import errno_name
+from fastckpt_top.segment import (
+    ENGINES,
+    FLAG_FALLBACK,
+    HISTOGRAM_BASE_US,
+    HISTOGRAM_BUCKETS,
+    KINDS,
+    PHASES,
+    RESULTS,
+    Kind,
+    Phase,
+)
+
+if TYPE_CHECKING:
+    from fastckpt_top.model import Model
+    from fastckpt_top.segment import History, Operation
+    from fastckpt_top.snapshot import Proc, Snapshot
+
+_FAMILIES: Final = {
+    "fastckpt_build_info": ("gauge", "Version of fastckpt and of its segment layout."),
+    "fastckpt_process_up": ("gauge", "1 if the process lives, 0 if it died."),
+    "fastckpt_io_bytes_total": ("counter", "Bytes completed by the worker threads."),
+    "fastckpt_io_requests_total": ("counter", "Requests completed by the worker threads."),
+    "fastckpt_io_errors_total": ("counter", "Requests that failed."),
+    "fastckpt_io_busy_seconds_total": ("counter", "Time of the worker threads with a request in flight."),
+    "fastckpt_source_wait_seconds_total": ("counter", "Time of the worker threads waiting for data to write."),
+    "fastckpt_io_latency_seconds": ("histogram", "Latency of requests."),
+    "fastckpt_operation_phase": ("gauge", "1 for the phase that a running operation is in, 0 for the others."),
+    "fastckpt_operation_size_bytes": ("gauge", "Bytes of the running operation."),
+    "fastckpt_operation_done_bytes": ("gauge", "Bytes completed of the running operation."),
+    "fastckpt_operations_total": ("counter", "Operations ended."),
+    "fastckpt_saved_bytes_total": ("counter", "Bytes of all saves ended."),
+    "fastckpt_loaded_bytes_total": ("counter", "Bytes of all loads and verifies ended."),
+    "fastckpt_last_operation_duration_seconds": ("gauge", "Duration of the last operation ended."),
+    "fastckpt_last_operation_bytes": ("gauge", "Bytes of the last operation ended."),
+    "fastckpt_last_operation_timestamp_seconds": ("gauge", "When the last operation ended."),
+    "fastckpt_last_operation_ok": ("gauge", "1 if the last operation ended well."),
+    "fastckpt_target_bytes_per_second": ("gauge", "What the node should reach: per GPU, times its GPUs."),
+    "fastckpt_engine_fallback": ("gauge", "1 while an operation runs on another engine than was wanted."),
+}
+_PHASES: Final = tuple(
+    PHASES[phase] for phase in (Phase.PLAN, Phase.STAGE, Phase.WRITE, Phase.READ, Phase.FSYNC, Phase.COMMIT)
+)
+
+_Labels = tuple[tuple[str, str], ...]
+
+
+class Prometheus:
+    """Writes the file anew at each tick, by rename.
+
+    Args:
+        path: The file; node_exporter wants it to end in `.prom`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def write(self, model: Model) -> None:
+        """Replace the file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        beside = Path(f"{self._path}.{os.getpid()}")
+        try:
+            beside.write_text(render(model), "utf-8")
+            beside.replace(self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def close(self) -> None:
+        """The last state stays."""
+
+
+class _Page:
+    """Samples by family, in the order of `_FAMILIES`."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[tuple[str, _Labels], float]] = defaultdict(dict)
+
+    def add(self, family: str, labels: dict[str, str], value: float, suffix: str = "") -> None:
+        """Add to a sample; the same labels twice are summed, since a series may stand only once."""
+        key = (family + suffix, tuple(labels.items()))
+        self._samples[family][key] = self._samples[family].get(key, 0.0) + value
+
+    def put(self, family: str, labels: dict[str, str], value: float) -> None:
+        """Set a sample."""
+        self._samples[family][family, tuple(labels.items())] = value
+
+    def text(self) -> str:
+        """The page."""
+        lines = []
+        for family, (kind, help_text) in _FAMILIES.items():
+            samples = self._samples.get(family)
+            if not samples:
+                continue
+            lines += [f"# HELP {family} {help_text}", f"# TYPE {family} {kind}"]
+            for (name, labels), value in samples.items():
+                inner = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
+                lines.append(f"{name}{{{inner}}} {_value(value)}" if inner else f"{name} {_value(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def render(model: Model) -> str:
+    """The page of a model.
+
+    Returns:
+        Prometheus text format 0.0.4, with its final newline.
+    """
+    page = _Page()
+    snapshot = model.snapshot
+    if snapshot is not None:
+        for proc in _one_per_rank(snapshot):
+            _process(page, proc)
+    for kind, value in ((Kind.SAVE, model.node.target.save), (Kind.LOAD, model.node.target.load)):
+        labels = {"op": KINDS[kind], "tier": model.node.target.name}
+        page.put("fastckpt_target_bytes_per_second", labels, value * model.node.gpus)
+    return page.text()
+
+
+def _one_per_rank(snapshot: Snapshot) -> list[Proc]:
+    """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two."""
+    living = [proc for proc in snapshot.procs if proc.alive]
+    ranks = {proc.header.rank for proc in living}
+    dead: dict[int, Proc] = {}
+    for proc in snapshot.procs:
+        rank = proc.header.rank
+        if not proc.alive and rank >= 0 and rank not in ranks:
+            other = dead.get(rank)
+            if other is None or other.header.mono0_ns < proc.header.mono0_ns:
+                dead[rank] = proc
+    return sorted([*living, *dead.values()], key=lambda proc: (proc.header.rank, proc.header.pid))
+
+
+def _who(proc: Proc) -> dict[str, str]:
+    header = proc.header
+    if header.rank < 0:  # nothing else tells such processes apart
+        return {"rank": "", "gpu": str(header.gpu) if header.gpu >= 0 else "", "pid": str(header.pid)}
+    return {"rank": str(header.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
+
+
+def _process(page: _Page, proc: Proc) -> None:
+    header, process = proc.header, proc.process
+    who = _who(proc)
+    page.put("fastckpt_build_info", {"version": header.version, "layout": f"{header.major}.{header.minor}"}, 1)
+    page.put("fastckpt_process_up", {**who, "pid": str(header.pid)}, int(proc.alive))
+    counts = {
+        ("save", "ok"): process.saves_ok,
+        ("save", "failed"): process.saves_failed,
+        ("load", "ok"): process.loads_ok,
+        ("load", "failed"): process.loads_failed,
+        ("verify", "ok"): process.verifies_ok,
+        ("verify", "failed"): process.verifies_failed,
+    }
+    for (op, result), value in counts.items():
+        page.put("fastckpt_operations_total", {**who, "op": op, "result": result}, value)
+    page.put("fastckpt_saved_bytes_total", who, process.bytes_written)
+    page.put("fastckpt_loaded_bytes_total", who, process.bytes_read)
+    _threads(page, proc, who)
+    for operation in proc.operations:
+        if operation.running and proc.alive:
+            _running(page, proc, operation, who)
+    for kind in (Kind.SAVE, Kind.LOAD, Kind.VERIFY):
+        last = next((record for record in reversed(proc.history) if record.kind == kind), None)
+        if last is not None:
+            _last(page, last, {**who, "op": KINDS[kind]})
+
+
+def _threads(page: _Page, proc: Proc, who: dict[str, str]) -> None:
+    """Sums over the slots: those never go back, whichever operation a slot counts for."""
+    threads = [thread for _, thread in proc.threads]
+    page.put("fastckpt_io_bytes_total", who, sum(thread.bytes_ever for thread in threads))
+    page.put("fastckpt_io_requests_total", who, sum(thread.requests for thread in threads))
+    page.put("fastckpt_io_errors_total", who, sum(thread.errors for thread in threads))
+    page.put("fastckpt_io_busy_seconds_total", who, sum(thread.busy_ns for thread in threads) / 1e9)
+    page.put("fastckpt_source_wait_seconds_total", who, sum(thread.source_wait_ns for thread in threads) / 1e9)
+    family = "fastckpt_io_latency_seconds"
+    seen = 0
+    for bucket in range(HISTOGRAM_BUCKETS):
+        seen += sum(thread.latency_hist[bucket] for thread in threads)
+        bound = "+Inf" if bucket == HISTOGRAM_BUCKETS - 1 else _value(HISTOGRAM_BASE_US * 2.0**bucket / 1e6)
+        page.add(family, {**who, "le": bound}, seen, "_bucket")
+    page.add(family, who, sum(thread.latency_sum_ns for thread in threads) / 1e9, "_sum")
+    page.add(family, who, seen, "_count")
+
+
+def _running(page: _Page, proc: Proc, op: Operation, who: dict[str, str]) -> None:
+    labels = {**who, "op": KINDS.get(op.kind, "unknown")}
+    now = PHASES.get(op.phase, "unknown")
+    for phase in _PHASES:
+        page.add("fastckpt_operation_phase", {**labels, "phase": phase}, int(phase == now))
+    page.add("fastckpt_operation_size_bytes", labels, op.bytes_total)
+    page.add("fastckpt_operation_done_bytes", labels, sum(t.bytes_op for _, t in proc.threads if t.op_id == op.op_id))
+    if op.flags & FLAG_FALLBACK:
+        engine, why = ENGINES.get(op.engine, "unknown"), errno_name(op.fallback_errno)
+        page.put("fastckpt_engine_fallback", {**labels, "engine": engine, "errno": why}, 1)
+
+
+def _last(page: _Page, record: History, labels: dict[str, str]) -> None:
+    page.put("fastckpt_last_operation_duration_seconds", labels, record.dur_ns / 1e9)
+    page.put("fastckpt_last_operation_bytes", labels, record.bytes)
+    page.put("fastckpt_last_operation_timestamp_seconds", labels, (record.t_start_real_ns + record.dur_ns) / 1e9)
+    page.put("fastckpt_last_operation_ok", labels, int(RESULTS.get(record.result) == "ok"))
+
+
+def _value(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,320 @@
+"""What the views show: plain values that the model fills anew in each update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+GOOD_FROM: Final = 1.0
+LOW_FROM: Final = 0.8
+
+
+class Verdict(Enum):
+    """How an average compares with its target."""
+
+    GOOD = "ok"
+    """At or above the target."""
+    LOW = "low"
+    """At least 80 % of it."""
+    BAD = "slow"
+    """Less."""
+    QUIET = "-"
+    """Nothing to judge."""
+    DEAD = "dead"
+    """The process died during the operation, or the operation failed."""
+
+
+def judge(average: float | None, target: float) -> Verdict:
+    """Compare an operation's average with its target, both in bytes/s."""
+    if average is None or target <= 0:
+        return Verdict.QUIET
+    if average >= GOOD_FROM * target:
+        return Verdict.GOOD
+    return Verdict.LOW if average / target >= LOW_FROM - 1e-9 else Verdict.BAD
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadRow:
+    """A worker thread of one operation.
+
+    Attributes:
+        index: Number within the operation, from 0.
+        slot: Slot in the segment.
+        tid: Thread id.
+        cpu: CPU it last ran on; None unknown.
+        state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `ERROR`, `IDLE`.
+        rate: Bytes/s over the last second; None unknown.
+        done: Bytes of this operation.
+        in_flight: Requests.
+        latency_s: Mean over the last second; None if nothing completed.
+        latency_max_s: Largest of this operation.
+        busy: Share of the last second with a request in flight; None unknown.
+        source: Share spent waiting for the source.
+        limit: Share spent waiting for the bandwidth limit.
+        target: Bytes/s that this thread should reach.
+        slow: Whether it is clearly behind the other threads of its operation.
+        retries: Since the process began, likewise the next two.
+        shorts: Short reads and writes.
+        errors: Failed requests.
+        spark: Bytes/s, one value a column.
+    """
+
+    index: int
+    slot: int
+    tid: int
+    cpu: int | None
+    state: str
+    rate: float | None
+    done: int
+    in_flight: int
+    latency_s: float | None
+    latency_max_s: float
+    busy: float | None
+    source: float | None
+    limit: float | None
+    target: float
+    slow: bool
+    retries: int
+    shorts: int
+    errors: int
+    spark: tuple[float, ...]
+
+    @property
+    def wait(self) -> str:
+        """What holds the thread up: `source 42%`, `limit 80%`, `fsync`, `disk 97%`, or nothing."""
+        return wait_text(self.state, self.busy, self.source, self.limit)
+
+
+def wait_text(state: str, busy: float | None, source: float | None, limit: float | None) -> str:
+    """Name the bottleneck of a thread or rank from the shares of the last second."""
+    if state in ("FSYNC", "COMMIT"):
+        return "fsync"
+    if limit is not None and limit > 0.3:  # noqa: PLR2004
+        return f"limit {round(limit * 100)}%"
+    if source is not None and source > 0.3:  # noqa: PLR2004
+        return f"source {round(source * 100)}%"
+    if busy is not None and busy > 0.02:  # noqa: PLR2004
+        return f"disk {round(busy * 100)}%"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of one rank, or a rank without one.
+
+    Attributes:
+        key: The same in each update for the same thing.
+        proc_key: The process.
+        rank: Of the process; None unknown.
+        gpu: Index; None none.
+        pid: Of the process.
+        uid: Its user.
+        job: Its label.
+        version: Its fastckpt.
+        alive: Whether it lives.
+        kind: `save`, `load`, `verify`, or empty.
+        running: Whether the operation goes on.
+        state: Six letters at most: the phase, or `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
+        stalled_s: Seconds without a sign of life or progress; None if not stalled.
+        rate: Bytes/s over the last second; None unknown or not moving data.
+        average: Bytes/s of the operation so far, or in all.
+        target: Bytes/s that this rank should reach.
+        done: Bytes completed.
+        total: Bytes in all; 0 unknown.
+        durable: Bytes known to be durable.
+        progress: 0 to 1; 1 only when all is written and being made durable.
+        eta_s: Seconds until it is durable; None unknown.
+        elapsed_s: Seconds since its start, or its duration.
+        phase_s: Seconds in the present phase.
+        verdict: Its average against its target.
+        straggler: Whether the node waits for it.
+        engine: `uring`, `threads`, `buffered`, `unknown`, or empty.
+        direct: Whether O_DIRECT is used.
+        mixed: Whether part goes through the page cache nevertheless.
+        fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
+        asynchronous: Whether it is a `save_async`.
+        step: Training step; None unknown.
+        label: Base name of the target.
+        path: The target.
+        st_dev: Device number; 0 unknown.
+        block_size: Bytes.
+        queue_depth: Requests.
+        files: Shards in all.
+        files_done: Shards completed.
+        error: errno name of a failure; empty if none.
+        wait: What holds it up.
+        p50_s: Median latency of this operation as far as it was watched; None unknown.
+        p99_s: 99th percentile.
+        histogram: Requests by latency (docs/telemetry.md 5.4).
+        spark: Bytes/s, one value a column.
+        threads: Its worker threads.
+    """
+
+    key: str
+    proc_key: str
+    rank: int | None
+    gpu: int | None
+    pid: int
+    uid: int
+    job: str
+    version: str
+    alive: bool
+    kind: str = ""
+    running: bool = False
+    state: str = "IDLE"
+    stalled_s: float | None = None
+    rate: float | None = None
+    average: float | None = None
+    target: float = 0.0
+    done: int = 0
+    total: int = 0
+    durable: int = 0
+    progress: float | None = None
+    eta_s: float | None = None
+    elapsed_s: float | None = None
+    phase_s: float | None = None
+    verdict: Verdict = Verdict.QUIET
+    straggler: bool = False
+    engine: str = ""
+    direct: bool = False
+    mixed: bool = False
+    fallback: str = ""
+    asynchronous: bool = False
+    step: int | None = None
+    label: str = ""
+    path: str = ""
+    st_dev: int = 0
+    block_size: int = 0
+    queue_depth: int = 0
+    files: int = 0
+    files_done: int = 0
+    error: str = ""
+    wait: str = ""
+    p50_s: float | None = None
+    p99_s: float | None = None
+    histogram: tuple[int, ...] = ()
+    spark: tuple[float, ...] = ()
+    threads: tuple[ThreadRow, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """How to call it in a sentence."""
+        return f"rank {self.rank}" if self.rank is not None else f"pid {self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOp:
+    """One checkpoint operation of the node: what its ranks do together.
+
+    Attributes:
+        kind: `save`, `load`, `verify`.
+        label: Base name of the target.
+        step: Training step; None unknown.
+        running: Whether any rank is still at it.
+        phase: The least advanced phase of its running ranks; else `done`, `failed` or `died`.
+        ranks: Ranks that take part.
+        gpus: GPUs that the target is multiplied by.
+        total: Bytes in all.
+        done: Bytes completed.
+        rate: Bytes/s of all ranks over the last second; None if none moves data.
+        average: Bytes/s from the first rank's start to now, or to the last rank's end.
+        peak: Largest `rate` seen.
+        target: Bytes/s for all GPUs.
+        target_name: Tier, or `custom`.
+        progress: 0 to 1.
+        eta_s: Seconds until the last rank is durable; None unknown.
+        elapsed_s: Seconds since the first rank's start, or the duration.
+        started_real: Seconds since the epoch.
+        last: The rank that the node waits for; empty if none is clearly behind.
+        last_rate: Its bytes/s.
+        phases: Letter and number of ranks in each phase, as in `W(7)F(1)`.
+        verdict: The average against the target.
+        failed: Ranks that failed or died.
+    """
+
+    kind: str
+    label: str
+    step: int | None
+    running: bool
+    phase: str
+    ranks: int
+    gpus: int
+    total: int
+    done: int
+    rate: float | None
+    average: float | None
+    peak: float
+    target: float
+    target_name: str
+    progress: float | None
+    eta_s: float | None
+    elapsed_s: float
+    started_real: float
+    last: str
+    last_rate: float | None
+    phases: str
+    verdict: Verdict
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        real: Seconds since the epoch.
+        level: `info`, `warn` or `bad`.
+        text: One line.
+    """
+
+    real: float
+    level: str
+    text: str
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An ended operation of the node, from the history records of its ranks.
+
+    Attributes:
+        kind: `save`, `load`, `verify`.
+        label: Base name of the target.
+        step: Training step; None unknown.
+        start: Seconds since the epoch of the first rank's start.
+        end: Of the last rank's end.
+        bytes: Of all ranks.
+        sync_s: Longest time in fsync and commit of a rank, seconds.
+        peak: Sum of the ranks' best seconds, bytes/s.
+        engines: Engines that ran.
+        error: errno name of the first failure, `failed` without one; empty if all went well.
+        fallback: errno name of the first fallback; empty if none.
+        members: Process key and operation of each rank.
+        gpus: Members that have a GPU.
+        p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
+    """
+
+    kind: str
+    label: str
+    step: int | None
+    start: float
+    end: float
+    bytes: int = 0
+    sync_s: float = 0.0
+    peak: float = 0.0
+    engines: set[str] = field(default_factory=set)
+    error: str = ""
+    fallback: str = ""
+    members: set[tuple[str, int]] = field(default_factory=set)
+    gpus: int = 0
+    p99_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return max(self.end - self.start, 1e-9)
+
+    @property
+    def average(self) -> float:
+        """Bytes/s of all ranks."""
+        return self.bytes / self.seconds

@@ -1,0 +1,74 @@
+"""What one look at all segments found: the only thing that sources hand to the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from fastckpt_top.segment import Header, History, Operation, Process, Thread
+
+
+@dataclass(frozen=True, slots=True)
+class Proc:
+    """One process at one moment.
+
+    Attributes:
+        key: The same in each snapshot of the same process, and of no other one.
+        path: The segment's file.
+        header: Who it is.
+        process: Its totals.
+        operations: Its operation slots, running and ended.
+        threads: Slot index and contents of each thread slot in use.
+        history: Its ended operations; a source may leave out those that it gave before.
+        alive: Whether the process lives.
+        same_clock: Whether its monotonic clock is the reader's.
+        touched: When an operation last started or ended, seconds since the epoch.
+    """
+
+    key: str
+    path: str
+    header: Header
+    process: Process
+    operations: tuple[Operation, ...]
+    threads: tuple[tuple[int, Thread], ...]
+    history: tuple[History, ...]
+    alive: bool
+    same_clock: bool
+    touched: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All processes at one moment.
+
+    Attributes:
+        mono: The reader's monotonic clock, seconds.
+        real: Seconds since the epoch.
+        host: Name of the machine.
+        procs: The processes, in no order.
+        problems: File and reason of each segment that could not be read.
+        places: The directories that were looked at.
+    """
+
+    mono: float
+    real: float
+    host: str
+    procs: tuple[Proc, ...]
+    problems: tuple[tuple[str, str], ...] = ()
+    places: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """Where snapshots come from: shared memory, or the demonstration."""
+
+    def poll(self) -> Snapshot:
+        """Take a look now."""
+
+    def close(self) -> None:
+        """Give back what is open."""
+
+
+def proc_key(header: Header) -> str:
+    """The identity of a process: pids are used again, and are only unique within a namespace."""
+    return f"{header.boot_id[:8]}-{header.pid_ns}-{header.pid}-{header.start_ticks}"

@@ -1,0 +1,115 @@
+"""What the storage should reach: tiers and their parsing. Rates are bytes/s per GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from fastckpt_top.segment import Kind
+
+DEFAULT_TIER: Final = "light"
+TIERS: Final[dict[str, tuple[float, float]]] = {
+    "light": (0.75e9, 1e9),
+    "medium": (1.5e9, 2e9),
+    "high": (3e9, 4e9),
+}
+"""Tier -> bytes/s per GPU written and read (NVIDIA's sizing for DGX H100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What saves and loads should reach.
+
+    Attributes:
+        save: Bytes/s per GPU; 0 none.
+        load: Bytes/s per GPU, for verifies too; 0 none.
+        name: The tier, or `custom`.
+        source: Who asked for it: `option`, `environment`, `process`, `default`, `key`.
+    """
+
+    save: float
+    load: float
+    name: str
+    source: str
+
+    def of(self, kind: int) -> float:
+        """Bytes/s per GPU for a kind of operation."""
+        return self.save if kind == Kind.SAVE else self.load
+
+
+def tier(name: str, source: str) -> Target:
+    """The target of a tier.
+
+    Args:
+        name: One of `TIERS`.
+        source: Who asked for it.
+    """
+    save, load = TIERS[name]
+    return Target(save, load, name, source)
+
+
+def named(save: float, load: float, source: str) -> Target:
+    """A target from two figures, called by its tier's name if it is one.
+
+    Args:
+        save: Bytes/s per GPU.
+        load: Bytes/s per GPU.
+        source: Who asked for it.
+    """
+    for name, pair in TIERS.items():
+        if pair == (save, load):
+            return Target(save, load, name, source)
+    return Target(save, load, "custom", source)
+
+
+def parse(text: str, source: str) -> Target:
+    """Parse what the user wrote.
+
+    Args:
+        text: `light`, `medium`, `high`, a figure in GB/s per GPU for both directions, or `save=X,load=Y` (either may be
+            missing and is then that of the default tier).
+        source: Who asked for it.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: It is none of these; the message says what is allowed.
+    """
+    word = text.strip().lower()
+    if word in TIERS:
+        return tier(word, source)
+    if "=" not in word:
+        value = _figure(word, text)
+        return named(value, value, source)
+    save, load = TIERS[DEFAULT_TIER]
+    for part in word.split(","):
+        name, _, figure = part.partition("=")
+        if name.strip() == "save":
+            save = _figure(figure, text)
+        elif name.strip() == "load":
+            load = _figure(figure, text)
+        else:
+            raise ValueError(_explain(text))
+    return named(save, load, source)
+
+
+def next_tier(name: str) -> str:
+    """The tier after `name`, going round."""
+    names = list(TIERS)
+    return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
+
+
+def _figure(word: str, text: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        raise ValueError(_explain(text)) from None
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(_explain(text))
+    return value * 1e9
+
+
+def _explain(text: str) -> str:
+    return f"target `{text}`: want light, medium, high, GB/s per GPU, or save=X,load=Y in GB/s per GPU"

@@ -1,0 +1,315 @@
+"""Text for terminals: cleaning, cell widths, numbers, bars, sparks. Pure; knows nothing of Textual or of the model."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GB: Final = 1e9
+"""Bytes of the unit that storage targets are given in."""
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """The characters that pictures are made of: one set for Unicode terminals, one for ASCII."""
+
+    bar: str
+    """Parts of a full cell from empty to full, for bars that grow to the right."""
+    thin: str
+    """The same for the thinner bars of table rows, which would run into one another if they were as high as a line."""
+    spark: str
+    """Parts of a full cell from empty to full, for columns."""
+    left: str
+    right: str
+    good: str
+    low: str
+    bad: str
+    quiet: str
+    dead: str
+    select: str
+    branch: str
+    rule: str
+    column: str
+    dots: str
+    axis: str
+    ellipsis: str
+    live: str
+    pause: str
+    warn: str
+    arrow: str
+    middot: str
+
+
+UNICODE: Final = Glyphs(
+    bar=" ▏▎▍▌▋▊▉█",
+    thin=" ╸━",
+    spark=" ▁▂▃▄▅▆▇█",
+    left="▕",
+    right="▏",
+    good="●",
+    low="◐",
+    bad="▼",
+    quiet="·",
+    dead="x",
+    select=">",
+    branch="└",
+    rule="─",
+    column="│",
+    dots="┈",
+    axis="┤",
+    ellipsis="…",
+    live="●",
+    pause="■",
+    warn="!",
+    arrow="→",
+    middot="·",
+)
+ASCII: Final = Glyphs(
+    bar=" #",
+    thin=" -=",
+    spark=" .:-=+*#",
+    left="[",
+    right="]",
+    good="*",
+    low="o",
+    bad="v",
+    quiet=".",
+    dead="x",
+    select=">",
+    branch="`",
+    rule="-",
+    column="|",
+    dots=".",
+    axis="|",
+    ellipsis="~",
+    live="*",
+    pause="=",
+    warn="!",
+    arrow="->",
+    middot="-",
+)
+
+
+def clean(text: str) -> str:
+    """Make a foreign string harmless to show.
+
+    Args:
+        text: Anything that a process wrote into its segment.
+
+    Returns:
+        The text with control, format (bidirectional too), surrogate and unassigned characters replaced and combining
+        ones left out, so that each character is one or two cells wide.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    kept = []
+    for char in text:
+        category = unicodedata.category(char)
+        if category in ("Mn", "Me"):
+            continue
+        kept.append(_REPLACEMENT if category[0] == "C" or category in ("Zl", "Zp") else char)
+    return "".join(kept)
+
+
+def ascii_only(text: str) -> str:
+    """Replace each character beyond ASCII by a question mark."""
+    return text if text.isascii() else text.encode("ascii", "replace").decode("ascii")
+
+
+def width(text: str) -> int:
+    """Terminal cells that a cleaned text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells(char) for char in text)
+
+
+@lru_cache(maxsize=4096)
+def _cells(char: str) -> int:
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def cut(text: str, cells: int) -> str:
+    """The longest beginning of `text` that fits into `cells` cells."""
+    if width(text) <= cells:
+        return text
+    used = 0
+    for index, char in enumerate(text):
+        used += _cells(char)
+        if used > cells:
+            return text[:index]
+    return text
+
+
+def fit(text: str, cells: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:
+    """Cut or pad to exactly `cells` cells.
+
+    Args:
+        text: Cleaned text.
+        cells: Wanted width; 0 or less gives the empty string.
+        glyphs: Where the ellipsis comes from.
+        right: Align to the right.
+
+    Returns:
+        The text, with an ellipsis if it was cut.
+    """
+    if cells <= 0:
+        return ""
+    have = width(text)
+    if have > cells:
+        text = cut(text, cells - len(glyphs.ellipsis)) + glyphs.ellipsis
+        have = width(text)
+    pad = " " * (cells - have)
+    return pad + text if right else text + pad
+
+
+def fit_front(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
+    """Like `fit`, but a long text loses its beginning, as is right for paths."""
+    if width(text) <= cells:
+        return fit(text, cells, glyphs)
+    tail = text
+    while tail and width(tail) > cells - len(glyphs.ellipsis):
+        tail = tail[1:]
+    return fit(glyphs.ellipsis + tail, cells, glyphs)
+
+
+def bar(fraction: float | None, cells: int, parts: str) -> str:
+    """A bar that grows to the right, on a fixed scale.
+
+    Args:
+        fraction: 0 to 1; beyond is clipped; None or nan gives an empty bar.
+        cells: Width.
+        parts: Characters from empty to full, `Glyphs.bar` or `Glyphs.thin`.
+
+    Returns:
+        Exactly `cells` characters.
+    """
+    if cells <= 0:
+        return ""
+    if fraction is None or not math.isfinite(fraction):
+        return " " * cells
+    count = round(min(max(fraction, 0.0), 1.0) * cells * (len(parts) - 1))
+    if count == 0 and fraction > 0:
+        count = 1  # something is not nothing
+    full, rest = divmod(count, len(parts) - 1)
+    text = parts[-1] * full + (parts[rest] if rest else "")
+    return text.ljust(cells)
+
+
+def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNICODE) -> str:
+    """One column a value on the fixed scale 0..`top`, newest at the right.
+
+    Args:
+        values: Samples, oldest first; the last `cells` are shown.
+        cells: Width.
+        top: Value of a full column, in the unit of `values`; 0 or less shows nothing.
+        glyphs: The characters.
+
+    Returns:
+        Exactly `cells` characters.
+    """
+    if cells <= 0:
+        return ""
+    shown = values[-cells:]
+    levels = len(glyphs.spark) - 1
+    text = "".join(glyphs.spark[_level(value, top, levels)] for value in shown)
+    return text.rjust(cells)
+
+
+def _level(value: float, top: float, levels: int) -> int:
+    if top <= 0 or not value > 0:
+        return 0
+    return min(levels, max(1, round(value / top * levels)))
+
+
+def columns(values: Sequence[float], cells: int, rows: int, top: float, glyphs: Glyphs = UNICODE) -> list[str]:
+    """A graph of columns on the fixed scale 0..`top`, newest at the right.
+
+    Args:
+        values: Samples, oldest first.
+        cells: Width.
+        rows: Height.
+        top: Value of the full height.
+        glyphs: The characters.
+
+    Returns:
+        `rows` strings of exactly `cells` characters, the top one first.
+    """
+    levels = len(glyphs.spark) - 1
+    shown = values[-cells:] if cells > 0 else []
+    heights = [_level(value, top, levels * rows) for value in shown]
+    lines = []
+    for row in range(rows - 1, -1, -1):
+        base = row * levels
+        text = "".join(glyphs.spark[min(max(height - base, 0), levels)] for height in heights)
+        lines.append(text.rjust(max(cells, 0)))
+    return lines
+
+
+def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
+    """GB/s without the unit; '-' for unknown. Large values have fewer decimals and small ones more."""
+    if bytes_per_second is None or not math.isfinite(bytes_per_second):
+        return "-"
+    value = bytes_per_second / GB
+    if value >= 1000:  # noqa: PLR2004
+        return f"{value:.0f}"
+    if value >= 100 and decimals > 1:  # noqa: PLR2004
+        return f"{value:.1f}"
+    if 0 < value < 0.0995:  # noqa: PLR2004
+        decimals += 1
+    return f"{value:.{decimals}f}"
+
+
+def size(count: float | None) -> str:
+    """GB without the unit, one decimal from 10 GB on; '-' for unknown."""
+    if count is None or not math.isfinite(count):
+        return "-"
+    value = count / GB
+    if value >= 9.95:  # noqa: PLR2004
+        return f"{value:.1f}"
+    return f"{value:.2f}"
+
+
+def percent(fraction: float | None) -> str:
+    """Whole percent, never rounded up, so that 100 % means that it is reached; '-' for unknown."""
+    if fraction is None or not math.isfinite(fraction):
+        return "-"
+    return f"{min(math.floor(fraction * 100 + 1e-9), 9999)}%"
+
+
+def clock(seconds: float | None) -> str:
+    """`mm:ss`, or `h:mm:ss` from one hour on; `--:--` for unknown."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return "--:--"
+    whole = int(seconds)
+    if whole >= 360_000:  # noqa: PLR2004
+        return f"{whole // 86_400}d"
+    if whole >= 3600:  # noqa: PLR2004
+        return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    return f"{whole // 60:02d}:{whole % 60:02d}"
+
+
+def ago(seconds: float) -> str:
+    """A duration in its largest sensible unit: `7s`, `12m`, `3h`, `2d`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{int(max(seconds, 0))}s"
+
+
+def block(count: int) -> str:
+    """A block size in binary units: `4 MiB`; '-' for 0."""
+    if count <= 0:
+        return "-"
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= length:
+            value = count / length
+            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+    return f"{count} B"

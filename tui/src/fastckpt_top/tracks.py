@@ -1,0 +1,229 @@
+"""What the model remembers between two snapshots: one track a process, operation and thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top.segment import FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Thread, ThreadState
+from fastckpt_top.window import Sample, Window
+
+if TYPE_CHECKING:
+    from fastckpt_top.segment import Operation
+    from fastckpt_top.snapshot import Proc
+
+COLUMNS: Final = 240
+"""Columns of sparks and graphs that are kept."""
+HEARTBEAT_STALL_S: Final = 2.0
+"""A heartbeat that stands still for so long during an operation means a stopped process."""
+PROGRESS_STALL_S: Final = 3.0
+"""No byte for so long while writing or reading means stuck I/O."""
+MOVING: Final = (Phase.STAGE, Phase.WRITE, Phase.READ)
+"""Phases in which bytes move, so that a rate over the last second says something."""
+_SEED_S: Final = 2.0
+
+
+class ProcTrack:
+    """A process.
+
+    Attributes:
+        alive: Whether it lived in the last snapshot.
+        died: Reader's clock when its death was seen; None while it lives or if it was dead from the first.
+        seen_alive: Whether it was ever seen alive.
+        sync_s: Duration of fsync and commit in its latest save; None unknown.
+    """
+
+    def __init__(self, mono: float) -> None:
+        self.alive = True
+        self.died: float | None = None
+        self.seen_alive = False
+        self.sync_s: float | None = None
+        self._heartbeat = -1
+        self._beat = mono
+
+    def update(self, proc: Proc, mono: float) -> None:
+        """Take in a snapshot."""
+        if proc.process.heartbeat != self._heartbeat:
+            self._heartbeat = proc.process.heartbeat
+            self._beat = mono
+        if proc.alive:
+            self.seen_alive = True
+        elif self.alive and self.seen_alive:
+            self.died = mono
+        self.alive = proc.alive
+
+    def silent_s(self, proc: Proc, mono: float) -> float:
+        """Seconds since the last sign of life; 0 if the process gives none."""
+        return mono - self._beat if proc.header.features & FEATURE_HEARTBEAT else 0.0
+
+    def begin(self, mono: float) -> None:
+        """An operation was seen for the first time: before it, silence meant nothing."""
+        self._beat = mono
+
+
+class ThreadTrack:
+    """A thread slot while it counts for one operation."""
+
+    def __init__(self, thread: Thread) -> None:
+        self.window = Window()
+        self.spark: deque[float] = deque(maxlen=COLUMNS)
+        fresh = thread.bytes_ever == thread.bytes_op
+        self.base = (0,) * HISTOGRAM_BUCKETS if fresh else thread.latency_hist
+        self.last = thread
+
+    def update(self, thread: Thread, mono: float) -> None:
+        """Take in a snapshot."""
+        self.last = thread
+        self.window.add(
+            Sample(
+                mono,
+                thread.bytes_op,
+                thread.requests,
+                thread.busy_ns,
+                thread.source_wait_ns,
+                thread.limit_wait_ms,
+                thread.latency_sum_ns,
+            )
+        )
+
+    def histogram(self) -> tuple[int, ...]:
+        """Requests by latency since this track began."""
+        return tuple(max(now - then, 0) for now, then in zip(self.last.latency_hist, self.base, strict=True))
+
+
+class OpTrack:
+    """One operation of one process.
+
+    Attributes:
+        proc: The process, as of the last snapshot.
+        op: The operation, likewise.
+        start: Its start on the reader's clock, seconds.
+        start_real: Its start, seconds since the epoch.
+        end: Its end on the reader's clock; None while it runs.
+        done: Bytes completed.
+        window: For its rate.
+        spark: Bytes/s, one value a column.
+        threads: Slot -> its track.
+        changed: Reader's clock when something last moved.
+        died: Whether its process died under it.
+        told_fallback: Whether the event was given; likewise `told_stall` and `told_end`.
+    """
+
+    def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:
+        self.proc = proc
+        self.op = op
+        self.start = mono - _elapsed(proc, op, mono)
+        self.start_real = real - (mono - self.start)
+        self.end: float | None = None
+        self.done = 0
+        self.window = Window()
+        self.spark: deque[float] = deque(maxlen=COLUMNS)
+        self.threads: dict[int, ThreadTrack] = {}
+        self.changed = mono
+        self.died = False
+        self.told_fallback = False
+        self.told_stall = False
+        self.told_end = False
+        self._state: tuple[int, ...] = ()
+        if proc.same_clock and op.phase in (Phase.WRITE, Phase.READ):
+            latest = max(
+                [op.t_phase_mono_ns] + [t.last_progress_mono_ns for _, t in proc.threads if t.op_id == op.op_id]
+            )
+            self.changed = min(max(latest / 1e9, self.start), mono)
+        if op.running and mono - self.start < _SEED_S:
+            self.window.add(Sample(self.start, 0))
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Process and operation."""
+        return self.proc.key, self.op.op_id
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return self.op.running and not self.died
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly."""
+        return self.died or self.op.phase == Phase.FAILED
+
+    def update(self, proc: Proc, op: Operation, mono: float) -> None:
+        """Take in a snapshot."""
+        self.proc, self.op = proc, op
+        slots = [(slot, thread) for slot, thread in proc.threads if thread.op_id == op.op_id]
+        for slot, thread in slots:
+            track = self.threads.get(slot)
+            if track is None:
+                track = self.threads[slot] = ThreadTrack(thread)
+                if op.running and mono - self.start < _SEED_S:
+                    track.window.add(Sample(self.start, 0, thread.requests))
+            track.update(thread, mono)
+        counted = sum(track.last.bytes_op for track in self.threads.values())
+        self.done = max(self.done, counted)
+        if op.phase == Phase.DONE:
+            self.done = op.bytes_total
+        if op.running and not proc.alive and not self.died:
+            self.died = True
+            self.end = self.changed
+        if not op.running and self.end is None:
+            self.end = self.start + max(op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9
+        state = (self.done, op.bytes_durable, op.files_done, op.phase)
+        if state != self._state:
+            if self._state:
+                self.changed = mono
+            self._state = state
+        if self.running:
+            self.window.add(Sample(mono, counted, sum(track.last.requests for track in self.threads.values())))
+
+    def rate(self) -> float | None:
+        """Bytes/s over the last second; None unless bytes are being moved."""
+        return self.window.rate() if self.running and self.op.phase in MOVING else None
+
+    def elapsed(self, mono: float) -> float:
+        """Seconds since the start, or the duration."""
+        return max((mono if self.end is None else self.end) - self.start, 0.0)
+
+    def average(self, mono: float) -> float | None:
+        """Bytes/s since the start; None at the very start, and for an operation that died."""
+        elapsed = self.elapsed(mono)
+        return None if self.died or elapsed < 1e-3 or not self.done else self.done / elapsed  # noqa: PLR2004
+
+    def stalled(self, track: ProcTrack, mono: float) -> float | None:
+        """Seconds without progress or sign of life, if that is too long; else None."""
+        if not self.running:
+            return None
+        silent = track.silent_s(self.proc, mono)
+        if silent >= HEARTBEAT_STALL_S:
+            return silent
+        if self.op.phase not in (Phase.WRITE, Phase.READ):
+            return None
+        if any(thread.last.state == ThreadState.LIMIT for thread in self.threads.values()):
+            return None
+        still = mono - self.changed
+        return still if still >= PROGRESS_STALL_S else None
+
+    def histogram(self) -> tuple[int, ...]:
+        """Requests by latency as far as this operation was watched."""
+        total = [0] * HISTOGRAM_BUCKETS
+        for track in self.threads.values():
+            for index, count in enumerate(track.histogram()):
+                total[index] += count
+        return tuple(total)
+
+
+def _latest(proc: Proc, op: Operation) -> int:
+    """The process's own clock when it last did something for an operation, nanoseconds."""
+    progress = (thread.last_progress_mono_ns for _, thread in proc.threads if thread.op_id == op.op_id)
+    return max(op.t_phase_mono_ns, *progress, 0)
+
+
+def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
+    """Seconds from an operation's start to now. Two clocks are only compared where they are one and the same."""
+    if proc.same_clock:
+        return max(mono - op.t_start_mono_ns / 1e9, 0.0)
+    latest = max(
+        [op.t_phase_mono_ns, op.t_end_mono_ns]
+        + [t.last_progress_mono_ns for _, t in proc.threads if t.op_id == op.op_id]
+    )
+    return max(latest - op.t_start_mono_ns, 0) / 1e9

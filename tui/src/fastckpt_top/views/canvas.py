@@ -1,0 +1,147 @@
+"""The one widget: draws painted lines, line by line, with the theme's colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from fastckpt_top.text import width as width_of
+from fastckpt_top.views.live import paint
+from fastckpt_top.views.paint import STYLES, Frame, Line, Screen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from textual import events
+
+_PREFIX: Final = "canvas--"
+
+
+class Canvas(Widget):
+    """Paints the whole screen anew once a tick, and only draws lines that are asked for.
+
+    Args:
+        frame: Makes the frame to paint, given width and height in cells.
+        click: Called with the row's key or the action under a click.
+        scroll: Called with the lines that the wheel moved.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {_PREFIX + name for name in STYLES}
+    DEFAULT_CSS = """
+    Canvas { width: 1fr; height: 1fr; color: $foreground; background: $background; }
+    Canvas > .canvas--text { color: $foreground; }
+    Canvas > .canvas--dim { color: $foreground 62%; }
+    Canvas > .canvas--strong { color: $foreground; text-style: bold; }
+    Canvas > .canvas--title { color: $text-primary; text-style: bold; }
+    Canvas > .canvas--head { color: $text-primary; }
+    Canvas > .canvas--good { color: $text-success; }
+    Canvas > .canvas--low { color: $text-warning; }
+    Canvas > .canvas--bad { color: $text-error; }
+    Canvas > .canvas--graph { color: $text-primary; }
+    Canvas > .canvas--target { color: $text-warning; }
+    Canvas > .canvas--key { color: $text-primary; text-style: bold; }
+    Canvas > .canvas--select { background: $foreground 14%; }
+    """
+
+    def __init__(
+        self, frame: Callable[[int, int], Frame], click: Callable[[str, str], None], scroll: Callable[[int], None]
+    ) -> None:
+        super().__init__()
+        self._make_frame = frame
+        self._clicked = click
+        self._scrolled = scroll
+        self._painted: Screen | None = None
+        self._painted_size = (0, 0)
+        self._style_cache: dict[tuple[str, bool], Style] = {}
+
+    @property
+    def screen_text(self) -> str:
+        """The text that is shown."""
+        return self.painted().plain
+
+    def painted(self) -> Screen:
+        """The screen as last painted, painted now if nothing is."""
+        size = (self.size.width, self.size.height)
+        if self._painted is None or self._painted_size != size:
+            self._painted = paint(self._make_frame(*size))
+            self._painted_size = size
+        return self._painted
+
+    def repaint(self) -> None:
+        """Paint anew: the model or the user's choice has changed."""
+        self._painted = None
+        self.refresh()
+
+    def restyle(self) -> None:
+        """The theme has changed."""
+        self._style_cache.clear()
+        self.repaint()
+
+    def notify_style_update(self) -> None:
+        """Colours are looked up again after a change of the style sheet."""
+        super().notify_style_update()
+        self._style_cache.clear()
+
+    def render_line(self, y: int) -> Strip:
+        """Draw one line."""
+        lines = self.painted().lines
+        width = self.size.width
+        base = self._style_of("text", selected=False)
+        if y >= len(lines):
+            return Strip.blank(width, base)
+        line = lines[y]
+        strip = Strip([Segment(text, self._style_of(name, selected=chosen)) for text, name, chosen in _parts(line)])
+        return strip.adjust_cell_length(width, base)
+
+    def on_click(self, event: events.Click) -> None:
+        """A row is selected, a key of the last line is pressed."""
+        screen = self.painted()
+        for y, start, end, action in screen.actions:
+            if y == event.y and start <= event.x <= end:
+                self._clicked("action", action)
+                return
+        if event.y in screen.rows:
+            self._clicked("row", screen.rows[event.y])
+
+    def on_mouse_scroll_down(self) -> None:
+        """The wheel."""
+        self._scrolled(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        """The wheel."""
+        self._scrolled(-1)
+
+    def _style_of(self, name: str, *, selected: bool) -> Style:
+        key = (name, selected)
+        style = self._style_cache.get(key)
+        if style is None:
+            # Always a style with both colours: Textual's monochrome filter cannot do without.
+            background = self.background_colors[1]
+            styles = self.get_component_styles(_PREFIX + name)
+            color = styles.color
+            if background.ansi is not None or color.ansi is not None:  # the terminal's own colours cannot be mixed
+                style = Style(color=color.rich_color, bgcolor=background.rich_color, bold=selected) + styles.text_style
+            else:
+                if selected:
+                    background += self.get_component_styles(_PREFIX + "select").background
+                style = Style(color=(background + color).rich_color, bgcolor=background.rich_color) + styles.text_style
+            self._style_cache[key] = style
+        return style
+
+
+def _parts(line: Line) -> list[tuple[str, str, bool]]:
+    """A line's parts, and whether they are highlighted. Neighbours of one style are joined: that costs less to draw."""
+    joined: list[tuple[str, str, bool]] = []
+    at = 0
+    for content, name in line.parts:
+        chosen = at < line.selected
+        at += width_of(content)
+        if joined and joined[-1][1:] == (name, chosen):
+            joined[-1] = (joined[-1][0] + content, name, chosen)
+        else:
+            joined.append((content, name, chosen))
+    return joined

@@ -1,0 +1,174 @@
+"""Lines of styled text, and where on the screen a click means what. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.rows import Verdict
+
+if TYPE_CHECKING:
+    from fastckpt_top.model import Model
+    from fastckpt_top.views.state import Ui
+
+STYLES: Final = (
+    "text",
+    "dim",
+    "strong",
+    "title",
+    "head",
+    "good",
+    "low",
+    "bad",
+    "graph",
+    "target",
+    "key",
+    "select",
+)
+"""Names that a line's parts may have; the canvas gives them colours."""
+
+VERDICT_STYLES: Final = {
+    Verdict.GOOD: "good",
+    Verdict.LOW: "low",
+    Verdict.BAD: "bad",
+    Verdict.DEAD: "bad",
+    Verdict.QUIET: "dim",
+}
+
+
+class Line:
+    """One line of the screen, built from left to right.
+
+    Attributes:
+        parts: Text and name of its style.
+        width: Cells so far.
+        selected: How many cells from the left are highlighted.
+    """
+
+    __slots__ = ("parts", "selected", "width")
+
+    def __init__(self, content: str = "", style: str = "text") -> None:
+        self.parts: list[tuple[str, str]] = []
+        self.width = 0
+        self.selected = 0
+        if content:
+            self.add(content, style)
+
+    def add(self, content: str, style: str = "text") -> Line:
+        """Append text."""
+        if content:
+            self.parts.append((content, style))
+            self.width += text.width(content)
+        return self
+
+    def extend(self, other: Line) -> Line:
+        """Append another line's parts."""
+        self.parts.extend(other.parts)
+        self.width += other.width
+        return self
+
+    def fill(self, width: int, style: str = "text") -> Line:
+        """Cut or pad to exactly `width` cells."""
+        if self.width > width:
+            kept: list[tuple[str, str]] = []
+            left = width
+            for content, name in self.parts:
+                piece = text.cut(content, left)
+                kept.append((piece, name))
+                left -= text.width(piece)
+                if piece != content:
+                    break
+            self.parts = kept
+            self.width = width - left
+        return self.add(" " * (width - self.width), style) if self.width < width else self
+
+    @property
+    def plain(self) -> str:
+        """Its text alone."""
+        return "".join(content for content, _ in self.parts)
+
+
+@dataclass(slots=True)
+class Screen:
+    """A painted screen.
+
+    Attributes:
+        lines: From top to bottom, each as wide as the screen.
+        rows: Line number -> key of the row that it shows.
+        actions: Line, first and last cell, action, of each word that can be clicked.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    rows: dict[int, str] = field(default_factory=dict)
+    actions: list[tuple[int, int, int, str]] = field(default_factory=list)
+
+    @property
+    def plain(self) -> str:
+        """The text alone, for tests and text screenshots."""
+        return "\n".join(line.plain.rstrip() for line in self.lines) + "\n"
+
+
+@dataclass(slots=True)
+class Frame:
+    """Everything a view needs to paint itself.
+
+    Attributes:
+        model: What to show.
+        ui: What the user chose.
+        glyphs: Characters.
+        width: Cells.
+        height: Lines.
+        status: `live`, or where a replay stands.
+        live: Whether processes are being watched, and not a recording.
+    """
+
+    model: Model
+    ui: Ui
+    glyphs: text.Glyphs
+    width: int
+    height: int
+    status: str = "live"
+    live: bool = True
+
+    def glyph(self, verdict: Verdict) -> str:
+        """The mark of a verdict."""
+        glyphs = self.glyphs
+        return {
+            Verdict.GOOD: glyphs.good,
+            Verdict.LOW: glyphs.low,
+            Verdict.BAD: glyphs.bad,
+            Verdict.DEAD: glyphs.dead,
+            Verdict.QUIET: glyphs.quiet,
+        }[verdict]
+
+    def say(self, foreign: str) -> str:
+        """A label, path or other foreign text in characters that this screen may show."""
+        return text.ascii_only(foreign) if self.glyphs is text.ASCII else foreign
+
+
+def share(part: float | None, whole: float) -> float | None:
+    """A fraction; None where it makes no sense."""
+    return part / whole if part is not None and whole > 0 else None
+
+
+def rate_style(fraction: float | None) -> str:
+    """The colour of a live rate as a fraction of its target."""
+    if fraction is None:
+        return "dim"
+    return "good" if fraction >= 0.95 else "low" if fraction >= 0.8 else "bad"  # noqa: PLR2004  (noise of the last second)
+
+
+def scrolled(lines: list[Line], first: int, height: int) -> tuple[list[Line], int]:
+    """The part of some lines that fits.
+
+    Args:
+        lines: All of them.
+        first: The one that is wanted at the top.
+        height: Room.
+
+    Returns:
+        The part, and the first line that was really used.
+    """
+    first = max(0, min(first, len(lines) - height))
+    return lines[first : first + max(height, 0)], first

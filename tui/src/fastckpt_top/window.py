@@ -1,0 +1,105 @@
+"""Rates over a sliding window, on the reader's clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+from fastckpt_top.segment import HISTOGRAM_BASE_US, HISTOGRAM_BUCKETS
+
+WINDOW_S: Final = 1.0
+"""A completion moves a counter by a whole block, so shorter windows show the block size and not the disk."""
+LONGEST_S: Final = 5.0
+"""The window grows up to this while it holds too few completions."""
+ENOUGH: Final = 20
+"""Completions that make a window meaningful."""
+_SLACK_S: Final = 0.05
+
+
+class Sample(NamedTuple):
+    """Counters at one moment. All but `mono` only grow.
+
+    Attributes:
+        mono: Seconds.
+        bytes: Completed.
+        requests: Completed.
+        busy_ns: With a request in flight.
+        source_ns: Waiting for the source.
+        limit_ms: Waiting for the bandwidth limit.
+        latency_ns: Sum over completed requests.
+    """
+
+    mono: float
+    bytes: int
+    requests: int = 0
+    busy_ns: int = 0
+    source_ns: int = 0
+    limit_ms: int = 0
+    latency_ns: int = 0
+
+
+class Window:
+    """The samples of one thing, as long as rates need them."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+
+    def add(self, sample: Sample) -> None:
+        """Add the newest sample; a counter that went back (another owner) or a clock that did begins anew."""
+        samples = self._samples
+        if samples and (sample.mono < samples[-1].mono or sample.bytes < samples[-1].bytes):
+            samples.clear()
+        if samples and sample.mono == samples[-1].mono:
+            samples[-1] = sample
+        else:
+            samples.append(sample)
+        while len(samples) > 2 and samples[1].mono < sample.mono - LONGEST_S:  # noqa: PLR2004
+            samples.popleft()
+
+    def ends(self) -> tuple[Sample, Sample] | None:
+        """The window's oldest and newest sample; None while there is only one."""
+        samples = self._samples
+        if len(samples) < 2:  # noqa: PLR2004
+            return None
+        newest = samples[-1]
+        chosen = samples[-2]
+        for index in range(len(samples) - 2, -1, -1):
+            chosen = samples[index]
+            age = newest.mono - chosen.mono
+            if age >= LONGEST_S or (age >= WINDOW_S - _SLACK_S and newest.requests - chosen.requests >= ENOUGH):
+                break
+        return chosen, newest
+
+    def rate(self) -> float | None:
+        """Bytes/s over the window; None while unknown."""
+        ends = self.ends()
+        if ends is None:
+            return 0.0 if self._samples and not self._samples[-1].bytes else None
+        old, new = ends
+        if not old.bytes and new.bytes:  # the time before the first completion was not spent moving bytes
+            old = next(sample for sample in reversed(self._samples) if not sample.bytes)
+        return (new.bytes - old.bytes) / (new.mono - old.mono)
+
+
+def percentile(histogram: tuple[int, ...], share: float) -> float | None:
+    """Estimate a percentile from a latency histogram.
+
+    Args:
+        histogram: Requests per bucket (docs/telemetry.md 5.4).
+        share: 0 to 1.
+
+    Returns:
+        Seconds, interpolated within the bucket; None if nothing was counted. In the last bucket, its lower bound.
+    """
+    total = sum(histogram)
+    if total <= 0:
+        return None
+    wanted = share * total
+    seen = 0
+    for index, count in enumerate(histogram):
+        if count and seen + count >= wanted:
+            low = 0.0 if index == 0 else HISTOGRAM_BASE_US * 2.0 ** (index - 1)
+            high = HISTOGRAM_BASE_US * 2.0**index if index < HISTOGRAM_BUCKETS - 1 else low
+            return (low + (high - low) * (wanted - seen) / count) / 1e6
+        seen += count
+    return None
