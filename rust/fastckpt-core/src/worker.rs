@@ -326,13 +326,12 @@ impl<J: Job> Worker<'_, '_, J> {
     fn start(&mut self, token: usize, block: usize) -> Result<()> {
         let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
-        let mut slab = |len: usize| match slabs.iter().position(|slab| slab.len() >= len) {
-            Some(at) => Ok(slabs.swap_remove(at)),
-            None => {
-                slabs.clear(); // too small ones only add up
-                buf::take_slab(len)
-                    .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+        let mut slab = |len: usize| {
+            if let Some(at) = slabs.iter().position(|slab| slab.len() >= len) {
+                return Ok(slabs.swap_remove(at));
             }
+            slabs.clear(); // too small ones only add up
+            buf::take_slab(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
         };
         let Transfer { file, offset, range, need, buf, .. } = shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
