@@ -85,11 +85,18 @@ def rank_of(tick, child):
 
 def wait_for(place, child, condition, seconds=15):
     deadline = time.monotonic() + seconds
+    rank = None
     while time.monotonic() < deadline:
-        rank = rank_of(once(place), child)
-        if condition(rank):
+        rank = next((rank for rank in once(place)["ranks"] if rank["pid"] == child.pid), None)
+        if rank is not None and condition(rank):
             return rank
     raise AssertionError(f"not seen within {seconds} s; last {rank}")
+
+
+def wait_for_any(place, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not list(place.glob("*.seg")) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def test_a_throttled_save_is_watched_from_begin_to_end(trainer, place, tmp_path):
@@ -271,3 +278,14 @@ def test_targets_reach_the_monitor(trainer, place):
     assert rank_of(once(place), child)["target_Bps"] == 3e9
     with pytest.raises(ValueError, match="no target"):
         fastckpt.set_target("fast")
+
+
+def test_the_environment_gives_the_target_too(place, tmp_path):
+    code = "import fastckpt, sys; fastckpt.save({}, sys.argv[1]); fastckpt.load(sys.argv[1]); sys.stdin.read()"
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "FASTCKPT_TOP_TARGET": "medium"}
+    command = [sys.executable, "-c", code, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as child:
+        wait_for_any(place)
+        rank = wait_for(place, child, lambda rank: rank["op"] == "load" and rank["state"] == "done")
+        assert rank["target_Bps"] == 2e9
+        child.stdin.close()
