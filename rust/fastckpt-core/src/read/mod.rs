@@ -1,0 +1,249 @@
+//! Reading: a checkpoint is opened, and byte ranges of its tensors are read. [`verify`] reads all of it.
+
+mod job;
+mod verify;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use self::job::{Outcome, ReadJob};
+use crate::checksum;
+use crate::commit;
+use crate::error::{Error, Result};
+use crate::manifest::{self, Body};
+use crate::options::Options;
+use crate::report::{Damage, Report};
+use crate::source::Destination;
+use crate::sys::file::{self, DataFile};
+use crate::telemetry::{self, Kind, Operation};
+use crate::worker::{self, Crew, Tick};
+
+/// How often a checkpoint is opened again that is replaced meanwhile.
+const TURNS: usize = 100;
+/// Reads in pieces of this many bytes where no worker is needed (headers).
+const SMALL_READ: usize = 1 << 20;
+
+/// An open checkpoint: its manifest, read and checked.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    directory: OwnedFd,
+    body: Body,
+}
+
+/// Bytes of one tensor that are wanted.
+#[derive(Debug)]
+pub struct Request {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// First byte, counted in the tensor.
+    pub start: u64,
+    /// The byte after the last.
+    pub end: u64,
+    /// Where they go.
+    pub destination: Destination,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint at `path`.
+    pub fn open(path: &Path) -> Result<Self> {
+        for _ in 0..TURNS {
+            if let Some(checkpoint) = Self::open_once(path)? {
+                return Ok(checkpoint);
+            }
+        }
+        Err(Error::corrupt(path, "it is being replaced faster than it can be opened"))
+    }
+
+    /// Nothing if the directory was replaced between its opening and that of the manifest.
+    fn open_once(path: &Path) -> Result<Option<Self>> {
+        let directory = commit::open_checkpoint(path)?;
+        let manifest = path.join(manifest::FILE);
+        let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                if has_other_name(&directory, path) {
+                    return Ok(None);
+                }
+                let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
+                return Err(Error::corrupt(path, what));
+            }
+            other => other.map_err(|error| unreadable(&manifest, error))?,
+        };
+        if len > manifest::MAX_BYTES {
+            let what = format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES);
+            return Err(Error::corrupt(&manifest, what));
+        }
+        let mut bytes = vec![0; len as usize];
+        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(Error::io("read", &manifest))?;
+        if read < bytes.len() {
+            return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
+        }
+        let body = manifest::decode(bytes, &manifest)?;
+        Ok(Some(Self { path: path.to_path_buf(), directory, body }))
+    }
+
+    /// The manifest.
+    #[must_use]
+    pub fn body(&self) -> &Body {
+        &self.body
+    }
+
+    /// Reads `requests`. With `verify`, every extent that is read whole is compared with its checksum, and so is the header of each
+    /// shard touched; the first difference is an error, by which time other destinations may have been filled.
+    pub fn read(
+        &self,
+        requests: Vec<Request>,
+        verify: bool,
+        options: &Options,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
+        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let outcome = self.load(requests, verify, options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    fn load(
+        &self,
+        requests: Vec<Request>,
+        verify: bool,
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
+        let begin = Instant::now();
+        let mut crew = Crew::choose(options);
+        let job = ReadJob::new(self, requests, verify, crew.direct(), Outcome::Raise)?;
+        if verify {
+            for &shard in &job.shards {
+                if let Some(damage) = self.check_header(shard)? {
+                    return Err(self.raised(damage));
+                }
+            }
+        }
+        self.run(&job, &mut crew, options, begin, operation, tick)
+    }
+
+    fn run(
+        &self,
+        job: &ReadJob<'_>,
+        crew: &mut Crew,
+        options: &Options,
+        begin: Instant,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
+        let planned = begin.elapsed().as_secs_f64();
+        let blocks = worker::run(job, crew, options, self.body.block_size, operation, tick)?;
+        let seconds = begin.elapsed().as_secs_f64();
+        Ok(Report {
+            bytes: job.bytes,
+            phases: vec![("plan", planned), ("read", seconds - planned)],
+            seconds,
+            threads: crew.threads,
+            engine: crew.engine,
+            fallback: crew.fallback.clone(),
+            blocks,
+            shards: job.shards.len(),
+            tensors: job.tensors,
+        })
+    }
+
+    /// The path of a file inside, for messages.
+    fn path_of(&self, file: &str) -> PathBuf {
+        self.path.join(file)
+    }
+
+    /// Opens a shard and looks at its length.
+    fn open_shard(&self, index: usize, direct: bool) -> Result<DataFile> {
+        let shard = &self.body.shards[index];
+        let path = self.path_of(&shard.file);
+        match DataFile::open_read(self.directory.as_fd(), &shard.file, direct) {
+            Ok((file, len)) if len == shard.bytes => Ok(file),
+            Ok((_, len)) => {
+                Err(Error::corrupt(&path, format!("it has {len} bytes, written were {}", shard.bytes)))
+            }
+            Err(error) => Err(self.unreadable(&path, error)),
+        }
+    }
+
+    /// Why a shard cannot be opened.
+    fn unreadable(&self, path: &Path, error: io::Error) -> Error {
+        if error.kind() == io::ErrorKind::NotFound && has_other_name(&self.directory, &self.path) {
+            return Error::io(
+                "go on reading a checkpoint that was replaced meanwhile (open it again):",
+                path,
+            )(error);
+        }
+        unreadable(path, error)
+    }
+
+    /// Compares the header of a shard with its checksum.
+    fn check_header(&self, index: usize) -> Result<Option<Damage>> {
+        let shard = &self.body.shards[index];
+        let path = self.path_of(&shard.file);
+        let (fd, _) = file::open_regular(self.directory.as_fd(), &shard.file)
+            .map_err(|error| self.unreadable(&path, error))?;
+        let mut crc = checksum::of(&[]);
+        let mut at = 0;
+        let mut length_field = [0; 8];
+        let mut piece = vec![0; SMALL_READ.min(shard.data_offset as usize)];
+        while at < shard.data_offset {
+            let want = piece.len().min((shard.data_offset - at) as usize);
+            let got = file::read_at(fd.as_fd(), &mut piece[..want], at).map_err(Error::io("read", &path))?;
+            if got == 0 {
+                break;
+            }
+            for (field, byte) in length_field.iter_mut().skip(at as usize).zip(&piece[..got]) {
+                *field = *byte;
+            }
+            crc = checksum::combine(crc, checksum::of(&piece[..got]), got as u64);
+            at += got as u64;
+        }
+        // A forged manifest may vouch for a header that other readers would take for another length.
+        let begin = u64::from_le_bytes(length_field).checked_add(8);
+        if at == shard.data_offset && begin != Some(at) {
+            let reason = format!("header: its length field puts the data elsewhere than at byte {at}");
+            return Ok(Some(Damage { file: shard.file.clone(), offset: 0, len: 8, tensor: None, reason }));
+        }
+        let sound = at == shard.data_offset && checksum::to_hex(crc) == shard.header_crc;
+        Ok((!sound).then(|| Damage {
+            file: shard.file.clone(),
+            offset: 0,
+            len: shard.data_offset,
+            tensor: None,
+            reason: format!(
+                "header: checksum is {}, written was {}",
+                checksum::to_hex(crc),
+                shard.header_crc
+            ),
+        }))
+    }
+
+    fn raised(&self, damage: Damage) -> Error {
+        let Damage { file, offset, len, tensor, reason } = damage;
+        let tensor = tensor.map_or_else(String::new, |name| format!(" (tensor `{name}`)"));
+        Error::corrupt(&self.path_of(&file), format!("bytes {offset} to {}{tensor}: {reason}", offset + len))
+    }
+}
+
+/// Whether the directory that is held open no longer is the one of that name.
+fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
+    match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
+        (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
+        _ => true,
+    }
+}
+
+/// Why a file of a checkpoint cannot be opened: damage where the checkpoint itself is at fault.
+fn unreadable(path: &Path, error: io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::ENOENT) => Error::corrupt(path, "the file is missing"),
+        Some(libc::ELOOP) => Error::corrupt(path, "the file is a symbolic link, which is not followed"),
+        Some(libc::ENXIO | libc::ENODEV) => Error::corrupt(path, "not a regular file"),
+        None if error.kind() == io::ErrorKind::InvalidInput => Error::corrupt(path, error.to_string()),
+        _ => Error::io("open", path)(error),
+    }
+}

@@ -1,0 +1,128 @@
+//! Verifying: every byte is compared with its checksum, and all damage is found, not only the first.
+
+use std::os::fd::AsFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::job::{Outcome, ReadJob};
+use super::{Checkpoint, Request};
+use crate::align;
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::manifest::ShardEntry;
+use crate::options::Options;
+use crate::report::{Damage, Report};
+use crate::source::Destination;
+use crate::sys::file;
+use crate::telemetry::{self, Kind, Operation};
+use crate::worker::{Crew, Tick};
+
+impl Checkpoint {
+    /// Compares every byte with its checksum and returns all that differs.
+    pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
+        let operation = Operation::begin(Kind::Verify, &self.path, options.step);
+        let outcome = self.compare_all(options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    fn compare_all(
+        &self,
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<(Report, Vec<Damage>)> {
+        let begin = Instant::now();
+        let mut crew = Crew::choose(options);
+        let mut damage = Vec::new();
+        let mut readable = vec![true; self.body.shards.len()];
+        for (index, shard) in self.body.shards.iter().enumerate() {
+            match self.open_shard(index, false) {
+                Ok(_) => damage.extend(self.check_header(index)?),
+                Err(Error::Corrupt { what, .. }) => {
+                    let (found, missing) = self.shard_length(shard);
+                    readable[index] = !missing;
+                    let offset = found.min(shard.bytes);
+                    let len = found.max(shard.bytes) - offset;
+                    if missing {
+                        damage.extend(self.lost(index, &what));
+                    }
+                    damage.push(Damage { file: shard.file.clone(), offset, len, tensor: None, reason: what });
+                    if found >= shard.data_offset {
+                        damage.extend(self.check_header(index)?);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let requests = self.body.tensors.iter().enumerate().filter(|(_, tensor)| readable[tensor.shard]);
+        let requests = requests.map(|(index, tensor)| Request {
+            tensor: index,
+            start: 0,
+            end: tensor.bytes(),
+            destination: Destination::Nowhere,
+        });
+        let job =
+            ReadJob::new(self, requests.collect(), true, crew.direct(), Outcome::Collect(Mutex::default()))?;
+        let report = self.run(&job, &mut crew, options, begin, operation, tick)?;
+        if let Outcome::Collect(found) = job.outcome {
+            damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));
+        }
+        damage.extend(self.check_sums());
+        damage.sort();
+        damage.dedup();
+        Ok((report, damage))
+    }
+
+    /// Every tensor of a shard that cannot be read at all.
+    fn lost(&self, index: usize, reason: &str) -> impl Iterator<Item = Damage> {
+        let file = &self.body.shards[index].file;
+        let tensors =
+            self.body.tensors.iter().filter(move |tensor| tensor.shard == index && tensor.bytes() > 0);
+        tensors.map(move |tensor| Damage {
+            file: file.clone(),
+            offset: tensor.offset,
+            len: tensor.bytes(),
+            tensor: Some(tensor.name.clone()),
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// The length a shard has, and whether there is none at all.
+    fn shard_length(&self, shard: &ShardEntry) -> (u64, bool) {
+        file::open_regular(self.directory.as_fd(), &shard.file).map_or((0, true), |(_, len)| (len, false))
+    }
+
+    /// Compares the checksum of each whole shard, which copies elsewhere are checked against, with those of its parts.
+    fn check_sums(&self) -> Vec<Damage> {
+        let size = self.body.block_size;
+        let mut sums: Vec<Option<u64>> =
+            self.body.shards.iter().map(|shard| checksum::from_hex(shard.header_crc.as_bytes())).collect();
+        let mut order: Vec<_> = self.body.tensors.iter().collect();
+        order.sort_by_key(|tensor| (tensor.shard, tensor.offset));
+        for tensor in order {
+            let (mut at, end) = (tensor.offset, tensor.offset + tensor.bytes());
+            let mut index = 0;
+            while at < end {
+                let stop = end.min(align::down(at, size) + size);
+                let sum = &mut sums[tensor.shard];
+                *sum = sum.zip(tensor.extent_crc(index)).map(|(a, b)| checksum::combine(a, b, stop - at));
+                (at, index) = (stop, index + 1);
+            }
+        }
+        let wrong = self
+            .body
+            .shards
+            .iter()
+            .zip(sums)
+            .filter(|(shard, sum)| sum.map(checksum::to_hex).as_deref() != Some(shard.crc.as_str()));
+        let damage = |(shard, _): (&ShardEntry, _)| Damage {
+            file: shard.file.clone(),
+            offset: 0,
+            len: shard.bytes,
+            tensor: None,
+            reason: "the manifest's checksum of the whole shard is not that of its parts".to_owned(),
+        };
+        wrong.map(damage).collect()
+    }
+}
