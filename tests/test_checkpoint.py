@@ -16,6 +16,12 @@ from fastckpt._slicing import plan
 from same import bits, same
 
 
+@pytest.fixture(params=["uring", "threads", "buffered"])
+def engines(request, monkeypatch):
+    """``ckpt[...]`` and ``slice`` have no ``io=``: the environment chooses."""
+    monkeypatch.setenv("FASTCKPT_IO", request.param)
+
+
 @pytest.fixture
 def path(tmp_path):
     w = torch.arange(24.0).reshape(2, 3, 4)
@@ -40,7 +46,8 @@ def test_names_and_infos(path):
         assert checkpoint.keys() == list(checkpoint) == names
         assert len(checkpoint) == 8
         assert "w" in checkpoint
-        assert "tied" not in checkpoint
+        assert "tied" in checkpoint
+        assert checkpoint.info("tied") is checkpoint.info("w")
         assert 5 not in checkpoint
         assert checkpoint.path == str(path)
         assert str(path) in repr(checkpoint)
@@ -99,6 +106,7 @@ def test_structure(path, tmp_path, registry):
         stranger.metadata  # noqa: B018 - the access is the test
 
 
+@pytest.mark.usefixtures("engines")
 def test_one_tensor(path):
     with fastckpt.open(path) as checkpoint:
         assert torch.equal(checkpoint["w"], torch.arange(24.0).reshape(2, 3, 4))
@@ -135,6 +143,7 @@ def test_one_tensor(path):
     ],
     ids=repr,
 )
+@pytest.mark.usefixtures("engines")
 def test_slice(path, index):
     expected = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)[index]
     with fastckpt.open(path) as checkpoint:
@@ -145,6 +154,7 @@ def test_slice(path, index):
     assert part.numpy().tobytes() == expected.tobytes()
 
 
+@pytest.mark.usefixtures("engines")
 def test_slice_of_other_kinds(path):
     with fastckpt.open(path) as checkpoint:
         assert (checkpoint.slice("n", slice(-3, None)) == [7, 8, 9]).all()
@@ -190,6 +200,7 @@ def test_slice_reads_only_its_rows():
     assert plan((1000, 1000), 4, slice(10, 20))[0] == [(40_000, 80_000)]
 
 
+@pytest.mark.usefixtures("engines")
 def test_slice_of_a_large_tensor(tmp_path):
     w = torch.arange(3_000_000).reshape(3000, 1000)
     big = torch.arange(20 * 40_000).reshape(20, 40_000)
@@ -200,15 +211,36 @@ def test_slice_of_a_large_tensor(tmp_path):
         assert torch.equal(checkpoint.slice("big", slice(19, 2, -7)), big[[19, 12, 5]])
 
 
+def test_every_name_of_a_tied_tensor_finds_it(tmp_path):
+    w, b = torch.arange(3.0), torch.ones(2)
+    state = {
+        "model": {"embed": w, ("t", 1): [b, {2**60: w}], "é\ud800": w, "a.b": b, "a": {"b": w}},
+        "": w,
+        frozenset({1}): {"x": w},
+    }
+    fastckpt.save(state, tmp_path / "c")
+    names = {"model.('t', 1).1.1152921504606846976": w, "model.é?": w, "model.a.b": b, "": w}
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.keys() == list(checkpoint) == ["model.embed", "model.('t', 1).0"]
+        for name, tensor in names.items():
+            assert name in checkpoint
+            assert torch.equal(checkpoint[name], tensor)
+            assert torch.equal(checkpoint.slice(name, slice(1, None)), tensor[1:])
+            assert checkpoint.info(name).name in checkpoint.keys()  # noqa: SIM118 - the listed ones
+        assert "frozenset.x" not in checkpoint
+
+
 def test_closed(path):
     checkpoint = fastckpt.open(path)
     checkpoint.close()
     checkpoint.close()
     assert checkpoint.keys()
+    assert checkpoint.info("w").shape == (2, 3, 4)
+    assert checkpoint.structure["w"] is checkpoint.info("w")
+    assert checkpoint.metadata["step"] == 7
     for use in (
         lambda: checkpoint["w"],
         lambda: checkpoint.slice("w", 0),
-        lambda: checkpoint.metadata,
         checkpoint.__enter__,
     ):
         with pytest.raises(ValueError, match="closed"):

@@ -19,9 +19,13 @@ import pytest
 
 import fastckpt
 from fastckpt import cli
+from harness import needs
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
+try:
+    import safetensors.torch as safetensors_torch
+    import torch
+except ImportError as error:
+    needs.missing(str(error))
 
 
 def run(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -80,7 +84,7 @@ def damage(checkpoint: Path, offset_from_end: int = 1) -> None:
 def test_version_of_the_module_and_of_the_command() -> None:
     for command in ([sys.executable, "-m", "fastckpt"], [str(Path(sys.executable).with_name("fastckpt"))]):
         if not Path(command[0]).exists():
-            continue
+            needs.missing(f"the console script {command[0]} (pip install)")
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, f"fastckpt {fastckpt.__version__}\n")
 
@@ -117,9 +121,61 @@ def test_what_is_no_checkpoint_is_an_error(capsys: pytest.CaptureFixture[str], t
     (tmp_path / "directory").mkdir()
     for path in (tmp_path / "file", tmp_path / "directory"):
         status, out, err = call(capsys, command, path)
-        assert status in (1, 2)
-        assert out == ""
+        assert (status, out) == (2, "")
         assert str(path) in err
+    # Shards without a manifest are what is left of a checkpoint: damage.
+    (tmp_path / "directory" / "model.safetensors").touch()
+    assert call(capsys, command, tmp_path / "directory")[0] == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v"), TypeError("t"), ImportError("i"), OSError("o")])
+def test_no_error_is_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fastckpt, "verify", fail)
+    assert call(capsys, "verify", checkpoint) == (2, "", f"fastckpt: {error.args[0]}\n")
+    assert call_json(capsys, "verify", checkpoint) == (2, {"error": error.args[0], "type": type(error).__name__})
+
+
+def test_output_that_cannot_be_written_is_an_error(checkpoint: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "fastckpt", "ls", str(checkpoint)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fastckpt: cannot write to standard output: No space left on device")
+    assert "Traceback" not in done.stderr
+
+
+def test_one_remedy_is_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for cause, remedies in (("No such file or directory", 1), ("No such file or directory: is it mounted?", 0)):
+        failure = FileNotFoundError(2, f"cannot open checkpoint `{tmp_path}`: {cause}", str(tmp_path))
+        monkeypatch.setattr(fastckpt, "verify", lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure))
+        assert call(capsys, "verify", tmp_path)[2].count("check the path") == remedies
+
+
+def test_convert_into_a_place_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for parent, kind in (("missing", "FileNotFoundError"), ("file", "NotADirectoryError")):
+        status, document = call_json(capsys, "convert", checkpoint, tmp_path / parent / "m.safetensors")
+        assert (status, document["type"]) == (2, kind)
+        assert str(tmp_path / parent) in document["error"]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space (os error 28)")
+
+    from safetensors import SafetensorError
+
+    monkeypatch.setattr(safetensors_torch, "save_file", full)
+    status, document = call_json(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
+    assert (status, document["type"]) == (2, "OSError")
+    assert str(tmp_path / "m.safetensors") in document["error"]
 
 
 def test_info_ls_and_verify_work_without_torch(checkpoint: Path) -> None:
@@ -223,8 +279,9 @@ def test_ls_with_a_pattern(capsys: pytest.CaptureFixture[str], checkpoint: Path)
         ("layer.1.weight", [64, 8]),
     ]
     assert document["bytes"] == 8192 + 1024
-    status, out, _ = call(capsys, "ls", checkpoint, "nothing*")
-    assert (status, out.splitlines()[-1]) == (0, "0 tensors, 0 bytes (0 B)")
+    status, out, err = call(capsys, "ls", checkpoint, "layer.0.wieght")
+    assert (status, out) == (2, "")
+    assert "'layer.0.wieght' matches no tensor; there are 'layer.0.weight'" in err
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------
@@ -238,6 +295,8 @@ def test_verify_a_whole_checkpoint(capsys: pytest.CaptureFixture[str], checkpoin
     assert status == 0
     assert document["ok"] is True
     assert document["damage"] == []
+    assert document["gigabytes_per_second"] > 0
+    assert isinstance(document["phases"], dict)
 
 
 def test_verify_lists_damage_and_exits_with_1(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
@@ -286,7 +345,7 @@ def test_verify_shows_progress_on_a_terminal_only(checkpoint: Path) -> None:
 # -- convert to a checkpoint -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin"])
 @pytest.mark.parametrize("legacy", [False, True])
 def test_convert_from_torch_save(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any], suffix: str, legacy: bool
@@ -323,6 +382,7 @@ def test_convert_never_executes_a_pickle(capsys: pytest.CaptureFixture[str], tmp
     assert status == 2
     assert document["type"] == "UnsupportedTypeError"
     assert str(source) in document["error"]
+    assert "safe_globals" not in document["error"], "no way around it is offered"
     source.write_bytes(pickle.dumps(Bomb(fired), protocol=2))
     assert call(capsys, "convert", source, tmp_path / "out")[0] in (1, 2)
     assert not fired.exists()
@@ -476,7 +536,7 @@ def test_convert_to_safetensors(
     status, _, err = call(capsys, "convert", checkpoint, destination)
     assert status == 2
     assert "--overwrite" in err
-    assert call(capsys, "convert", checkpoint, destination, "--overwrite", "--keys", "layer.*", "steps")[0] == 0
+    assert call(capsys, "convert", checkpoint, destination, "--overwrite", "--keys", "layer.*", "--keys=steps")[0] == 0
     assert sorted(safetensors_torch.load_file(destination)) == [
         "layer.0.bias",
         "layer.0.weight",

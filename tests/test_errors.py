@@ -266,7 +266,7 @@ def test_directory_without_a_manifest(tmp_path, operation):
     """Not one of ours, or half copied: either way the manifest is what is missing, by name."""
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "model.safetensors").write_bytes(b"")
-    with pytest.raises((FileNotFoundError, CorruptCheckpointError)) as caught:
+    with pytest.raises(CorruptCheckpointError) as caught:
         getattr(fastckpt, operation)(tmp_path / "step")
     assert str(tmp_path / "step") in str(caught.value)
     assert manifest.NAME in str(caught.value)
@@ -275,7 +275,7 @@ def test_directory_without_a_manifest(tmp_path, operation):
 @pytest.mark.parametrize("operation", ["load", "open", "verify"])
 def test_file_in_place_of_a_directory(tmp_path, operation):
     (tmp_path / "step").write_bytes(b"PK\x03\x04")
-    with pytest.raises((NotADirectoryError, CorruptCheckpointError)) as caught:
+    with pytest.raises(NotADirectoryError) as caught:
         getattr(fastckpt, operation)(tmp_path / "step")
     assert str(tmp_path / "step") in str(caught.value)
 
@@ -532,13 +532,9 @@ def test_newer_version_is_not_overwritten_in_ignorance(damaged):
     replacing it is allowed, mangling it is not."""
     path, _, body = damaged
     manifest.forge(path, body, version="2")
-    try:
-        fastckpt.save(numbered(1), path)
-    except (CheckpointError, FileExistsError):
-        with pytest.raises(FormatVersionError):
-            fastckpt.load(path)
-    else:
-        assert which(fastckpt.load(path)) == 1
+    fastckpt.save(numbered(1), path)
+    assert which(fastckpt.load(path)) == 1
+    assert fastckpt.verify(path).ok
 
 
 def test_damaged_checkpoint_can_be_saved_over(damaged):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import re
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+from harness import needs
+
+if importlib.util.find_spec("torch") is None:
+    needs.missing("torch")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 STEPS = 48

@@ -72,6 +72,7 @@ def test_public_names():
                 "verify",
                 "register_type",
                 "Checkpoint",
+                "Composed",
                 "TensorInfo",
                 "exceptions",
                 "__version__",
@@ -115,3 +116,11 @@ def test_doctests():
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed
+
+
+def test_the_installed_distribution_brings_numpy_and_tqdm_alone():
+    import re
+    from importlib import metadata
+
+    needed = [line for line in metadata.requires("fastckpt-io") if "extra ==" not in line]
+    assert sorted(re.match(r"[\w-]+", line)[0] for line in needed) == ["numpy", "tqdm"]

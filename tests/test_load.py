@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import pickle
 import subprocess
 import sys
 import types
@@ -248,6 +249,43 @@ def test_into_ties(saved):
     assert torch.equal(one, w)
 
 
+def test_into_targets_that_overlap(saved):
+    path = saved({"a": torch.ones(6), "b": torch.zeros(6), "m": torch.ones(2, 3), "n": np.ones(6, np.float32)})
+    base, table = torch.zeros(9), torch.full((6, 3), 9.0)
+    apart = {"m": torch.zeros(2, 3), "n": np.zeros(6, np.float32)}
+    for into, places in (
+        ({"a": base[:6], "b": base[3:], **apart}, "b a"),
+        ({"a": base[:6], "b": torch.zeros(6), **apart, "m": base[:6].view(2, 3)}, "m a"),
+        ({"a": base[:6], "b": torch.zeros(6), **apart, "n": base.numpy()[5::-1]}, "n a"),
+        ({"a": table[:, 1], "b": table[:, 2], **apart, "m": table[1:3]}, "m a"),
+    ):
+        with pytest.raises(StructureMismatchError, match="1 difference:") as caught:
+            fastckpt.load(path, into=into)
+        assert "overlaps in memory with" in str(caught.value)
+        assert all(f"['{place}']" in str(caught.value) for place in places.split())
+    # Interleaved is not overlapping.
+    fastckpt.load(path, into={"a": table[:, 1], "b": table[:, 2], **apart})
+    assert table[0].tolist() == [9, 1, 0]
+
+
+def test_into_of_one_tied_tensor_in_two_places_that_overlap(saved):
+    w, base = torch.arange(6.0), torch.zeros(9)
+    path = saved({"a": w, "b": w})
+    with pytest.raises(StructureMismatchError, match="overlaps"):
+        fastckpt.load(path, into={"a": base[:6], "b": base[3:]})
+    fastckpt.load(path, into={"a": base[:6], "b": base[:6]})
+
+
+def test_mismatch_says_what_helps(saved):
+    path = saved({str(i): torch.ones(1) for i in range(30)})
+    with pytest.raises(StructureMismatchError, match=r"into is a Linear: pass its state_dict\(\)") as caught:
+        fastckpt.load(path, into=torch.nn.Linear(1, 1))
+    assert len(caught.value.differences) == 30
+    assert pickle.loads(pickle.dumps(caught.value)).differences == caught.value.differences
+    with pytest.raises(StructureMismatchError, match=r'keys="model\.\*"; 1 difference:'):
+        fastckpt.load(path, into={str(i): torch.ones(1) for i in range(29)})
+
+
 def test_into_sparse(saved):
     state = {
         "coo": torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([3.0, 4]), (3,)).coalesce(),
@@ -346,6 +384,23 @@ def test_keys_that_match_nothing(tree):
         fastckpt.load(tree, keys="Model.w")
     with pytest.raises(TypeError, match="pattern"):
         fastckpt.load(tree, keys=[1])
+    for wrong in (3, b"w"):
+        with pytest.raises(TypeError, match="load: keys must be a pattern or a sequence of patterns"):
+            fastckpt.load(tree, keys=wrong)
+
+
+def test_keys_of_tied_tensors_name_places(saved):
+    w = torch.ones(2)
+    path = saved({"model": {"embed": w, "head": w, ("t", 1): [w]}, frozenset({1}): w, "other": torch.zeros(1)})
+    assert same(fastckpt.load(path, keys="model.head"), {"model": {"head": w}})
+    assert same(fastckpt.load(path, keys="*('t', 1).0"), {"model": {("t", 1): [w]}})
+    # A place whose key has no name goes with the first.
+    assert same(fastckpt.load(path, keys="model.embed"), {"model": {"embed": w}, frozenset({1}): w})
+    both = fastckpt.load(path, keys=["model.embed", "model.head"])["model"]
+    assert both["embed"] is both["head"]
+    into = {"model": {"head": torch.zeros(2)}}
+    assert fastckpt.load(path, keys="model.head", into=into)["model"]["head"] is into["model"]["head"]
+    assert into["model"]["head"].sum() == 2
 
 
 def test_registered_comes_whole(registry, saved):

@@ -69,12 +69,14 @@ def test_silent_without_configured_logging(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threads": 0}, "save: threads must be None or an int of at least 1, not 0"),
+        ({"threads": 0}, "save: threads must be None or an int from 1 to 1024, not 0"),
+        ({"threads": 1025}, "threads must be"),
+        ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),
         ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, buffered, not 'mmap'"),
         ({"io": None}, "io must be"),
-        ({"shard_size": 0}, "save: shard_size must be an int of at least 1"),
+        ({"shard_size": 0}, "save: shard_size must be an int of bytes, from 1 to"),
         ({"shard_size": 1e9}, "shard_size must be"),
     ],
 )

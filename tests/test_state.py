@@ -274,6 +274,69 @@ def test_state_of_a_module_keeps_its_versions(trip):
     module.load_state_dict(loaded)
 
 
+def schedules():
+    """Each scheduler class of this torch, made of simple arguments."""
+    kinds = torch.optim.lr_scheduler
+    two = [lambda o: kinds.ConstantLR(o, total_iters=2), lambda o: kinds.ExponentialLR(o, 0.9)]
+    return {
+        "LambdaLR": lambda o: kinds.LambdaLR(o, lambda _: 0.5),
+        "MultiplicativeLR": lambda o: kinds.MultiplicativeLR(o, lambda _: 0.5),
+        "StepLR": lambda o: kinds.StepLR(o, 2),
+        "MultiStepLR": lambda o: kinds.MultiStepLR(o, [2, 4, 4]),
+        "ConstantLR": two[0],
+        "LinearLR": kinds.LinearLR,
+        "ExponentialLR": two[1],
+        "PolynomialLR": kinds.PolynomialLR,
+        "CosineAnnealingLR": lambda o: kinds.CosineAnnealingLR(o, 10),
+        "CosineAnnealingWarmRestarts": lambda o: kinds.CosineAnnealingWarmRestarts(o, 10),
+        "CyclicLR": lambda o: kinds.CyclicLR(o, 0.1, 0.2, cycle_momentum=False),
+        "OneCycleLR": lambda o: kinds.OneCycleLR(o, 0.1, total_steps=10),
+        "ReduceLROnPlateau": kinds.ReduceLROnPlateau,
+        "SequentialLR": lambda o: kinds.SequentialLR(o, [make(o) for make in two], [2]),
+        "ChainedScheduler": lambda o: kinds.ChainedScheduler([make(o) for make in two], o),
+    }
+
+
+def test_every_scheduler_of_torch_is_tried():
+    kinds = vars(torch.optim.lr_scheduler)
+    base = torch.optim.lr_scheduler.LRScheduler
+    known = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, base)}
+    assert {name for name in known if name[0] != "_"} - {"LRScheduler"} <= set(schedules())
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_state_of_a_scheduler(name, trip):
+    def training():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        return optimizer, schedules()[name](optimizer)
+
+    optimizer, schedule = training()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    loaded = trip(schedule.state_dict())
+    assert same(loaded, schedule.state_dict())
+    _, other = training()
+    other.load_state_dict(loaded)
+    assert same(other.state_dict(), schedule.state_dict())
+
+
+def test_counter(trip):
+    state = {
+        "c": collections.Counter("abca"),
+        "w": [collections.Counter({(1, 2): torch.ones(2)}), collections.Counter()],
+    }
+    loaded = trip(state)
+    assert same(loaded, state)
+    assert loaded["c"]["missing"] == 0
+    into = {"c": collections.Counter(), "w": [collections.Counter({(1, 2): torch.zeros(2)})]}
+    assert trip(state, into=into)["w"][0][1, 2] is into["w"][0][1, 2]
+    assert same(trip(state, keys="w.*"), {"w": [state["w"][0]]})
+    state["c"].name = "attribute"
+    with pytest.raises(UnsupportedTypeError, match="Counter with attributes"):
+        trip(state)
+
+
 def test_whole_training_state(trip):
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoderLayer(8, 2, 16)
@@ -528,10 +591,14 @@ def test_clashing_names_get_a_suffix(trip, tmp_path):
 
 
 def test_many_clashes_take_linear_time(tmp_path):
-    state = {frozenset({i}): torch.tensor(i) for i in range(20_000)}
-    began = time.process_time()
-    fastckpt.save(state, tmp_path / "c")
-    assert time.process_time() - began < 5
+    def seconds(count):
+        state = {frozenset({i}): torch.tensor(i) for i in range(count)}
+        began = time.process_time()
+        fastckpt.save(state, tmp_path / "c")
+        return time.process_time() - began
+
+    few = min(seconds(5_000) for _ in range(3))
+    assert min(seconds(20_000) for _ in range(2)) < 8 * few
     assert fastckpt.open(tmp_path / "c").keys()[-1] == "frozenset~19999"
 
 
@@ -586,15 +653,21 @@ def test_depth_limits_of_both_sides_agree(tmp_path):
 
 
 def test_100_000_small_tensors(tmp_path):
-    state = {"w": [torch.full((1,), float(i)) for i in range(100_000)]}
-    began = time.process_time()
-    fastckpt.save(state, tmp_path / "c")
-    saved = time.process_time() - began
-    loaded = fastckpt.load(tmp_path / "c")
-    took = time.process_time() - began - saved
-    assert torch.equal(torch.cat(loaded["w"]), torch.arange(100_000.0))
-    assert saved < 4.5, "45 microseconds a tensor is what safetensors takes"
-    assert took < 3.5, "35 microseconds a tensor is what safetensors takes"
+    from safetensors.torch import load_file, save_file
+
+    def seconds(call):
+        began = time.perf_counter()
+        value = call()
+        return time.perf_counter() - began, value
+
+    def best(call):
+        return min(seconds(call)[0] for _ in range(2))
+
+    tensors = [torch.full((1,), float(i)) for i in range(100_000)]
+    theirs = {str(i): tensor for i, tensor in enumerate(tensors)}
+    assert best(lambda: fastckpt.save({"w": tensors}, tmp_path / "c")) < best(lambda: save_file(theirs, tmp_path / "f"))
+    assert best(lambda: fastckpt.load(tmp_path / "c")) < best(lambda: load_file(tmp_path / "f"))
+    assert torch.equal(torch.cat(fastckpt.load(tmp_path / "c")["w"]), torch.arange(100_000.0))
 
 
 # Registered types.

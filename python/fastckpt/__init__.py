@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from . import _core, exceptions
-from ._checkpoint import Checkpoint, TensorInfo, open
+from ._checkpoint import Checkpoint, Composed, TensorInfo, open
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -27,6 +27,7 @@ from .exceptions import (
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Composed",
     "CorruptCheckpointError",
     "Damage",
     "FormatVersionError",

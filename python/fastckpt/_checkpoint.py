@@ -13,6 +13,7 @@ from ._dialects import Check, Real, Stored, numpy_leaf, torch_for
 from ._dtypes import plain_name
 from ._load import suggest
 from ._options import path_of
+from ._prune import aliases
 from ._slicing import plan
 from ._targets import Targets
 from ._unflatten import parse, unflatten
@@ -87,7 +88,8 @@ class Checkpoint:
     """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
 
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks.
+    against the checksums as far as it covers whole blocks. A tied tensor is listed once, under its first name, and
+    found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -95,6 +97,7 @@ class Checkpoint:
         self._reader: _core.Reader | None = _core.Reader(self._path)
         self._stored: list[Stored] = self._reader.tensors()
         self._tokens = parse(self._reader.structure())
+        self._about = self._reader.metadata()
         check = Check(self._stored, strangers=True)
         unflatten(self._tokens, check, operation="open")
         # The first token of each tensor tells how it is to come back.
@@ -104,6 +107,10 @@ class Checkpoint:
         files = [file for file, _ in self._reader.shards()]
         self._infos = [self._describe(index, files) for index in range(len(self._stored))]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
+        # Mostly nothing is tied, and then there is nothing to look for.
+        if len(check.found) > len(self._first):
+            for _, index, name in aliases(self._tokens, self.keys()):
+                self._index.setdefault(name, index)
 
     def _describe(self, index: int, files: list[str]) -> TensorInfo:
         name, dtype, shape, shard, _, nbytes, true = self._stored[index]
@@ -154,7 +161,7 @@ class Checkpoint:
     @property
     def metadata(self) -> Any:
         """What was given to ``save(metadata=...)``, made anew on each access."""
-        tokens = parse(self._open().metadata())
+        tokens = parse(self._about)
         unflatten(tokens, Check([]), operation="open: metadata")
         try:
             return unflatten(tokens, Real("auto"), operation="open: metadata")
@@ -165,7 +172,8 @@ class Checkpoint:
     def structure(self) -> Any:
         """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
 
-        A ``torch.Size`` is a tuple here, dtypes and devices are strings, and registered objects are not decoded.
+        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse and quantised tensors and registered
+        objects are :class:`fastckpt.Composed`.
         """
         return unflatten(self._tokens, _View(self._infos), operation="open")
 
@@ -254,20 +262,21 @@ class Checkpoint:
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint without reading its tensors.
+    """Open a checkpoint without reading its tensors. A shard is opened when it is first read from.
 
     Args:
         path: the checkpoint's directory.
 
     Raises:
-        CorruptCheckpointError: the manifest is damaged, or a shard is missing or cut short.
+        CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
         FormatVersionError: it is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
 
     Example:
-        >>> import fastckpt, numpy
-        >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, "/tmp/fastckpt-example", metadata={"step": 7})
-        >>> with fastckpt.open("/tmp/fastckpt-example") as checkpoint:
+        >>> import fastckpt, numpy, tempfile
+        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, path, metadata={"step": 7})
+        >>> with fastckpt.open(path) as checkpoint:
         ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.slice("w", -1)
         ({'step': 7}, (3, 2), array([4., 5.]))
     """

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import time
 import zipfile
 from contextlib import suppress
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
-PICKLED = (".pt", ".pth", ".bin")
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,14 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
     library, torch = _safetensors(source), _torch(source)
     if destination.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a directory, which a file does not replace", str(destination))
+    # The writer of safetensors has one exception for everything, without an errno.
+    parent = destination.parent
+    if not parent.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     state = fastckpt.load(source, keys=keys, framework="torch")
     tensors: dict[str, Any] = {}
     seen: set[int] = set()
@@ -194,7 +203,11 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
         seen.add(address)
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     try:
-        library.torch.save_file(tensors, temporary, metadata={"format": "pt"})
+        try:
+            library.torch.save_file(tensors, temporary, metadata={"format": "pt"})
+        except library.SafetensorError as error:
+            reason = f"safetensors cannot write it: {_first_line(error)}"
+            raise OSError(_errno_of(error), reason, str(destination)) from error
         # The writer of safetensors makes its file private.
         temporary.chmod(0o666 & ~_umask())
         _fsync(temporary)
@@ -281,7 +294,14 @@ def _first_line(error: Exception) -> str:
 def _refusal(error: Exception) -> str:
     """Return the line of torch's page of advice that tells what was refused."""
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
-    return next(telling, _first_line(error))
+    # What follows in the line is how to allow it after all.
+    return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, _first_line(error)).strip())[0]
+
+
+def _errno_of(error: Exception) -> int:
+    """The errno that a message of Rust's standard library ends with, or EIO."""
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else errno.EIO
 
 
 def _umask() -> int:

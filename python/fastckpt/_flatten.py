@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -130,6 +130,12 @@ def _attributed(value: _Attributed) -> Parts:
     return Parts('["tuple",2]', ((THROUGH, _Bare(value.value)), (THROUGH, vars(value.value))))
 
 
+def _counter(value: Counter[Any]) -> Parts:
+    if vars(value):
+        raise Unsupported("a Counter with attributes cannot be stored: convert it to a dict")
+    return Parts(f'["type","{_registry.COUNTER}"]', ((THROUGH, dict(value)),))
+
+
 def _default(value: defaultdict[Any, Any]) -> Parts:
     factory = value.default_factory
     name = "null"
@@ -165,6 +171,7 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
     _Attributed: _attributed,
     _Bare: lambda value: _items(value.value),
     defaultdict: _default,
+    Counter: _counter,
     list: _sequence("list"),
     tuple: _sequence("tuple"),
     set: _sequence("set"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import _memory, _numpy
 from ._dialects import Stored, torch_for
 from ._dtypes import plain_name
 from ._flatten import Occurrence, canonical, flatten
 from ._places import show
+from ._reports import count
 from ._unflatten import is_tensor
 from .exceptions import StructureMismatchError
 
@@ -32,6 +35,7 @@ class Into:
 
     def __init__(self, path: str, into: Any, framework: str) -> None:
         self.path = path
+        self.into = into
         self.framework = framework
         # It keeps alive what addresses point into.
         self.flat = flatten(into, operation="load: into", observe=True)
@@ -83,6 +87,7 @@ class Into:
             if reason is not None:
                 self.mismatches.append(f"{show(item.place)}: {reason}")
                 unfit.add(item.place)
+        self._clashes(fill)
         if kept is None:
             known = {item.place for item in found}
             self.mismatches.extend(
@@ -128,6 +133,37 @@ class Into:
         strides = value.stride() if _is_torch(given) else value.strides
         return any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True))
 
+    def _clashes(self, fill: Sequence[tuple[Found, Occurrence | None]]) -> None:
+        """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
+        spans: dict[Any, tuple[str, int, int, str, np.ndarray[Any, Any]]] = {}
+        for item, given in fill:
+            if given is None or given.stored is None or 0 in given.value.shape:
+                continue
+            device, memory = self._layout(given.value)
+            low, high = _memory.span(memory)
+            spans.setdefault(given.stored.tie, (device, low, high, item.place, memory))
+        # By device and beginning: those that reach into the next one stay open.
+        active: list[tuple[str, int, int, str, np.ndarray[Any, Any]]] = []
+        for each in sorted(spans.values(), key=lambda one: one[:2]):
+            device, low, _, place, memory = each
+            active = [one for one in active if one[0] == device and one[2] > low]
+            for *_, other, theirs in active:
+                if _memory.overlap(memory, theirs):
+                    self.mismatches.append(
+                        f"{show(place)}: overlaps in memory with {show(other)} in into, without a tie"
+                    )
+                    break
+            active.append(each)
+
+    @staticmethod
+    def _layout(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+        """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
+        if isinstance(value, np.ndarray):
+            return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
+        size = value.element_size()
+        strides = tuple(stride * size for stride in value.stride())
+        return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
+
     @staticmethod
     def _composed(item: Found, given: Occurrence) -> str | None:
         """Why a tensor made of several does not fit, or None."""
@@ -144,10 +180,21 @@ class Into:
         if len(self.mismatches) > _LISTED:
             shown.append(f"and {len(self.mismatches) - _LISTED} more")
         lines = "\n  ".join(shown)
-        raise StructureMismatchError(
-            f"load: into does not fit {self.path}, and nothing was changed; "
-            f"{len(self.mismatches)} differences:\n  {lines}"
+        error = StructureMismatchError(
+            f"load: into does not fit {self.path}, and nothing was changed: {self._remedy()}; "
+            f"{count(len(self.mismatches), 'difference')}:\n  {lines}"
         )
+        error.differences = tuple(self.mismatches)
+        raise error
+
+    def _remedy(self) -> str:
+        # Only a root that is no container and no array is a problem at the place of the root.
+        if any(not place for place, _ in self.flat.problems):
+            kind = type(self.into).__qualname__
+            if hasattr(self.into, "state_dict"):
+                return f"into is a {kind}: pass its state_dict()"
+            return f"into is a {kind}: pass a state of containers and tensors"
+        return 'give a state with the same tensors, or choose those that it has, as in keys="model.*"'
 
     def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], stored: Sequence[Stored], targets: Targets) -> None:
         asked: set[tuple[int, Any]] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -14,7 +15,7 @@ from ._into import Into
 from ._options import check_engine, check_framework, path_of
 from ._outcome import conclude
 from ._progress import ticker
-from ._prune import find, prune
+from ._prune import aliases, find, prune
 from ._reports import LoadReport
 from ._targets import Targets
 from ._unflatten import is_tensor, parse, unflatten
@@ -41,13 +42,15 @@ def load(
         path: the checkpoint's directory.
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
             in the result; everything else comes from the checkpoint. A tensor need not be tied where the
-            checkpoint's is.
+            checkpoint's is. Tensors that overlap in memory without being tied are a mismatch.
         keys: a glob pattern, or several, over tensor names (``"model.*"``): only tensors that match are read, and only
-            what leads to them is in the result. What is made of several tensors comes whole.
+            what leads to them is in the result: positions in lists close up. What is made of several tensors comes
+            whole. A tied tensor has a name at each of its places, and comes back at those that match.
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
         verify: compare every byte with its checksum.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
 
@@ -57,9 +60,10 @@ def load(
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message tells where.
         FormatVersionError: it is of a version that this release does not read.
-        StructureMismatchError: ``into`` does not fit; all differences are listed, and nothing was changed.
+        StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
         UnsupportedTypeError: a type is not registered, or a dtype is not available.
         KeyError: a pattern of ``keys`` matches no tensor.
+        TypeError: ``keys`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
         ValueError: an argument is out of range.
@@ -77,7 +81,9 @@ def load(
     targets = Targets(stored, framework)
     every, origin = tokens, None
     if keys is not None:
-        tokens, origin = prune(tokens, select([name for name, *_ in stored], keys))
+        places = aliases(tokens, [name for name, *_ in stored])
+        chosen = select([name for *_, name in places], keys)
+        tokens, origin = prune(tokens, {places[number][0] for number in chosen})
     composed = None
     given = None
     if into is not None:
@@ -101,8 +107,10 @@ def load(
     return state
 
 
-def select(names: Sequence[str], keys: str | Sequence[str]) -> set[int]:
+def select(names: Sequence[str], keys: Any) -> set[int]:
     """The numbers of the names that match any of the patterns; KeyError for a pattern that matches none."""
+    if not isinstance(keys, Iterable) or isinstance(keys, (bytes, bytearray)):
+        raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {keys!r}")
     patterns = [keys] if isinstance(keys, str) else list(keys)
     wanted: set[int] = set()
     for pattern in patterns:

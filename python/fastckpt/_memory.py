@@ -19,6 +19,7 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 #: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
+_OVERLAP_WORK = 1_000_000
 
 _split_elements = Lock()
 
@@ -28,13 +29,41 @@ class _At:
 
     __slots__ = ("__array_interface__",)
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "version": 3,
+        }
 
 
 def at(address: int, nbytes: int) -> Bytes:
     """The ``nbytes`` of writable memory at ``address``, which the caller keeps alive."""
-    return np.asarray(_At(address, nbytes))
+    return np.asarray(_At(address, (nbytes,), "|u1", None))
+
+
+def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
+    """Where the elements of an array lie. The addresses may be those of a device: nothing may be read through it."""
+    return np.asarray(_At(address, shape, f"|V{size}", strides))
+
+
+def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """The first byte of an array that is not empty, and one past the last."""
+    reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    first = address_of(array)
+    return first + sum(step for step in reach if step < 0), first + sum(
+        step for step in reach if step > 0
+    ) + array.itemsize
+
+
+def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays share a byte; where that is too hard to tell, yes if their spans do."""
+    try:
+        return np.shares_memory(left, right, _OVERLAP_WORK)  # type: ignore[arg-type] # numpy's stub knows two limits
+    except RuntimeError:  # numpy's TooHardError, which moved between its versions
+        return True
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 _ENGINES = ("auto", "uring", "threads", "buffered")
 _FRAMEWORKS = ("auto", "torch", "numpy")
+_MOST_THREADS = 1024
 
 
 def path_of(operation: str, path: str | os.PathLike[str]) -> str:
@@ -28,8 +29,8 @@ def check_engine(operation: str, io: Any, threads: Any) -> None:
     """``io=`` and ``threads=``."""
     if io not in _ENGINES:
         raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"{operation}: threads must be None or an int of at least 1, not {threads!r}")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
+        raise ValueError(f"{operation}: threads must be None or an int from 1 to {_MOST_THREADS}, not {threads!r}")
 
 
 def check_framework(operation: str, framework: Any) -> None:
@@ -40,8 +41,8 @@ def check_framework(operation: str, framework: Any) -> None:
 
 def check_shard_size(operation: str, shard_size: Any) -> None:
     """``shard_size=``."""
-    if type(shard_size) is not int or shard_size < 1:
-        raise ValueError(f"{operation}: shard_size must be an int of at least 1 (bytes), not {shard_size!r}")
+    if type(shard_size) is not int or not 1 <= shard_size < 2**63:
+        raise ValueError(f"{operation}: shard_size must be an int of bytes, from 1 to 2**63 - 1, not {shard_size!r}")
 
 
 def check_bandwidth(operation: str, limit: Any) -> None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _registry
 from ._flatten import canonical
-from ._places import THROUGH, KeyText, Part, place_of
+from ._places import THROUGH, KeyText, Part, part_of, place_of
 from ._unflatten import Token, arity, is_tensor
 from ._values import DECODERS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
 _COMPOSED = {
     "coo": ("indices", "values"),
@@ -22,6 +22,8 @@ _COMPOSED = {
 _MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _SLICE = ("start", "stop", "step")
+#: The name of a key that only the program that saved it could name; compared by identity.
+_NAMELESS = str(object())
 
 
 def _tag(token: Token) -> str | None:
@@ -47,17 +49,21 @@ def _ends(tokens: list[Token]) -> list[int]:
 
 
 class Found(NamedTuple):
-    """A tensor, or a tensor made of several, in the structure."""
+    """A tensor, or a tensor made of several, in the structure.
+
+    ``name`` is what the place makes of a tensor's name, None below a key that tells no name.
+    """
 
     position: int
     place: str
     token: list[Any]
+    name: str | None
 
 
 class _Frame:
     """A value whose parts are being walked: their keys, and the one at hand."""
 
-    __slots__ = ("key", "keys", "left", "place")
+    __slots__ = ("above", "key", "keys", "left", "place")
 
     def __init__(self, left: int, keys: Iterator[Any] | None) -> None:
         self.left = left
@@ -65,6 +71,8 @@ class _Frame:
         self.keys = keys
         self.key: Any = THROUGH
         self.place: str | None = None
+        #: The keys that lead here, once ``place`` is known.
+        self.above: list[Any] = []
 
 
 def find(tokens: list[Token]) -> list[Found]:
@@ -82,7 +90,7 @@ def find(tokens: list[Token]) -> list[Found]:
             value = ends[position]
             frame.key = _key(tokens, position, value)
             inside = place_of(parent.key for parent in stack)
-            found.extend(Found(at, inside, tokens[at]) for at in range(position, value) if is_tensor(tokens[at]))
+            found.extend(Found(at, inside, tokens[at], None) for at in range(position, value) if is_tensor(tokens[at]))
             position = value
             frame.left -= 1
         else:
@@ -93,7 +101,9 @@ def find(tokens: list[Token]) -> list[Found]:
         if tag in _COMPOSED or is_tensor(token):
             if frame.place is None:
                 frame.place = place_of(parent.key for parent in stack[:-1])
-            found.append(Found(position, frame.place + place_of((frame.key,)), token))
+                frame.above = [parent.key for parent in stack[:-1]]
+            name = _name((*frame.above, frame.key))
+            found.append(Found(position, frame.place + place_of((frame.key,)), token, name))
         count = arity(token) if tag is not None else 0
         position += 1
         if tag == "type" and token[1] == _registry.ATTRIBUTED:
@@ -115,7 +125,45 @@ def _key(tokens: list[Token], start: int, stop: int) -> Any:
         return tokens[start]
     if _tag(tokens[start]) in {"int", "float"}:
         return DECODERS[tokens[start][0]](tokens[start])
-    return KeyText("", ",".join(map(canonical, tokens[start:stop])))
+    text = ",".join(map(canonical, tokens[start:stop]))
+    members = [_plain(token) for token in tokens[start + 1 : stop]]
+    if _tag(tokens[start]) == "tuple" and KeyText not in map(type, members):
+        return KeyText(str(tuple(members)), text)
+    return KeyText(_NAMELESS, text)
+
+
+def _plain(token: Token) -> Any:
+    """A token that is a plain dictionary key, or a KeyText."""
+    if type(token) is not list:
+        return token
+    return DECODERS[token[0]](token) if token[0] in {"int", "float"} else KeyText(_NAMELESS, "")
+
+
+def _name(keys: Iterable[Any]) -> str | None:
+    """The name that a tensor under these keys would have, as :func:`fastckpt._flatten.flatten` makes it."""
+    parts = [part for key in keys if (part := part_of(key)) is not None]
+    if any(part is _NAMELESS for part in parts):
+        return None
+    return (".".join(parts) if parts else "tensor").encode("utf-8", "replace").decode()
+
+
+def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Position, number and name of each place of a tensor: the first has the stored name.
+
+    The others have the name that their place makes, unless a tensor is stored under it, or it tells none: then they go
+    with the first.
+    """
+    taken = set(stored)
+    seen: set[int] = set()
+    out = []
+    for item in find(tokens):
+        if not is_tensor(item.token):
+            continue
+        index = item.token[1]
+        tied = index in seen and item.name is not None and item.name not in taken
+        out.append((item.position, index, item.name if tied and item.name is not None else stored[index]))
+        seen.add(index)
+    return out
 
 
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
@@ -133,7 +181,7 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
 
 
 def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
-    """Keep what leads to the tensors with the numbers ``wanted``.
+    """Keep what leads to the tensors at the positions ``wanted``.
 
     Containers lose every item without such a tensor; what is made of tensors (a sparse one, a registered object) stays
     whole.
@@ -142,7 +190,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
         The tokens left, and for each its position in ``tokens``.
     """
     ends = _ends(tokens)
-    before = [0, *accumulate(is_tensor(token) and token[1] in wanted for token in tokens)]
+    before = [0, *accumulate(position in wanted for position in range(len(tokens)))]
     out: list[Token] = []
     origin: list[int] = []
 

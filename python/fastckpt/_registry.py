@@ -118,7 +118,9 @@ def by_name(name: str) -> Registered | None:
 
 #: Stands in a file for an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state.
 ATTRIBUTED = "collections.OrderedDict"
-RESERVED = frozenset({ATTRIBUTED})
+#: Stands in a file for a Counter, as MultiStepLR's state has one.
+COUNTER = "collections.Counter"
+RESERVED = frozenset({ATTRIBUTED, COUNTER})
 
 
 def _flatten_wrapper(value: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +22,20 @@ def size(count: int) -> str:
 def count(number: int, noun: str) -> str:
     """``1 shard``, ``2 shards``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class Fixed(dict[str, Any]):
+    """A dict that stays as it is; a true one, so that ``dataclasses.asdict``, json and pickle take it."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a report cannot be changed: copy it with dict()")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +66,10 @@ class Report:
     blocks: Mapping[str, int]
     shards: int
     tensors: int
+
+    def __post_init__(self) -> None:
+        for name in ("phases", "blocks"):
+            object.__setattr__(self, name, Fixed(getattr(self, name)))
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -39,8 +39,10 @@ def save(
         path: the checkpoint's directory. Its parent must exist.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
-        shard_size: bytes a file, about: a tensor is never split.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``. The report tells which engine ran.
+        shard_size: bytes a file, about: a tensor is never split. A large state is split over the workers at least,
+            so that the number of files depends on the machine.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set. The report tells which engine ran.
         threads: worker threads; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on; None for
             no limit.

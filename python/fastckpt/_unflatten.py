@@ -6,7 +6,7 @@ Tokens are hostile until this loop has read them: whatever is wrong with them is
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
@@ -152,6 +152,13 @@ def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
     return made
 
 
+def _counter(parts: list[Any]) -> Counter[Any]:
+    (made,) = parts
+    if type(made) is not dict:
+        raise ValueError("not the counts of a Counter")
+    return Counter(made)
+
+
 def unflatten(tokens: Sequence[Token], dialect: Dialect, *, operation: str = "load") -> Any:
     """Make the state that ``tokens`` describe.
 
@@ -268,6 +275,8 @@ def _open(token: list[Any], dialect: Dialect) -> tuple[int, Finish]:  # noqa: PL
         _, name = token
         if text(name) == _registry.ATTRIBUTED:
             return 1, _attributed
+        if name == _registry.COUNTER:
+            return 1, _counter
         return 1, partial(_registered, dialect, name)
     if tag == "datetime":
         return 1, partial(_values.decode_datetime, token, dialect.zone)

@@ -22,7 +22,8 @@ def verify(
 
     Args:
         path: the checkpoint's directory.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``.
+        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
 

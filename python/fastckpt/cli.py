@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
+from ._load import suggest
 from ._reports import count, size
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
@@ -76,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = command(
         "convert",
         "make a checkpoint of another format, or a safetensors file of a checkpoint",
-        "From .pt, .pth and .bin (tensors and plain containers only: no pickle is executed), from .safetensors, from a "
-        "directory of Hugging Face; or from a checkpoint to one .safetensors file, for which the state must fit into "
-        "memory.",
+        "From .pt, .pth, .ckpt and .bin (tensors and plain containers only: no pickle is executed), from .safetensors, "
+        "from a directory of Hugging Face; or from a checkpoint to one .safetensors file, for which the state must fit "
+        "into memory.",
     )
     convert.add_argument("path", metavar="SRC", type=Path)
     convert.add_argument("destination", metavar="DST", type=Path)
@@ -86,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--keys",
         metavar="PATTERN",
-        nargs="+",
-        help="from a checkpoint: only tensors whose names match, and nothing else of the state",
+        action="append",
+        help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
     )
     return parser
 
@@ -202,7 +203,12 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     with fastckpt.open(options.path) as checkpoint:
         tensors = _tensors(checkpoint)
     if options.pattern is not None:
+        names = [tensor["name"] for tensor in tensors]
         tensors = [tensor for tensor in tensors if fnmatch.fnmatchcase(tensor["name"], options.pattern)]
+        if not tensors:
+            raise CheckpointError(
+                f"ls {options.path}: {options.pattern!r} matches no tensor{suggest(options.pattern, names)}"
+            )
     total = sum(tensor["bytes"] for tensor in tensors)
     head = ("name", "dtype", "shape", "bytes", "shard")
     rows = [
@@ -218,7 +224,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Every byte against its checksum."""
     report = fastckpt.verify(options.path, progress=sys.stderr.isatty())
-    document = {**asdict(report), "ok": report.ok}
+    document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
     lines = [*map(str, report.damage), str(report)] if report.damage else [str(report)]
     return OK if report.ok else DAMAGED, document, lines
 
@@ -241,14 +247,20 @@ _COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert}
 
 def _message(error: Exception, operation: str, path: Path) -> str:
     """Return what failed, where, why, and what helps."""
+    if isinstance(error, KeyError):
+        return str(error.args[0]) if error.args else type(error).__name__
     if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
+        return str(error) or type(error).__name__
     where = os.fsdecode(path if error.filename is None else error.filename)
     cause = error.strerror or str(error)
-    # The core's messages name operation and path themselves.
+    # The core's messages name operation and path themselves; a cause is more than the system's words where it has a
+    # remedy, and one is enough.
     message = cause if where in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
-    return f"{message}; {remedy}" if remedy else message
+    plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
+    if error.errno == errno.ENOTDIR and path.is_file():  # only we know of the command that takes files
+        plain = True
+    return f"{message}; {remedy}" if remedy and plain else message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
         path = options.path
         status, document, lines = _COMMANDS[options.command](options)
-    except (CheckpointError, OSError, UsageError) as error:
-        status = DAMAGED if isinstance(error, CorruptCheckpointError) else FAILED
+    except Exception as error:  # noqa: BLE001 - a user of the command is told what is wrong, not where in our code
+        status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
         message = _message(error, operation, path)
         document, lines = {"error": message, "type": type(error).__name__}, []
         if not as_json:
@@ -278,8 +290,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; Python's own flush at exit must not fail on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
+        return FAILED
     return status
+
+
+def _foreign(path: Path) -> bool:
+    """Whether ``path`` is a directory without anything of a checkpoint in it: nothing of ours that could be damaged."""
+    return path.is_dir() and not (path / "fastckpt.json").exists() and not any(path.glob("*.safetensors"))
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -22,4 +22,10 @@ class UnsupportedTypeError(CheckpointError, TypeError):
 
 
 class StructureMismatchError(CheckpointError, ValueError):
-    """The state given as ``into=`` does not fit the checkpoint."""
+    """The state given as ``into=`` does not fit the checkpoint.
+
+    Attributes:
+        differences: every difference, one line each; the message lists only the first of many.
+    """
+
+    differences: tuple[str, ...] = ()

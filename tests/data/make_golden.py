@@ -8,8 +8,8 @@ from __future__ import annotations
 import datetime as dt
 import pathlib
 import sys
-from collections import OrderedDict, defaultdict
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,9 +68,36 @@ def state() -> dict[str, Any]:
     }
 
 
+class Position(NamedTuple):
+    """A type that the reading program registers."""
+
+    epoch: int
+    weight: torch.Tensor
+
+
+def register() -> None:
+    """Make known what :func:`types` holds."""
+    fastckpt.register_type(Position, tuple, lambda parts: Position(*parts), "golden.Position")
+
+
+def types() -> dict[str, Any]:
+    """The tokens that :func:`state` lacks: quantised tensors and types by name, one of them ours."""
+    values = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -0.5]])
+    return {
+        "per tensor": torch.quantize_per_tensor(values, 0.1, 3, torch.quint8),
+        "per channel": torch.quantize_per_channel(
+            values, torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+        ),
+        "position": Position(3, torch.arange(3.0)),
+        "milestones": Counter({30: 1, 60: 2}),
+    }
+
+
 METADATA = {"step": 1000, "note": "golden", "loss": 2.5}
 
 if __name__ == "__main__":
     version = sys.argv[1] if len(sys.argv) > 1 else "v1"
-    fastckpt.save(state(), HERE / version, overwrite=False, metadata=METADATA)
-    fastckpt.save(state(), HERE / f"{version}-sharded", overwrite=False, metadata=METADATA, shard_size=5000)
+    register()
+    for name, make, shard_size in (("", state, 10**9), ("-sharded", state, 5000), ("-types", types, 10**9)):
+        if not (HERE / f"{version}{name}").exists():
+            fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, shard_size=shard_size)

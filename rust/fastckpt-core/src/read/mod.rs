@@ -1,4 +1,4 @@
-//! Reading: a checkpoint is opened, and byte ranges of its tensors are read. [`verify`] reads all of it.
+//! Reading: a checkpoint is opened, and byte ranges of its tensors are read. `verify` reads all of it.
 
 mod job;
 mod verify;
