@@ -6,6 +6,7 @@ import fnmatch
 import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -23,6 +24,9 @@ from ._unflatten import is_tensor, parse, unflatten
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+
+#: How often a checkpoint is read again that is replaced meanwhile.
+_TURNS = 20
 
 
 def load(
@@ -68,10 +72,32 @@ def load(
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
         ValueError: an argument is out of range.
     """
-    began = time.perf_counter()
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
+    turn = 1
+    while True:
+        try:
+            return _load(source, into, keys, framework, verify=verify, io=io, threads=threads, progress=progress)
+        except FileNotFoundError:
+            # A save replaced the checkpoint between its manifest and its shards: what has the name now is whole.
+            if turn == _TURNS or not Path(source).is_dir():
+                raise
+            turn += 1
+
+
+def _load(
+    source: str,
+    into: Any,
+    keys: Any,
+    framework: str,
+    *,
+    verify: bool,
+    io: str,
+    threads: int | None,
+    progress: bool,
+) -> Any:
+    began = time.perf_counter()
     reader = _core.Reader(source)
     with paused():
         stored: list[Stored] = reader.tensors()
