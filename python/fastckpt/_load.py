@@ -79,7 +79,7 @@ def load(
     while True:
         try:
             return _load(source, into, keys, framework, verify=verify, io=io, threads=threads, progress=progress)
-        except FileNotFoundError:
+        except FileNotFoundError:  # noqa: PERF203 - a loop of a few turns
             # A save replaced the checkpoint between its manifest and its shards: what has the name now is whole.
             if turn == _TURNS or not Path(source).is_dir():
                 raise
