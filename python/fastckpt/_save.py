@@ -55,7 +55,8 @@ def save(
         UnsupportedTypeError: the state or the metadata holds what cannot be stored; nothing was written.
         FileExistsError: ``path`` exists and is no checkpoint, or is one and ``overwrite`` is false.
         FileNotFoundError: the parent directory does not exist.
-        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched.
+        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
+            last step fails, the sync of the parent directory, the new one has its name by then.)
         ValueError: an argument is out of range.
     """
     began = time.perf_counter()

@@ -13,6 +13,8 @@ from pathlib import Path
 import fastckpt_top
 import pytest
 
+from harness import needs
+
 TUI = Path(__file__).parents[2] / "tui"
 
 
@@ -56,7 +58,7 @@ def test_the_wheel_installs_alone_and_shows_a_job(tmp_path, producer, place):
         [python, "-m", "pip", "install", "--quiet", str(wheel)], check=False, capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"no package index: {done.stderr[-200:]}")
+        needs.missing(f"needs a package index: {done.stderr[-200:]}")
     assert subprocess.run([python, "-c", "import fastckpt"], check=False, capture_output=True).returncode == 1
     producer("--rate", 1e9)
     env = {"FASTCKPT_TOP_DIR": str(place), "PATH": os.environ["PATH"]}

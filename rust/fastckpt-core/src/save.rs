@@ -43,7 +43,7 @@ pub struct Request<'a> {
 
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
 /// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory after the rename,
-/// the new checkpoint has the name, and the error says that it may not survive a power cut.
+/// the new checkpoint has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
     let operation = Operation::begin(Kind::Save, request.path, options.step);
     let outcome = write(request, options, &operation, tick);

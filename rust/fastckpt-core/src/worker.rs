@@ -111,6 +111,11 @@ impl Crew {
         Self { engine, fallback, threads: threads.clamp(1, most_workers(options::BLOCK_SIZE)) }
     }
 
+    /// The errno for which another engine was left.
+    fn errno(&self) -> Option<i32> {
+        self.fallback.as_ref().map(|fallback| fallback.errno)
+    }
+
     /// Whether files are to be opened for direct I/O.
     #[must_use]
     pub fn direct(&self) -> bool {
@@ -171,7 +176,7 @@ pub fn run<J: Job>(
     let total = job.total();
     let planned = Planned { bytes: total, files: job.files(), block_size, threads: crew.threads, depth };
     let phase = if J::WRITE { Phase::Write } else { Phase::Read };
-    operation.start(&planned, crew.engine, crew.fallback.as_ref().map(|fallback| fallback.errno), phase);
+    operation.start(&planned, crew.engine, crew.errno(), phase);
     let shared = Shared {
         job,
         depth,
@@ -241,8 +246,7 @@ pub fn run<J: Job>(
             before.as_ref().map_or_else(|| refused.to_owned(), |b| format!("{}; {refused}", b.reason));
         crew.fallback = Some(Fallback { errno: before.map_or(libc::EINVAL, |before| before.errno), reason });
     }
-    let errno = crew.fallback.as_ref().map(|fallback| fallback.errno);
-    operation.ran(crew.engine, errno, blocks.buffered > 0 && blocks.direct + blocks.staged > 0);
+    operation.ran(crew.engine, crew.errno(), blocks.buffered > 0 && blocks.direct + blocks.staged > 0);
     Ok(blocks)
 }
 

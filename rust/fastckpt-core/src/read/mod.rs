@@ -6,6 +6,7 @@ mod verify;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use self::job::{Outcome, ReadJob};
@@ -31,6 +32,8 @@ pub struct Checkpoint {
     path: PathBuf,
     directory: OwnedFd,
     body: Body,
+    /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each time.
+    sound_headers: Vec<OnceLock<()>>,
 }
 
 /// Bytes of one tensor that are wanted.
@@ -81,7 +84,8 @@ impl Checkpoint {
             return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
         }
         let body = manifest::decode(bytes, &manifest)?;
-        Ok(Some(Self { path: path.to_path_buf(), directory, body }))
+        let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
+        Ok(Some(Self { path: path.to_path_buf(), directory, body, sound_headers }))
     }
 
     /// The manifest.
@@ -117,10 +121,11 @@ impl Checkpoint {
         let mut crew = Crew::choose(options);
         let job = ReadJob::new(self, requests, verify, crew.direct(), Outcome::Raise)?;
         if verify {
-            for &shard in &job.shards {
+            for &shard in job.shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
                 if let Some(damage) = self.check_header(shard)? {
                     return Err(self.raised(damage));
                 }
+                let _ = self.sound_headers[shard].set(());
             }
         }
         self.run(&job, &mut crew, options, begin, operation, tick)
