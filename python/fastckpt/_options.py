@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-_ENGINES = ("auto", "uring", "threads", "buffered")
+_ENGINES = ("auto", "uring", "threads", "direct", "buffered")
 _FRAMEWORKS = ("auto", "torch", "numpy")
 _MOST_THREADS = 1024
 

@@ -52,6 +52,8 @@ class Report:
         fallback: why it is not the engine that was asked for, or None.
         blocks: blocks by their way: ``direct`` (straight between the tensor and the disk), ``staged``
             (direct I/O through a staging slab), ``buffered`` (through the page cache).
+        ways: the same blocks by kind and reason, those that occurred: ``{"direct: zero-copy": 480}``.
+        copied: bytes that the processor copied: through slabs, and between memory and the page cache.
         shards: number of shards touched.
         tensors: number of tensors.
     """
@@ -64,11 +66,13 @@ class Report:
     engine: str
     fallback: str | None
     blocks: Mapping[str, int]
+    ways: Mapping[str, int]
+    copied: int
     shards: int
     tensors: int
 
     def __post_init__(self) -> None:
-        for name in ("phases", "blocks"):
+        for name in ("phases", "blocks", "ways"):
             object.__setattr__(self, name, Fixed(getattr(self, name)))
 
     @property

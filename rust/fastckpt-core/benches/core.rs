@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::path::Path;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use fastckpt_core::options::BLOCK_SIZE;
 use fastckpt_core::plan::{TensorSpec, plan};
 use fastckpt_core::telemetry::{Kind, Operation};
 use fastckpt_core::{checksum, manifest};
@@ -16,6 +17,7 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
         dtype: Dtype::BF16,
         shape: vec![64, 1 + index % 64],
         true_type: None,
+        residue: None,
     };
     (0..count).map(tensor).collect()
 }
@@ -43,7 +45,9 @@ fn planning(c: &mut Criterion) {
     for count in [1_000, 100_000] {
         let tensors = tensors(count);
         group.throughput(Throughput::Elements(count));
-        group.bench_function(count.to_string(), |b| b.iter(|| plan(black_box(&tensors), 5_000_000_000, 2)));
+        group.bench_function(count.to_string(), |b| {
+            b.iter(|| plan(black_box(&tensors), 5_000_000_000, 2, BLOCK_SIZE));
+        });
     }
     group.finish();
 }
@@ -51,7 +55,7 @@ fn planning(c: &mut Criterion) {
 fn manifests(c: &mut Criterion) {
     const COUNT: u64 = 10_000;
     let specs = tensors(COUNT);
-    let plan = plan(&specs, u64::MAX, 1).expect("a plan");
+    let plan = plan(&specs, u64::MAX, 1, BLOCK_SIZE).expect("a plan");
     let shard = &plan.shards[0];
     let hex = checksum::to_hex(1);
     let body = manifest::Body {

@@ -63,6 +63,19 @@ impl Error {
         move |source| Self::Io { operation, path, source: source.into() }
     }
 
+    /// A transfer that failed. `strict` demands direct I/O, so that its refusal is the failure.
+    #[must_use]
+    pub fn transfer(operation: &'static str, path: &Path, error: std::io::Error, strict: bool) -> Self {
+        let refused = strict && error.raw_os_error() == Some(libc::EINVAL);
+        Self::io(if refused { DIRECT } else { operation }, path)(error)
+    }
+
+    /// Direct I/O was demanded and `path` cannot do it.
+    #[must_use]
+    pub fn no_direct(path: &Path) -> Self {
+        Self::io(DIRECT, path)(std::io::Error::from_raw_os_error(libc::EINVAL))
+    }
+
     /// The system's number for this error, where it has one.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
@@ -82,6 +95,9 @@ impl Error {
 /// The operation whose failure means that the target's parent is missing.
 pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
+/// The operation whose failure means that direct I/O was demanded and is not to be had.
+const DIRECT: &str = "use direct I/O on";
+
 /// The system's words, without the number that the standard library adds: the exception carries it.
 fn cause(source: &std::io::Error) -> String {
     let text = source.to_string();
@@ -91,6 +107,9 @@ fn cause(source: &std::io::Error) -> String {
 /// What helps against the commonest causes; empty for the rest.
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
+        Some(libc::EINVAL) if operation == DIRECT => {
+            ": its file system refuses it; io=\"auto\" goes through the page cache there"
+        }
         Some(libc::ENOENT) if operation == OPEN_PARENT => ": create it first",
         Some(libc::ENOTDIR) => ": a part of the path is a file",
         Some(libc::EACCES) => ": see who owns it, and its mode",

@@ -3,11 +3,17 @@
 use std::env;
 use std::str::FromStr;
 
+use crate::align::{self, PAGE};
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
+use crate::manifest;
 
 /// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2).
 pub const BLOCK_SIZE: u64 = 4 << 20;
+/// Bytes of a block of a large checkpoint: less work a byte, and still enough of them for every worker (`docs/performance.md`).
+pub const LARGE_BLOCK_SIZE: u64 = 8 << 20;
+/// From this size on a checkpoint is large, in bytes.
+pub const LARGE: u64 = 1 << 30;
 /// Default size above which a checkpoint is split, in bytes: what the Hugging Face hub uses.
 pub const SHARD_SIZE: u64 = 5_000_000_000;
 /// A checkpoint is split over the workers only when their shares are larger than this, in bytes.
@@ -16,6 +22,12 @@ pub const SPLIT_ABOVE: u64 = 256 << 20;
 pub const QUEUE_DEPTH: usize = 8;
 /// Bytes of staging slabs in one save or load, all workers together.
 pub const STAGING_BUDGET: u64 = 96 << 20;
+
+/// Bytes of a block of a checkpoint of `total` bytes.
+#[must_use]
+pub const fn block_size(total: u64) -> u64 {
+    if total < LARGE { BLOCK_SIZE } else { LARGE_BLOCK_SIZE }
+}
 
 /// Which engine is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,6 +39,8 @@ pub enum Io {
     Uring,
     /// Blocking calls with direct I/O, one in each of several threads.
     Threads,
+    /// Past the page cache or not at all: `io_uring`, else blocking calls, and an error where direct I/O is refused.
+    Direct,
     /// Through the page cache.
     Buffered,
 }
@@ -39,9 +53,10 @@ impl FromStr for Io {
             "auto" => Ok(Self::Auto),
             "uring" => Ok(Self::Uring),
             "threads" => Ok(Self::Threads),
+            "direct" => Ok(Self::Direct),
             "buffered" => Ok(Self::Buffered),
             _ => Err(Error::Invalid(format!(
-                "unknown engine `{text}`: give `auto`, `uring`, `threads` or `buffered`"
+                "unknown engine `{text}`: give `auto`, `uring`, `threads`, `direct` or `buffered`"
             ))),
         }
     }
@@ -72,14 +87,60 @@ pub struct Options {
     pub bandwidth_limit: Option<u64>,
     /// The training step, for the live counters.
     pub step: Option<i64>,
+    /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`block_size`] decides.
+    pub block_size: Option<u64>,
+    /// For measurements: operations a ring keeps in flight.
+    pub queue_depth: usize,
+    /// For measurements: whether what can move straight between memory and file does, or all goes through slabs; by default a rule
+    /// decides (`docs/performance.md`).
+    pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { io: Io::Auto, threads: None, cores: cores(), bandwidth_limit: None, step: None, faults: None }
+        Self {
+            io: Io::Auto,
+            threads: None,
+            cores: cores(),
+            bandwidth_limit: None,
+            step: None,
+            block_size: None,
+            queue_depth: QUEUE_DEPTH,
+            zero_copy: None,
+            faults: None,
+        }
     }
+}
+
+impl Options {
+    /// These options with what the environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
+    /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
+    pub fn or_environment(mut self) -> Result<Self, Error> {
+        let most = manifest::MAX_BLOCK;
+        if let Some(bytes) =
+            setting("FASTCKPT_BLOCK_SIZE", |&bytes| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes))?
+        {
+            self.block_size = Some(bytes);
+        }
+        if let Some(depth) = setting("FASTCKPT_QUEUE_DEPTH", |&depth| (1..=32).contains(&depth))? {
+            self.queue_depth = depth as usize;
+        }
+        if let Some(flag) = setting("FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {
+            self.zero_copy = Some(flag == 1);
+        }
+        Ok(self)
+    }
+}
+
+/// The number in an environment variable, where it is set and `good`.
+fn setting(name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
+    let Some(text) = env::var_os(name).filter(|text| !text.is_empty()) else { return Ok(None) };
+    let number = text.to_str().and_then(|text| text.parse().ok()).filter(good);
+    number.map(Some).ok_or_else(|| {
+        Error::Invalid(format!("environment variable {name}: `{}` is out of range", text.to_string_lossy()))
+    })
 }
 
 /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node.

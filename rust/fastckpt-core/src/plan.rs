@@ -1,7 +1,7 @@
 //! From tensors to shards, extents and blocks. Pure: nothing here does I/O (`docs/format.md`, 2).
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::Range;
 
 use safetensors::Dtype;
@@ -9,7 +9,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::align::{self, PAGE};
 use crate::error::{Error, Result};
-use crate::options::{BLOCK_SIZE, SPLIT_ABOVE};
+use crate::options::SPLIT_ABOVE;
 
 /// The largest header that safetensors readers take, in bytes.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -19,6 +19,8 @@ pub const MAX_TENSORS: usize = 1 << 22;
 pub const MAX_SHARDS: usize = 100_000;
 /// The most dimensions of one tensor.
 pub const MAX_DIMENSIONS: usize = 64;
+/// Data begins at a multiple of this, in bytes: the largest element of any dtype, and what NumPy aligns large arrays to.
+pub const DATA_ALIGNMENT: u64 = 16;
 /// The name that safetensors keeps for itself.
 pub const RESERVED_NAME: &str = "__metadata__";
 
@@ -39,6 +41,8 @@ pub struct TensorSpec {
     pub shape: Vec<u64>,
     /// True dtype and shape, where safetensors cannot name them.
     pub true_type: Option<(String, Vec<u64>)>,
+    /// Its address modulo a page, where it is host memory that can be written as it lies.
+    pub residue: Option<u64>,
 }
 
 impl TensorSpec {
@@ -159,8 +163,8 @@ pub struct Plan {
 }
 
 /// Lays out `tensors` over shards of at most about `shard_size` bytes, and over at least `workers` of them once their shares are
-/// large enough to be worth it.
-pub fn plan(tensors: &[TensorSpec], shard_size: u64, workers: usize) -> Result<Plan> {
+/// large enough to be worth it. They will be written in blocks of `block_size`.
+pub fn plan(tensors: &[TensorSpec], shard_size: u64, workers: usize, block_size: u64) -> Result<Plan> {
     let sizes = checked_sizes(tensors)?;
     let total: u64 = sizes.iter().sum();
     let split = if total / workers.max(1) as u64 > SPLIT_ABOVE { workers } else { 1 };
@@ -193,7 +197,7 @@ pub fn plan(tensors: &[TensorSpec], shard_size: u64, workers: usize) -> Result<P
             places[placement.tensor] = (index, placement.offset);
         }
     }
-    Ok(Plan { block_size: BLOCK_SIZE, shards, places })
+    Ok(Plan { block_size, shards, places })
 }
 
 /// Sizes in bytes of all tensors, once everything that could make the plan fail was looked at.
@@ -283,7 +287,7 @@ fn lay_out(tensors: &[TensorSpec], sizes: &[u64], members: &[usize], file: Strin
         placements.push(Placement { tensor, offset: at, bytes: sizes[tensor] });
         at = end;
     }
-    let header = header(entries, &file)?;
+    let header = header(entries, &file, residue(tensors, sizes, &order))?;
     let data = header.len() as u64;
     for placement in &mut placements {
         placement.offset += data;
@@ -291,13 +295,29 @@ fn lay_out(tensors: &[TensorSpec], sizes: &[u64], members: &[usize], file: Strin
     Ok(Shard { file, header, placements, bytes: data + at })
 }
 
-/// Length field, JSON and padding.
-fn header(entries: Vec<(String, TensorInfo)>, file: &str) -> Result<Vec<u8>> {
+/// Where data is to begin modulo a page: where most bytes of memory lie, so that their place in the file is congruent with their
+/// address. Only tensors of whole pages count, because they lie at whole pages from the data's begin.
+fn residue(tensors: &[TensorSpec], sizes: &[u64], members: &[usize]) -> u64 {
+    let mut bytes: BTreeMap<u64, u64> = BTreeMap::new();
+    for &tensor in members.iter().filter(|&&tensor| sizes[tensor] > 0 && align::is(sizes[tensor], PAGE)) {
+        if let Some(residue) = tensors[tensor].residue {
+            *bytes.entry(residue % PAGE).or_default() += sizes[tensor];
+        }
+    }
+    // Elements stay aligned in the file too, for those who map it.
+    let aligned = bytes.into_iter().filter(|(residue, _)| align::is(*residue, DATA_ALIGNMENT));
+    aligned.max_by_key(|&(residue, bytes)| (bytes, Reverse(residue))).map_or(0, |(residue, _)| residue)
+}
+
+/// Length field, JSON and padding up to `residue` beyond a whole page.
+fn header(entries: Vec<(String, TensorInfo)>, file: &str, residue: u64) -> Result<Vec<u8>> {
     let invalid = |what: String| Error::Invalid(format!("cannot build the header of shard `{file}`: {what}"));
     let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(format), entries).map_err(|error| invalid(error.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
-    json.resize(align::up(8 + json.len() as u64, PAGE) as usize - 8, b' ');
+    let least = 8 + json.len() as u64;
+    let begin = align::up(least.saturating_sub(residue), PAGE) + residue;
+    json.resize(begin as usize - 8, b' ');
     if json.len() as u64 > MAX_HEADER {
         return Err(invalid(format!("it is larger than {MAX_HEADER} bytes: give a smaller shard_size")));
     }
@@ -311,9 +331,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::options::BLOCK_SIZE as BLOCK;
 
     fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
-        TensorSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), true_type: None }
+        TensorSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), true_type: None, residue: None }
     }
 
     #[test]
@@ -325,7 +346,7 @@ mod tests {
             spec("wide", Dtype::F64, &[3]),
             spec("pages", Dtype::F32, &[4096]),
         ];
-        let plan = plan(&tensors, u64::MAX, 1).unwrap();
+        let plan = plan(&tensors, u64::MAX, 1, BLOCK).unwrap();
         let shard = &plan.shards[0];
         let names: Vec<_> = shard.placements.iter().map(|p| tensors[p.tensor].name.as_str()).collect();
         assert_eq!(names, ["page", "pages", "none", "wide", "odd"]);
@@ -334,10 +355,28 @@ mod tests {
     }
 
     #[test]
+    fn data_begins_where_most_bytes_lie() {
+        let residues = |all: &[(u64, u64)]| {
+            let tensors = all.iter().enumerate().map(|(index, &(bytes, residue))| TensorSpec {
+                residue: Some(residue),
+                ..spec(&format!("t{index}"), Dtype::U8, &[bytes])
+            });
+            let plan = plan(&tensors.collect::<Vec<_>>(), u64::MAX, 1, BLOCK).unwrap();
+            plan.shards[0].header.len() as u64 % PAGE
+        };
+        assert_eq!(residues(&[(8192, 16), (12288, 64), (4096, 16)]), 16);
+        assert_eq!(residues(&[(8192, 16), (12288 + 4096, 64)]), 64);
+        // What has no whole pages, or would leave the file's elements unaligned, has no say.
+        assert_eq!(residues(&[(8193, 16), (4096, 64), (0, 32)]), 64);
+        assert_eq!(residues(&[(1 << 20, 8)]), 0);
+        assert_eq!(residues(&[(4096, 4096 + 32)]), 32);
+    }
+
+    #[test]
     fn shards_keep_to_their_size_and_a_giant_has_its_own() {
         let mut tensors: Vec<_> = (0..20).map(|i| spec(&format!("t{i}"), Dtype::U8, &[100])).collect();
         tensors.push(spec("giant", Dtype::U8, &[5000]));
-        let plan = plan(&tensors, 250, 1).unwrap();
+        let plan = plan(&tensors, 250, 1, BLOCK).unwrap();
         for shard in &plan.shards {
             let data = shard.bytes - shard.header.len() as u64;
             assert!(data <= 250 || shard.placements.len() == 1, "{data} bytes in {}", shard.file);
@@ -348,8 +387,8 @@ mod tests {
     #[test]
     fn large_states_are_split_over_the_workers_and_small_ones_are_not() {
         let large: Vec<_> = (0..8).map(|i| spec(&format!("t{i}"), Dtype::U8, &[256 << 20])).collect();
-        assert_eq!(plan(&large, u64::MAX, 4).unwrap().shards.len(), 4);
-        assert_eq!(plan(&large[..2], u64::MAX, 4).unwrap().shards.len(), 1);
+        assert_eq!(plan(&large, u64::MAX, 4, BLOCK).unwrap().shards.len(), 4);
+        assert_eq!(plan(&large[..2], u64::MAX, 4, BLOCK).unwrap().shards.len(), 1);
     }
 
     #[test]
@@ -360,13 +399,13 @@ mod tests {
         let sum = [spec("a", Dtype::U8, &[1 << 62]), spec("b", Dtype::U8, &[1 << 62])];
         let halves = [spec("a", Dtype::F4, &[3])];
         for tensors in [&twice[..], &reserved, &huge, &sum, &halves] {
-            assert!(plan(tensors, 1 << 30, 1).is_err(), "{tensors:?}");
+            assert!(plan(tensors, 1 << 30, 1, BLOCK).is_err(), "{tensors:?}");
         }
     }
 
     #[test]
     fn an_empty_state_is_one_shard_without_data() {
-        let plan = plan(&[], 1 << 30, 4).unwrap();
+        let plan = plan(&[], 1 << 30, 4, BLOCK).unwrap();
         assert_eq!((plan.shards.len(), plan.shards[0].bytes), (1, 4096));
     }
 
@@ -376,15 +415,19 @@ mod tests {
             shapes in prop::collection::vec((0usize..4, prop::collection::vec(0u64..3000, 0..3)), 0..40),
             shard_size in 1u64..10_000_000,
             workers in 1usize..5,
+            residues in prop::collection::vec(0u64..4096, 40),
         ) {
             let dtypes = [Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::F64];
             let tensors: Vec<_> = shapes.iter().enumerate()
-                .map(|(i, (d, shape))| spec(&format!("t.{i}"), dtypes[*d], shape)).collect();
-            let plan = plan(&tensors, shard_size, workers).unwrap();
+                .map(|(i, (d, shape))| TensorSpec {
+                    residue: Some(residues[i]),
+                    ..spec(&format!("t.{i}"), dtypes[*d], shape)
+                }).collect();
+            let plan = plan(&tensors, shard_size, workers, BLOCK).unwrap();
             let mut seen = vec![0; tensors.len()];
             for shard in &plan.shards {
                 let mut at = shard.header.len() as u64;
-                prop_assert!(align::is(at, PAGE));
+                prop_assert!(align::is(at, DATA_ALIGNMENT));
                 for p in &shard.placements {
                     prop_assert_eq!(p.offset, at);
                     prop_assert_eq!(p.bytes, tensors[p.tensor].bytes().unwrap());

@@ -11,22 +11,97 @@ pub struct Fallback {
     pub reason: String,
 }
 
+/// How a block moved, and why so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Way {
+    /// Direct I/O straight between the caller's memory and the file, but for the edges.
+    Straight,
+    /// Direct I/O through a slab: its tensors are small.
+    Small,
+    /// Likewise: the tensor's address and its place in the file differ modulo a page.
+    Incongruent,
+    /// Likewise: a tensor is not contiguous host memory.
+    Elsewhere,
+    /// Likewise: its memory is in small pages, which devices take in short stretches.
+    SmallPages,
+    /// Likewise: asked for.
+    Preferred,
+    /// Likewise: only the checksum is wanted.
+    Checked,
+    /// Through the page cache: asked for.
+    Asked,
+    /// Likewise: it was there.
+    Cached,
+    /// Likewise: this file, or an operation on it, refuses direct I/O.
+    Refused,
+    /// Likewise: what a direct operation left was less than a page.
+    Remainder,
+}
+
+impl Way {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 11] = [
+        Self::Straight,
+        Self::Small,
+        Self::Incongruent,
+        Self::Elsewhere,
+        Self::SmallPages,
+        Self::Preferred,
+        Self::Checked,
+        Self::Asked,
+        Self::Cached,
+        Self::Refused,
+        Self::Remainder,
+    ];
+
+    /// Kind and reason, as reports show them.
+    #[must_use]
+    pub const fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Straight => ("direct", "zero-copy"),
+            Self::Small => ("staged", "small tensors"),
+            Self::Incongruent => ("staged", "address not congruent"),
+            Self::Elsewhere => ("staged", "not contiguous host memory"),
+            Self::SmallPages => ("staged", "memory in small pages"),
+            Self::Preferred => ("staged", "as asked"),
+            Self::Checked => ("staged", "only checked"),
+            Self::Asked => ("buffered", "as asked"),
+            Self::Cached => ("buffered", "in the page cache"),
+            Self::Refused => ("buffered", "direct I/O refused"),
+            Self::Remainder => ("buffered", "remainder of a short operation"),
+        }
+    }
+}
+
 /// Blocks by the way they took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Blocks {
-    /// Direct I/O straight between the caller's memory and the file.
-    pub direct: u64,
-    /// Direct I/O through a staging slab.
-    pub staged: u64,
-    /// Through the page cache.
-    pub buffered: u64,
+pub struct Blocks([u64; Way::ALL.len()]);
+
+impl Blocks {
+    /// Counts one.
+    pub const fn count(&mut self, way: Way) {
+        self.0[way as usize] += 1;
+    }
+
+    /// How many took `way`.
+    #[must_use]
+    pub const fn of(&self, way: Way) -> u64 {
+        self.0[way as usize]
+    }
+
+    /// How many are of a kind: `direct`, `staged` or `buffered`.
+    #[must_use]
+    pub fn kind(&self, kind: &str) -> u64 {
+        Way::ALL.into_iter().filter(|way| way.words().0 == kind).map(|way| self.of(way)).sum()
+    }
 }
 
 impl std::ops::AddAssign for Blocks {
     fn add_assign(&mut self, other: Self) {
-        self.direct += other.direct;
-        self.staged += other.staged;
-        self.buffered += other.buffered;
+        for (sum, more) in self.0.iter_mut().zip(other.0) {
+            *sum += more;
+        }
     }
 }
 
@@ -47,6 +122,8 @@ pub struct Report {
     pub fallback: Option<Fallback>,
     /// Blocks by the way they took.
     pub blocks: Blocks,
+    /// Bytes that the processor copied on the way, by us or between memory and the page cache.
+    pub copied: u64,
     /// Shards touched.
     pub shards: usize,
     /// Tensors moved.
@@ -66,4 +143,22 @@ pub struct Damage {
     pub tensor: Option<String>,
     /// What was found.
     pub reason: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_are_counted_apart_and_by_kind() {
+        assert!(Way::ALL.iter().enumerate().all(|(number, &way)| way as usize == number));
+        let mut blocks = Blocks::default();
+        blocks.count(Way::Cached);
+        let mut more = Blocks::default();
+        more.count(Way::Cached);
+        more.count(Way::Asked);
+        blocks += more;
+        assert_eq!((blocks.of(Way::Cached), blocks.of(Way::Asked)), (2, 1));
+        assert_eq!(["direct", "staged", "buffered"].map(|kind| blocks.kind(kind)), [0, 0, 3]);
+    }
 }

@@ -15,10 +15,11 @@ use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
 use crate::io::{Backend, Engine, Op, uring};
 use crate::limit::Limiter;
-use crate::options::{self, Io, Options, QUEUE_DEPTH, STAGING_BUDGET};
-use crate::report::{Blocks, Fallback};
-use crate::sys::buf::{self, Buf, Slab};
+use crate::options::{self, Io, Options, STAGING_BUDGET};
+use crate::report::{Blocks, Fallback, Way};
+use crate::sys::buf::{self, Slab};
 use crate::sys::file::DataFile;
+use crate::sys::gather::Buf;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
@@ -46,6 +47,21 @@ pub struct Transfer {
     pub moved: usize,
     /// The memory.
     pub buf: Buf,
+    /// Past the page cache, or through it.
+    pub direct: bool,
+    /// The way it takes.
+    pub way: Way,
+    /// Bytes that were copied for it.
+    pub copied: u64,
+}
+
+/// What the workers of a job moved, and how.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Moved {
+    /// Blocks by the way they took.
+    pub blocks: Blocks,
+    /// Bytes that the processor copied.
+    pub copied: u64,
 }
 
 /// What workers do, block by block.
@@ -97,7 +113,7 @@ impl Crew {
     #[must_use]
     pub fn choose(options: &Options) -> Self {
         let (engine, fallback) = match options.io {
-            Io::Auto | Io::Uring => match uring::open() {
+            Io::Auto | Io::Uring | Io::Direct => match uring::open() {
                 Ok(_) => (Engine::Uring, None),
                 Err(reason) => (Engine::Threads, Some(reason)),
             },
@@ -137,7 +153,8 @@ struct Shared<'a, J> {
     limiter: Option<Limiter>,
     operation: &'a Operation,
     failure: Mutex<Option<Error>>,
-    blocks: Mutex<Blocks>,
+    moved: Mutex<Moved>,
+    strict: bool,
     fallback: Mutex<Option<Fallback>>,
     running: AtomicUsize,
 }
@@ -163,14 +180,14 @@ pub fn run<J: Job>(
     block_size: u64,
     operation: &Operation,
     tick: Tick<'_>,
-) -> Result<Blocks> {
+) -> Result<Moved> {
     let slab = buf::slab_size(job.largest()) as u64;
     crew.threads = crew.threads.min(job.blocks()).clamp(1, most_workers(slab));
     let per_worker = STAGING_BUDGET / (crew.threads as u64 * slab);
     let depth = match crew.engine {
         // Whoever waits for the limit should not have completions lie unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
-        Engine::Uring => (per_worker as usize).clamp(1, QUEUE_DEPTH),
+        Engine::Uring => (per_worker as usize).clamp(1, options.queue_depth),
         Engine::Threads | Engine::Buffered => 1,
     };
     let total = job.total();
@@ -185,7 +202,8 @@ pub fn run<J: Job>(
         limiter: options.bandwidth_limit.map(Limiter::new),
         operation,
         failure: Mutex::new(None),
-        blocks: Mutex::new(Blocks::default()),
+        moved: Mutex::new(Moved::default()),
+        strict: options.io == Io::Direct,
         fallback: Mutex::new(None),
         running: AtomicUsize::new(crew.threads),
     };
@@ -237,17 +255,22 @@ pub fn run<J: Job>(
         crew.engine = Engine::Threads;
         crew.fallback = Some(reason);
     }
-    let blocks = *lock(&shared.blocks);
-    if crew.direct() && blocks.buffered > 0 && blocks.direct + blocks.staged == 0 {
+    let moved = *lock(&shared.moved);
+    let past = moved.blocks.kind("direct") + moved.blocks.kind("staged");
+    let through = moved.blocks.kind("buffered");
+    if crew.direct() && through > 0 && past == 0 {
         crew.engine = Engine::Buffered;
-        let refused = "direct I/O: refused by this file system";
-        let before = crew.fallback.take();
-        let reason =
-            before.as_ref().map_or_else(|| refused.to_owned(), |b| format!("{}; {refused}", b.reason));
-        crew.fallback = Some(Fallback { errno: before.map_or(libc::EINVAL, |before| before.errno), reason });
+        if moved.blocks.of(Way::Refused) > 0 {
+            let refused = "direct I/O: refused by this file system";
+            let before = crew.fallback.take();
+            let reason =
+                before.as_ref().map_or_else(|| refused.to_owned(), |b| format!("{}; {refused}", b.reason));
+            crew.fallback =
+                Some(Fallback { errno: before.map_or(libc::EINVAL, |before| before.errno), reason });
+        }
     }
-    operation.ran(crew.engine, crew.errno(), blocks.buffered > 0 && blocks.direct + blocks.staged > 0);
-    Ok(blocks)
+    operation.ran(crew.engine, crew.errno(), through > 0 && past > 0);
+    Ok(moved)
 }
 
 /// What a panic said.
@@ -264,6 +287,8 @@ struct Flight {
     range: Range<usize>,
     need: usize,
     moved: usize,
+    way: Way,
+    copied: u64,
     /// The rest goes through the page cache, which takes any length.
     cached: bool,
 }
@@ -293,10 +318,14 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
         backend,
         flights: (0..depth).map(|_| None).collect(),
         slabs: Vec::new(),
-        blocks: Blocks::default(),
+        moved: Moved::default(),
     };
     let outcome = worker.run();
-    *lock(&shared.blocks) += worker.blocks;
+    {
+        let mut all = lock(&shared.moved);
+        all.blocks += worker.moved.blocks;
+        all.copied += worker.moved.copied;
+    }
     // Dropping the backend first waits for what a failure left in flight.
     drop(worker.backend);
     buf::give_slabs(worker.slabs, STAGING_BUDGET as usize);
@@ -309,7 +338,7 @@ struct Worker<'a, 'b, J> {
     backend: Box<dyn Backend>,
     flights: Vec<Option<Flight>>,
     slabs: Vec<Slab>,
-    blocks: Blocks,
+    moved: Moved,
 }
 
 impl<J: Job> Worker<'_, '_, J> {
@@ -331,19 +360,32 @@ impl<J: Job> Worker<'_, '_, J> {
         let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
         let mut slab = |len: usize| {
-            if let Some(at) = slabs.iter().position(|slab| slab.len() >= len) {
-                return Ok(slabs.swap_remove(at));
-            }
-            slabs.clear(); // too small ones only add up
-            buf::take_slab(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+            buf::smallest_fit(slabs, len).map_or_else(
+                || {
+                    // One that is too small goes for each that comes, so that there are never more than operations.
+                    drop(slabs.pop());
+                    buf::take_slab(len)
+                        .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+                },
+                Ok,
+            )
         };
-        let Transfer { file, offset, range, need, buf, .. } = shared.job.start(block, &mut slab)?;
+        let Transfer { file, offset, range, need, buf, direct, way, copied, .. } =
+            shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
         self.pace(need);
-        let direct = file.is_direct();
         let submitted = self.lane.submitted(need as u64);
-        self.flights[token] =
-            Some(Flight { block, submitted, offset, range: range.clone(), need, moved: 0, cached: false });
+        self.flights[token] = Some(Flight {
+            block,
+            submitted,
+            offset,
+            range: range.clone(),
+            need,
+            moved: 0,
+            way,
+            copied,
+            cached: !direct,
+        });
         let op = Op { token, file, direct, write: J::WRITE, offset, range, buf };
         self.backend.submit(op).map_err(backend_failed)
     }
@@ -375,7 +417,9 @@ impl<J: Job> Worker<'_, '_, J> {
             }),
             Ok(moved) => {
                 // A short direct transfer that did not get past a page would be the same again for ever.
-                flight.cached |= op.direct && moved < flight.need - flight.moved && moved < PAGE as usize;
+                if op.direct && moved < flight.need - flight.moved && moved < PAGE as usize {
+                    (flight.cached, flight.way) = (true, Way::Remainder);
+                }
                 flight.moved += moved;
                 if flight.moved < flight.need {
                     self.lane.short();
@@ -388,7 +432,7 @@ impl<J: Job> Worker<'_, '_, J> {
                     thread::yield_now();
                     Ok(false)
                 }
-                Some(libc::EINVAL) if op.direct => {
+                Some(libc::EINVAL) if op.direct && !self.shared.strict => {
                     // The file system takes the flag but not this operation, aligned as it is.
                     op.file.refuse_direct();
                     Ok(false)
@@ -416,17 +460,15 @@ impl<J: Job> Worker<'_, '_, J> {
                 Err(error)
             }
         };
-        match (&op.buf, op.direct) {
-            (_, false) => self.blocks.buffered += 1,
-            (Buf::Region(_), true) => self.blocks.direct += 1,
-            (Buf::Slab(_), true) => self.blocks.staged += 1,
-        }
-        let Flight { block, offset, range, need, moved: so_far, .. } = flight;
-        let mut transfer = Transfer { file: op.file, offset, range, need, moved: so_far, buf: op.buf };
+        let Flight { block, offset, range, need, moved: so_far, way, copied, .. } = flight;
+        let (file, buf, direct) = (op.file, op.buf, op.direct);
+        let way = if direct || way.words().0 == "buffered" { way } else { Way::Refused };
+        let mut transfer = Transfer { file, offset, range, need, moved: so_far, buf, direct, way, copied };
         self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
-        if let Buf::Slab(slab) = transfer.buf {
-            self.slabs.push(slab);
-        }
+        self.moved.blocks.count(way);
+        // Through the page cache the kernel copies too.
+        self.moved.copied += transfer.copied + if direct { 0 } else { so_far as u64 };
+        self.slabs.extend(transfer.buf.into_slab());
         Ok(())
     }
 }

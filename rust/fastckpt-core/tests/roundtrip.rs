@@ -27,7 +27,10 @@ fn tensors(seed: u8) -> Vec<(TensorSpec, Vec<u8>)> {
         let shape = vec![size as u64];
         let name = format!("layer.{index}");
         let byte = |i: usize| (i.wrapping_mul(31) ^ (i >> 9) ^ index) as u8 ^ seed;
-        (TensorSpec { name, dtype: Dtype::U8, shape, true_type: None }, (0..size).map(byte).collect())
+        (
+            TensorSpec { name, dtype: Dtype::U8, shape, true_type: None, residue: None },
+            (0..size).map(byte).collect(),
+        )
     };
     sizes.iter().enumerate().map(make).collect()
 }
@@ -198,7 +201,7 @@ fn direct_operations_that_are_refused_go_through_the_page_cache() {
         let plan = FaultPlan::new(1, Fault::Errno(libc::EINVAL), false);
         let report = save_all(&path, &tensors, &Options { faults: Some(plan), ..options(io) }).unwrap();
         if report.engine.name() != "buffered" {
-            assert!(report.blocks.buffered > 0 && report.blocks.staged > 0, "{report:?}");
+            assert!(report.blocks.kind("buffered") > 0 && report.blocks.kind("staged") > 0, "{report:?}");
         }
         let loaded = load_all(&path, &options(io)).unwrap();
         assert!(loaded.iter().zip(&tensors).all(|(found, (_, written))| found == written));
@@ -225,7 +228,13 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         std::thread::sleep(std::time::Duration::from_millis(300));
         Ok(())
     });
-    let spec = TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape: vec![64 << 20], true_type: None };
+    let spec = TensorSpec {
+        name: "t".to_owned(),
+        dtype: Dtype::U8,
+        shape: vec![64 << 20],
+        true_type: None,
+        residue: None,
+    };
     let request = Request {
         path: &path,
         tensors: &[spec],
@@ -270,7 +279,10 @@ fn more_shards_than_open_files() {
     let tensors: Vec<_> = (0..1500u64)
         .map(|index| {
             let name = format!("t{index}");
-            (TensorSpec { name, dtype: Dtype::U8, shape: vec![64], true_type: None }, vec![index as u8; 64])
+            (
+                TensorSpec { name, dtype: Dtype::U8, shape: vec![64], true_type: None, residue: None },
+                vec![index as u8; 64],
+            )
         })
         .collect();
     let specs: Vec<_> = tensors.iter().map(|(spec, _)| spec.clone()).collect();

@@ -1,5 +1,6 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
+use fastckpt_core::report::Way;
 use fastckpt_core::{Damage, Io, Options, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -11,7 +12,8 @@ pub(crate) fn options(io: &str, threads: Option<usize>) -> PyResult<Options> {
     // The environment is read here, under the GIL, because Python writes to it under the GIL.
     let io = io.parse().and_then(Io::or_environment);
     let io = io.map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
-    Ok(Options { io, threads, ..Options::default() })
+    let options = Options { io, threads, ..Options::default() }.or_environment();
+    options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 
 /// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the progress.
@@ -35,9 +37,14 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
         phases.set_item(name, seconds)?;
     }
     let blocks = PyDict::new(py);
-    blocks.set_item("direct", report.blocks.direct)?;
-    blocks.set_item("staged", report.blocks.staged)?;
-    blocks.set_item("buffered", report.blocks.buffered)?;
+    for kind in ["direct", "staged", "buffered"] {
+        blocks.set_item(kind, report.blocks.kind(kind))?;
+    }
+    let ways = PyDict::new(py);
+    for way in Way::ALL.into_iter().filter(|&way| report.blocks.of(way) > 0) {
+        let (kind, reason) = way.words();
+        ways.set_item(format!("{kind}: {reason}"), report.blocks.of(way))?;
+    }
     let dict = PyDict::new(py);
     dict.set_item("bytes", report.bytes)?;
     dict.set_item("seconds", report.seconds)?;
@@ -46,6 +53,8 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("engine", report.engine.name())?;
     dict.set_item("fallback", report.fallback.as_ref().map(|fallback| &fallback.reason))?;
     dict.set_item("blocks", blocks)?;
+    dict.set_item("ways", ways)?;
+    dict.set_item("copied", report.copied)?;
     dict.set_item("shards", report.shards)?;
     dict.set_item("tensors", report.tensors)?;
     Ok(dict)

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Options;
+use fastckpt_core::align::PAGE;
 use fastckpt_core::plan::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
 use fastckpt_core::telemetry;
@@ -46,7 +47,8 @@ fn save<'py>(
     for (index, (name, dtype, shape, address, true_type)) in tensors.into_iter().enumerate() {
         let dtype = plan::dtype(&dtype)
             .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
-        let spec = TensorSpec { name, dtype, shape, true_type };
+        let residue = (address != 0).then_some(address as u64 % PAGE);
+        let spec = TensorSpec { name, dtype, shape, true_type, residue };
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;

@@ -1,4 +1,4 @@
-//! One blocking `pread` or `pwrite` at a time.
+//! One blocking `preadv` or `pwritev` at a time.
 
 use std::io;
 
@@ -15,9 +15,9 @@ pub struct Blocking {
 pub fn transfer(mut op: Op) -> Done {
     let bytes = op.range.clone();
     let result = if op.write {
-        op.file.write_at(op.direct, &op.buf[bytes], op.offset)
+        op.file.write_at(op.direct, &op.buf.slices(bytes), op.offset)
     } else {
-        op.file.read_at(op.direct, &mut op.buf[bytes], op.offset)
+        op.file.read_at(op.direct, &mut op.buf.slices_mut(bytes), op.offset)
     };
     Done { op, result }
 }

@@ -15,8 +15,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::sys::buf::Buf;
 use crate::sys::file::DataFile;
+use crate::sys::gather::Buf;
 
 /// The engine that runs, as opposed to the one that is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,19 +1,23 @@
 //! What a block of a read consists of, and where its pieces go.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 
 use super::{Checkpoint, Request};
-use crate::align::{self, PAGE};
+use crate::align::{self, PAGE, STRAIGHT};
 use crate::checksum::{self, Side};
 use crate::error::{Error, Result};
 use crate::io::files::OpenFiles;
 use crate::manifest::ShardEntry;
-use crate::report::Damage;
+use crate::options::{Io, Options};
+use crate::report::{Damage, Way};
 use crate::source::{Destination, Drain};
-use crate::sys::buf::{Buf, Region, Slab};
+use crate::sys::buf::{Region, Slab};
 use crate::sys::file::DataFile;
+use crate::sys::gather::{Buf, Part};
+use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::Lane;
 use crate::worker::{Job, Transfer};
 
@@ -40,9 +44,19 @@ struct Piece {
 
 enum PieceDestination {
     Memory(Region),
+    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those after it
+    /// from a slab.
+    Edges {
+        before: Region,
+        part: usize,
+        after: Region,
+    },
     Push(Drain),
     Nowhere,
 }
+
+/// Wanted ranges that lie closer than this are read as one, in bytes: an operation more costs about as much.
+const MERGE: u64 = 256 << 10;
 
 /// One read: what is wanted of one block, and the pieces it consists of, until a worker takes them.
 struct ReadBlock {
@@ -56,6 +70,9 @@ struct ReadBlock {
 pub(super) struct ReadJob<'a> {
     checkpoint: &'a Checkpoint,
     direct: bool,
+    io: Io,
+    zero_copy: Option<bool>,
+    pages: Option<PageMap>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
     blocks: Vec<ReadBlock>,
@@ -69,7 +86,7 @@ impl<'a> ReadJob<'a> {
         checkpoint: &'a Checkpoint,
         mut requests: Vec<Request>,
         verify: bool,
-        direct: bool,
+        (direct, options): (bool, &Options),
         outcome: Outcome,
     ) -> Result<Self> {
         let body = &checkpoint.body;
@@ -118,7 +135,11 @@ impl<'a> ReadJob<'a> {
                     },
                 };
                 match blocks.last_mut() {
-                    Some(b) if b.shard == entry.shard && align::down(b.start, size) == block => {
+                    Some(b)
+                        if b.shard == entry.shard
+                            && align::down(b.start, size) == block
+                            && offset <= b.end + MERGE =>
+                    {
                         b.end = b.end.max(offset + len as u64);
                         b.pieces.get_mut().unwrap_or_else(PoisonError::into_inner).push(piece);
                     }
@@ -140,6 +161,9 @@ impl<'a> ReadJob<'a> {
         Ok(Self {
             checkpoint,
             direct,
+            io: options.io,
+            zero_copy: options.zero_copy,
+            pages: PageMap::open(),
             outcome,
             files: OpenFiles::new(counts),
             blocks,
@@ -167,23 +191,42 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Gives the bytes of one piece to its destination and compares what arrived with the checksum.
-    fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, bytes: &[u8]) -> Result<()> {
+    /// Gives a piece the bytes that lie in a slab, all of them or its edges, and compares what arrived with the checksum.
+    /// Returns how many bytes were copied.
+    fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, buf: &Buf, at: usize) -> Result<u64> {
         let check = piece.crc.is_some();
-        let found = match &mut piece.destination {
-            PieceDestination::Memory(region) if check => checksum::copy(region, bytes, Side::Copy),
-            PieceDestination::Memory(region) => {
-                region.copy_from_slice(bytes);
-                0
+        let copy = |to: &mut Region, from: &[u8]| {
+            if check {
+                return checksum::copy(to, from, Side::Copy);
             }
-            PieceDestination::Push(_) | PieceDestination::Nowhere if check => checksum::of(bytes),
-            PieceDestination::Push(_) | PieceDestination::Nowhere => 0,
+            to.copy_from_slice(from);
+            0
+        };
+        let bytes = |len: usize| &buf.slab()[at..at + len];
+        let (found, copied) = match &mut piece.destination {
+            PieceDestination::Memory(region) => (copy(region, bytes(piece.len)), piece.len),
+            PieceDestination::Edges { before, part, after } => {
+                let (from, rest) = bytes(before.len() + after.len()).split_at(before.len());
+                let (head, tail) = (copy(before, from), copy(after, rest));
+                let middle = match &buf.parts()[*part] {
+                    Part::Region(region) if check => {
+                        let sum = checksum::combine(head, checksum::of(region), region.len() as u64);
+                        checksum::combine(sum, tail, after.len() as u64)
+                    }
+                    _ => 0,
+                };
+                (middle, before.len() + after.len())
+            }
+            PieceDestination::Push(_) | PieceDestination::Nowhere if check => {
+                (checksum::of(bytes(piece.len)), 0)
+            }
+            PieceDestination::Push(_) | PieceDestination::Nowhere => (0, 0),
         };
         self.compare(shard, piece, found)?;
         if let PieceDestination::Push(drain) = &piece.destination {
-            drain(piece.start, bytes).map_err(Error::Callback)?;
+            drain(piece.start, bytes(piece.len)).map_err(Error::Callback)?;
         }
-        Ok(())
+        Ok(copied as u64)
     }
 
     fn compare(&self, shard: &ShardEntry, piece: &Piece, found: u64) -> Result<()> {
@@ -196,15 +239,74 @@ impl<'a> ReadJob<'a> {
             _ => Ok(()),
         }
     }
-}
 
-/// The memory that a block can be read straight into: it is one piece, and everything is aligned.
-fn straight(pieces: &mut [Piece]) -> Option<&mut Region> {
-    let [Piece { destination: PieceDestination::Memory(region), offset, len, .. }] = pieces else {
-        return None;
-    };
-    let aligned = [*offset, *len as u64, region.address() as u64].iter().all(|&value| align::is(value, PAGE));
-    aligned.then_some(region)
+    /// Takes the memory that `[start, end)` is to be read straight into out of the pieces. Returns the parts of the transfer, how many
+    /// bytes of a slab the rest needs, and why the largest piece needs it that does.
+    fn lay_out(
+        &self,
+        pieces: &mut [Piece],
+        (start, end): (u64, u64),
+        direct: bool,
+    ) -> (Vec<Part>, usize, Way) {
+        let apart = pieces.is_sorted_by(|a, b| a.offset + a.len as u64 <= b.offset);
+        let mut parts = Vec::new();
+        // Up to where the parts reach, in the file and in the slab.
+        let (mut at, mut staged) = (start, 0);
+        let mut reason = (0, Way::Small);
+        for piece in pieces {
+            let range = match self.straight(piece, direct) {
+                Ok(range) if apart => range,
+                other => {
+                    if piece.len > reason.0 {
+                        reason = (piece.len, other.err().unwrap_or(Way::Small));
+                    }
+                    continue;
+                }
+            };
+            let PieceDestination::Memory(region) = &mut piece.destination else { continue };
+            let before = region.split_off_front((range.start - piece.offset) as usize);
+            let middle = region.split_off_front((range.end - range.start) as usize);
+            let after = region.take();
+            if range.start > at {
+                let len = (range.start - at) as usize;
+                parts.push(Part::Slab(staged..staged + len));
+                staged += len;
+            }
+            piece.destination = PieceDestination::Edges { before, part: parts.len(), after };
+            parts.push(Part::Region(middle));
+            at = range.end;
+        }
+        if end > at {
+            let len = (end - at) as usize;
+            parts.push(Part::Slab(staged..staged + len));
+            staged += len;
+        }
+        (parts, staged, reason.1)
+    }
+
+    /// Which bytes of the file can be read straight into the memory of a piece, or why none.
+    fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Way> {
+        let region = match &piece.destination {
+            PieceDestination::Memory(region) => region,
+            PieceDestination::Nowhere => return Err(Way::Checked),
+            _ => return Err(Way::Elsewhere),
+        };
+        if (piece.len as u64) < STRAIGHT {
+            return Err(Way::Small);
+        }
+        // A page fault for each page inside a read costs as much as the read.
+        region.populate();
+        if direct && self.zero_copy == Some(false) {
+            return Err(Way::Preferred);
+        }
+        let range = align::straight(piece.offset, piece.len as u64, region.address(), direct);
+        if range.is_empty() {
+            let small = (piece.len as u64) < STRAIGHT + 2 * PAGE;
+            return Err(if small { Way::Small } else { Way::Incongruent });
+        }
+        let huge = || pagemap::is_huge(self.pages.as_ref(), region.address(), region.len());
+        if direct && !self.zero_copy.unwrap_or_else(huge) { Err(Way::SmallPages) } else { Ok(range) }
+    }
 }
 
 impl Job for ReadJob<'_> {
@@ -234,45 +336,44 @@ impl Job for ReadJob<'_> {
     fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
-        let file = self.files.acquire(read.shard, || match &self.outcome {
-            Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct),
-            // The wrong length was noted; what there is can still be read.
-            Outcome::Collect(_) => {
-                let path = self.checkpoint.path_of(&shard.file);
-                DataFile::open_read(self.checkpoint.directory.as_fd(), &shard.file, self.direct)
-                    .map(|(file, _)| file)
-                    .map_err(|error| self.checkpoint.unreadable(&path, error))
-            }
+        let file = self.files.acquire(read.shard, || {
+            let path = self.checkpoint.path_of(&shard.file);
+            let file = match &self.outcome {
+                Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct)?,
+                // The wrong length was noted; what there is can still be read.
+                Outcome::Collect(_) => {
+                    DataFile::open_read(self.checkpoint.directory.as_fd(), &shard.file, self.direct)
+                        .map(|(file, _)| file)
+                        .map_err(|error| self.checkpoint.unreadable(&path, error))?
+                }
+            };
+            if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
-        let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = straight(&mut pieces).filter(|_| file.is_direct()) {
-            let region = region.take();
-            region.populate();
-            let len = region.len();
-            return Ok(Transfer {
-                file,
-                offset: read.start,
-                range: 0..len,
-                need: len,
-                moved: 0,
-                buf: Buf::Region(region),
-            });
-        }
-        let (start, end) = if file.is_direct() {
+        // Where there is a choice, what the page cache holds comes from there.
+        let hot =
+            self.io == Io::Auto && file.is_direct() && file.is_cached(read.start, read.end, shard.bytes);
+        let direct = file.is_direct() && !hot;
+        let (start, end) = if direct {
             (align::down(read.start, PAGE), align::up(read.end, PAGE))
         } else {
             (read.start, read.end)
         };
+        let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let (parts, staged, reason) = self.lay_out(&mut pieces, (start, end), direct);
+        let straight = parts.iter().any(|part| matches!(part, Part::Region(_)));
+        let way = match (direct, hot) {
+            (true, _) if straight => Way::Straight,
+            (true, _) => reason,
+            (_, true) => Way::Cached,
+            _ if self.direct => Way::Refused,
+            _ => Way::Asked,
+        };
+        let slab = if staged > 0 { Some(slab(staged)?) } else { None };
         // At the end of the file fewer bytes come than are asked for.
         let need = (end.min(shard.bytes) - start) as usize;
-        Ok(Transfer {
-            file,
-            offset: start,
-            range: 0..(end - start) as usize,
-            need,
-            moved: 0,
-            buf: Buf::Slab(slab((end - start) as usize)?),
-        })
+        let range = 0..(end - start) as usize;
+        let buf = Buf::new(slab, parts);
+        Ok(Transfer { file, offset: start, range, need, moved: 0, buf, direct, way, copied: 0 })
     }
 
     fn finish(
@@ -293,19 +394,22 @@ impl Job for ReadJob<'_> {
                 (transfer.offset + transfer.moved as u64, "the file is too short to hold it".to_owned())
             }
             Err(error) if matches!(self.outcome, Outcome::Collect(_)) => (0, error.to_string()),
-            Err(error) => return Err(Error::io("read", &self.checkpoint.path_of(&shard.file))(error)),
+            Err(error) => {
+                let path = self.checkpoint.path_of(&shard.file);
+                return Err(Error::transfer("read", &path, error, self.io == Io::Direct));
+            }
         };
+        // Bytes before the piece that did not go into the slab.
+        let mut past = 0;
         for piece in &mut pieces {
+            let at = (piece.offset - transfer.offset) as usize - past;
+            if let PieceDestination::Edges { part, .. } = piece.destination {
+                past += transfer.buf.parts()[part].len();
+            }
             if piece.offset + piece.len as u64 > end {
                 self.damaged(shard, piece, reason.clone())?;
-            } else if let Buf::Region(region) = &transfer.buf {
-                // It went straight to where it belongs.
-                let found = if piece.crc.is_some() { checksum::of(region) } else { 0 };
-                self.compare(shard, piece, found)?;
             } else {
-                let at = (piece.offset - transfer.offset) as usize;
-                let bytes = &transfer.buf[at..at + piece.len];
-                self.deliver(shard, piece, bytes)?;
+                transfer.copied += self.deliver(shard, piece, &transfer.buf, at)?;
             }
         }
         let bytes = pieces.iter().map(|piece| piece.len as u64).sum();

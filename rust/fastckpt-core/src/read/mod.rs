@@ -119,7 +119,7 @@ impl Checkpoint {
     ) -> Result<Report> {
         let begin = Instant::now();
         let mut crew = Crew::choose(options);
-        let job = ReadJob::new(self, requests, verify, crew.direct(), Outcome::Raise)?;
+        let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
         if verify {
             for &shard in job.shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
                 if let Some(damage) = self.check_header(shard)? {
@@ -141,7 +141,7 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<Report> {
         let planned = begin.elapsed().as_secs_f64();
-        let blocks = worker::run(job, crew, options, self.body.block_size, operation, tick)?;
+        let moved = worker::run(job, crew, options, self.body.block_size, operation, tick)?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok(Report {
             bytes: job.bytes,
@@ -150,7 +150,8 @@ impl Checkpoint {
             threads: crew.threads,
             engine: crew.engine,
             fallback: crew.fallback.clone(),
-            blocks,
+            blocks: moved.blocks,
+            copied: moved.copied,
             shards: job.shards.len(),
             tensors: job.tensors,
         })

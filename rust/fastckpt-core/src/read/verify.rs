@@ -62,8 +62,13 @@ impl Checkpoint {
             end: tensor.bytes(),
             destination: Destination::Nowhere,
         });
-        let job =
-            ReadJob::new(self, requests.collect(), true, crew.direct(), Outcome::Collect(Mutex::default()))?;
+        let job = ReadJob::new(
+            self,
+            requests.collect(),
+            true,
+            (crew.direct(), options),
+            Outcome::Collect(Mutex::default()),
+        )?;
         let report = self.run(&job, &mut crew, options, begin, operation, tick)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));

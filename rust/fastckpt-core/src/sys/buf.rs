@@ -7,6 +7,8 @@ use std::sync::{Mutex, TryLockError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
+use crate::align::{self, PAGE};
+
 /// Slabs are aligned to this and backed by pages of it where the kernel grants them. With 4 KiB pages a request to the
 /// device breaks into pieces of about 1 MiB and costs three times the CPU.
 const HUGE_PAGE: usize = 2 << 20;
@@ -118,10 +120,22 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
 
 /// A slab of at least `len` bytes, reused where one is free.
 pub fn take_slab(len: usize) -> io::Result<Slab> {
-    let free =
-        with_pool(|pool| pool.iter().position(|slab| slab.len() >= len).map(|at| pool.swap_remove(at)))
-            .flatten();
-    free.map_or_else(|| Slab::new(len), Ok)
+    let fits = with_pool(|pool| {
+        let fits = smallest_fit(pool, len);
+        // One that is too small goes for each new one, or the pool would only grow.
+        if fits.is_none() {
+            drop(pool.pop());
+        }
+        fits
+    });
+    fits.flatten().map_or_else(|| Slab::new(len), Ok)
+}
+
+/// Takes the smallest of `slabs` that holds `len` bytes.
+pub fn smallest_fit(slabs: &mut Vec<Slab>, len: usize) -> Option<Slab> {
+    let fits = slabs.iter().enumerate().filter(|(_, slab)| slab.len() >= len);
+    let (at, _) = fits.min_by_key(|(_, slab)| slab.len())?;
+    Some(slabs.swap_remove(at))
 }
 
 /// Gives slabs back for reuse; what exceeds `keep` bytes in all is unmapped.
@@ -157,6 +171,19 @@ impl Source {
     #[must_use]
     pub const unsafe fn new(base: *const u8, len: usize) -> Self {
         Self { base, len }
+    }
+
+    /// The address of the first byte.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.base.addr()
+    }
+
+    /// The part of `len` bytes from `start` on, or nothing if there are fewer.
+    #[must_use]
+    pub fn part(&self, start: usize, len: usize) -> Option<Self> {
+        let inside = start.checked_add(len).is_some_and(|end| end <= self.len);
+        inside.then(|| Self { base: self.base.wrapping_add(start), len })
     }
 
     /// The bytes.
@@ -233,9 +260,13 @@ impl Region {
     /// Makes the pages of the region present before the kernel writes into them: a page fault for each 4 KiB inside
     /// a direct read costs as much as the read. Advice only.
     pub fn populate(&self) {
-        // SAFETY: the contract of `new` makes the range writable memory; populating changes no content. An unaligned
-        // start is refused by the kernel with EINVAL, harmlessly.
-        let _ = unsafe { madvise(self.base.cast(), self.len, Advice::LinuxPopulateWrite) };
+        let skip = self.base.addr().next_multiple_of(PAGE as usize) - self.base.addr();
+        let len = align::down(self.len.saturating_sub(skip) as u64, PAGE) as usize;
+        if len > 0 {
+            // SAFETY: the range lies in the region, which the contract of `new` makes writable memory; populating changes no
+            // content.
+            let _ = unsafe { madvise(self.base.wrapping_add(skip).cast(), len, Advice::LinuxPopulateWrite) };
+        }
     }
 }
 
@@ -257,34 +288,6 @@ impl DerefMut for Region {
         }
         // SAFETY: the contract of `new`, and splitting leaves no byte in two regions; and `&mut self` makes this the only access.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
-    }
-}
-
-/// A buffer that an I/O operation owns while the kernel may touch it.
-#[derive(Debug)]
-pub enum Buf {
-    /// A staging slab.
-    Slab(Slab),
-    /// A part of the caller's memory.
-    Region(Region),
-}
-
-impl Deref for Buf {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Slab(slab) => slab,
-            Self::Region(region) => region,
-        }
-    }
-}
-
-impl DerefMut for Buf {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        match self {
-            Self::Slab(slab) => slab,
-            Self::Region(region) => region,
-        }
     }
 }
 

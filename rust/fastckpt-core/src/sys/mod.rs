@@ -3,5 +3,7 @@
 
 pub mod buf;
 pub mod file;
+pub mod gather;
+pub mod pagemap;
 pub mod ring;
 pub mod shm;

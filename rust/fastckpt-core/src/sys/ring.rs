@@ -11,13 +11,19 @@ use crate::io::{Done, Op};
 /// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
 const ENTRIES: u32 = 32;
 
+/// An operation in flight, and the list of its stretches of memory where there are several.
+struct Flight {
+    op: Op,
+    _vectors: Vec<libc::iovec>,
+}
+
 /// A ring and the operations that it holds.
 ///
 /// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring goes,
 /// then the buffers (the order of the fields).
 pub struct Ring {
     inner: IoUring,
-    flights: Vec<Option<Op>>,
+    flights: Vec<Option<Flight>>,
     in_flight: usize,
 }
 
@@ -42,7 +48,8 @@ impl Ring {
     fn probed(ring: IoUring) -> io::Result<Self> {
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        if !(probe.is_supported(opcode::Read::CODE) && probe.is_supported(opcode::Write::CODE)) {
+        let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Readv::CODE, opcode::Writev::CODE];
+        if !needed.iter().all(|&code| probe.is_supported(code)) {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
         Ok(Self { inner: ring, flights: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
@@ -55,19 +62,31 @@ impl Ring {
     pub fn submit(&mut self, mut op: Op) -> io::Result<()> {
         let slot = self.flights.iter().position(Option::is_none).expect("queue depth below ring entries");
         let fd = types::Fd(op.file.fd(op.direct).as_raw_fd());
-        let len = u32::try_from(op.range.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let entry = if op.write {
-            let bytes = &op.buf[op.range.clone()];
-            opcode::Write::new(fd, bytes.as_ptr(), len).offset(op.offset).build()
+        let range = op.range.clone();
+        let vectors: Vec<libc::iovec> = if op.write {
+            let slices = op.buf.slices(range);
+            slices.iter().map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
         } else {
-            let bytes = &mut op.buf[op.range.clone()];
-            opcode::Read::new(fd, bytes.as_mut_ptr(), len).offset(op.offset).build()
+            let mut slices = op.buf.slices_mut(range);
+            slices.iter_mut().map(|s| vector(s.as_mut_ptr(), s.len())).collect()
+        };
+        let count = u32::try_from(vectors.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let entry = match (op.write, vectors.as_slice()) {
+            (true, [one]) => {
+                opcode::Write::new(fd, one.iov_base.cast(), length(one)?).offset(op.offset).build()
+            }
+            (false, [one]) => {
+                opcode::Read::new(fd, one.iov_base.cast(), length(one)?).offset(op.offset).build()
+            }
+            (true, all) => opcode::Writev::new(fd, all.as_ptr(), count).offset(op.offset).build(),
+            (false, all) => opcode::Readv::new(fd, all.as_ptr(), count).offset(op.offset).build(),
         }
         .user_data(slot as u64);
-        self.flights[slot] = Some(op);
+        self.flights[slot] = Some(Flight { op, _vectors: vectors });
         self.in_flight += 1;
-        // SAFETY: the descriptor and the buffer belong to the operation now in `flights`, which stays there, unmoved in
-        // memory (slab and region are pointers), until its completion was reaped, also when the ring is dropped.
+        // SAFETY: the descriptor, the memory and the list of its stretches belong to the flight now in `flights`, which stays
+        // there until its completion was reaped, also when the ring is dropped; none of them moves with it (all are behind
+        // pointers).
         if unsafe { self.inner.submission().push(&entry) }.is_err() {
             self.flights[slot] = None;
             self.in_flight -= 1;
@@ -106,13 +125,23 @@ impl Ring {
                 continue;
             };
             let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX);
-            let Some(op) = self.flights.get_mut(slot).and_then(Option::take) else { continue };
+            let Some(Flight { op, .. }) = self.flights.get_mut(slot).and_then(Option::take) else { continue };
             self.in_flight -= 1;
             let result =
                 usize::try_from(entry.result()).map_err(|_| io::Error::from_raw_os_error(-entry.result()));
             return Ok(Some(Done { op, result }));
         }
     }
+}
+
+/// One stretch of memory, as the kernel takes it.
+fn vector(base: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: base.cast(), iov_len: len }
+}
+
+/// Its length, as a single operation takes it.
+fn length(vector: &libc::iovec) -> io::Result<u32> {
+    u32::try_from(vector.iov_len).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
 impl Drop for Ring {

@@ -1,0 +1,367 @@
+//! What a block of a save consists of: where its bytes lie, and their checksums.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use serde_json::value::RawValue;
+
+use super::Request;
+use crate::align::{self, PAGE, STRAIGHT};
+use crate::checksum::{self, Side};
+use crate::commit::Workspace;
+use crate::error::{Error, Result};
+use crate::io::files::OpenFiles;
+use crate::manifest::{Body, Saved, ShardEntry, TensorEntry, TrueType, Writer};
+use crate::options::{Io, Options};
+use crate::plan::{self, Extent, Plan, Shard};
+use crate::report::Way;
+use crate::source::Content;
+use crate::sys::buf::{Slab, Source};
+use crate::sys::file::DataFile;
+use crate::sys::gather::{Buf, Part};
+use crate::sys::pagemap::{self, PageMap};
+use crate::telemetry::{Lane, State};
+use crate::worker::{Crew, Job, Transfer};
+
+fn too_short() -> Error {
+    Error::Invalid("a tensor is shorter than its shape".to_owned())
+}
+
+/// Bytes of an extent that are written from where they lie.
+struct Straight {
+    /// Where in the file.
+    range: Range<u64>,
+    /// And where in memory.
+    memory: Source,
+}
+
+impl Straight {
+    fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+}
+
+/// An extent, and what of it needs no copy.
+struct Piece {
+    extent: Extent,
+    straight: Option<Straight>,
+}
+
+/// Fills blocks from the tensors, and takes note of their checksums.
+pub(super) struct WriteJob<'a> {
+    plan: &'a Plan,
+    request: &'a Request<'a>,
+    workspace: &'a Workspace,
+    direct: bool,
+    strict: bool,
+    zero_copy: Option<bool>,
+    pages: Option<PageMap>,
+    begin: Instant,
+    files: OpenFiles,
+    /// Number of the first block of each shard, and one more.
+    first_block: Vec<usize>,
+    /// Number of the first extent of each tensor, and one more.
+    first_extent: Vec<usize>,
+    extent_crcs: Vec<AtomicU64>,
+    block_crcs: Vec<AtomicU64>,
+    /// When the last block was on the device, nanoseconds after `begin`; what came later was syncing.
+    pub(super) written: AtomicU64,
+}
+
+/// The sums before each element, and the sum of all.
+fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
+    let mut all = vec![0];
+    all.extend(counts.scan(0, |sum, count| {
+        *sum += count;
+        Some(*sum)
+    }));
+    all
+}
+
+impl<'a> WriteJob<'a> {
+    pub(super) fn new(
+        plan: &'a Plan,
+        request: &'a Request<'a>,
+        workspace: &'a Workspace,
+        crew: &Crew,
+        options: &Options,
+        begin: Instant,
+    ) -> Self {
+        let blocks: Vec<usize> =
+            plan.shards.iter().map(|shard| shard.bytes.div_ceil(plan.block_size) as usize).collect();
+        let extents = request.tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {
+            plan::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size) as usize
+        });
+        let first_block = running_sum(blocks.iter().copied());
+        let first_extent = running_sum(extents);
+        let zeros =
+            |sums: &[usize]| (0..sums.last().copied().unwrap_or(0)).map(|_| AtomicU64::new(0)).collect();
+        Self {
+            plan,
+            request,
+            workspace,
+            direct: crew.direct(),
+            strict: options.io == Io::Direct,
+            zero_copy: options.zero_copy,
+            pages: PageMap::open(),
+            begin,
+            files: OpenFiles::new(blocks),
+            extent_crcs: zeros(&first_extent),
+            block_crcs: zeros(&first_block),
+            first_block,
+            first_extent,
+            written: AtomicU64::new(0),
+        }
+    }
+
+    /// The shard that `block` belongs to, and where in it the block begins.
+    fn locate(&self, block: usize) -> (usize, u64) {
+        let shard = self.first_block.partition_point(|&first| first <= block) - 1;
+        (shard, (block - self.first_block[shard]) as u64 * self.plan.block_size)
+    }
+
+    /// How an extent is to be written, past the page cache or through it: what of it from where it lies, or why nothing is.
+    fn straight(&self, extent: &Extent, direct: bool) -> Result<std::result::Result<Straight, Way>> {
+        let Content::Memory(source) = &self.request.contents[extent.tensor] else {
+            return Ok(Err(Way::Elsewhere));
+        };
+        if extent.len < STRAIGHT {
+            return Ok(Err(Way::Small));
+        }
+        if direct && self.zero_copy == Some(false) {
+            return Ok(Err(Way::Preferred));
+        }
+        let memory = source.part(extent.start as usize, extent.len as usize).ok_or_else(too_short)?;
+        let range = align::straight(extent.offset, extent.len, memory.address(), direct);
+        let skip = (range.start - extent.offset) as usize;
+        let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
+        Ok(match memory {
+            // Through the page cache the kernel copies in any case, and one copy is enough.
+            Some(memory) if !direct || self.is_worth_it(&memory) => Ok(Straight { range, memory }),
+            Some(_) => Err(Way::SmallPages),
+            None if extent.len < STRAIGHT + 2 * PAGE => Err(Way::Small),
+            None => Err(Way::Incongruent),
+        })
+    }
+
+    /// Whether a device is faster writing `memory` itself than a copy of it in a slab: only huge pages make up for the copy.
+    fn is_worth_it(&self, memory: &Source) -> bool {
+        self.zero_copy
+            .unwrap_or_else(|| pagemap::is_huge(self.pages.as_ref(), memory.address(), memory.bytes().len()))
+    }
+
+    /// Makes the `need` bytes of `shard` from `offset` on ready to be written, and takes note of their checksums: what cannot be
+    /// written from where it lies is copied to a slab, in the same order.
+    fn assemble(
+        &self,
+        block: usize,
+        (shard, offset): (&Shard, u64),
+        (need, direct): (usize, bool),
+        slab: &mut dyn FnMut(usize) -> Result<Slab>,
+    ) -> Result<(Buf, Way, u64)> {
+        let end = offset + need as u64;
+        let placements = plan::touching(&shard.placements, offset..end);
+        let extents = placements.iter().filter_map(|p| plan::extent(p, offset, self.plan.block_size));
+        let mut pieces = Vec::with_capacity(placements.len());
+        // Why the largest of what goes through the slab does.
+        let mut reason = (0, Way::Small);
+        for extent in extents {
+            let straight = self.straight(&extent, direct)?;
+            if let Err(way) = straight {
+                reason = if extent.len > reason.0 { (extent.len, way) } else { reason };
+            }
+            pieces.push(Piece { extent, straight: straight.ok() });
+        }
+        let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
+        // A direct write ends at a whole page; what goes beyond the file's length is cut off at the end.
+        let whole = if direct { align::up(need as u64, PAGE) as usize } else { need };
+        let staged = whole - straight as usize;
+        let mut slab = if staged > 0 { Some(slab(staged)?) } else { None };
+        let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..staged]);
+
+        let header =
+            shard.header.get(offset as usize..shard.header.len().min(end as usize)).unwrap_or_default();
+        bytes[..header.len()].copy_from_slice(header);
+        let mut parts = Vec::new();
+        // How far the slab is filled, how much of it is in `parts`, and the CRC of what is in `parts`.
+        let (mut at, mut taken, mut crc) = (header.len(), 0, checksum::of(&[]));
+        let mut whole_block = None;
+        for Piece { extent, straight } in &pieces {
+            let number = self.first_extent[extent.tensor] + extent.index as usize;
+            let edge = straight.as_ref().map_or(extent.len, |s| s.range.start - extent.offset) as usize;
+            let mut sum = self.copy(extent, 0, &mut bytes[at..at + edge])?;
+            at += edge;
+            if let Some(Straight { range, memory }) = straight {
+                if at > taken {
+                    crc = checksum::combine(crc, checksum::of(&bytes[taken..at]), (at - taken) as u64);
+                    parts.push(Part::Slab(taken..at));
+                    taken = at;
+                }
+                let len = range.end - range.start;
+                let inner = checksum::of(memory.bytes());
+                crc = checksum::combine(crc, inner, len);
+                parts.push(Part::Source(*memory));
+                let edge = (extent.offset + extent.len - range.end) as usize;
+                let tail = self.copy(extent, range.end - extent.offset, &mut bytes[at..at + edge])?;
+                at += edge;
+                sum = checksum::combine(checksum::combine(sum, inner, len), tail, edge as u64);
+            } else if extent.len as usize == need {
+                whole_block = Some(sum);
+            }
+            self.extent_crcs[number].store(sum, Ordering::Relaxed);
+        }
+        if at > taken {
+            // Combining the CRCs of many small extents would cost more than one more pass over a block in cache.
+            let rest = whole_block.unwrap_or_else(|| checksum::of(&bytes[taken..at]));
+            crc = checksum::combine(crc, rest, (at - taken) as u64);
+        }
+        self.block_crcs[block].store(crc, Ordering::Relaxed);
+        let way = match (straight > 0, direct) {
+            (_, false) => {
+                if self.direct {
+                    Way::Refused
+                } else {
+                    Way::Asked
+                }
+            }
+            (true, true) => Way::Straight,
+            (false, true) => reason.1,
+        };
+        let copied = at as u64;
+        bytes[at..].fill(0); // goes to the disk until the file is cut to its length
+        if staged > taken {
+            parts.push(Part::Slab(taken..staged));
+        }
+        Ok((Buf::new(slab, parts), way, copied))
+    }
+
+    /// Copies bytes of an extent, from `skip` on, and returns their CRC.
+    fn copy(&self, extent: &Extent, skip: u64, to: &mut [u8]) -> Result<u64> {
+        let start = extent.start + skip;
+        match &self.request.contents[extent.tensor] {
+            Content::Memory(source) => {
+                let from = source.part(start as usize, to.len()).ok_or_else(too_short)?;
+                Ok(checksum::copy(to, from.bytes(), Side::Source))
+            }
+            Content::Pull(fill) => {
+                fill(start, to).map_err(Error::Callback)?;
+                Ok(checksum::of(to))
+            }
+        }
+    }
+
+    /// The manifest, once all blocks are written.
+    pub(super) fn body(
+        &self,
+        created: f64,
+        saved: Saved,
+        structure: Box<RawValue>,
+        metadata: Box<RawValue>,
+    ) -> Body {
+        let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
+        let shards = self.plan.shards.iter().enumerate().map(|(index, shard)| {
+            let mut left = shard.bytes;
+            let crcs = &self.block_crcs[self.first_block[index]..self.first_block[index + 1]];
+            let crc = crcs.iter().fold(checksum::of(&[]), |all, crc| {
+                let len = left.min(self.plan.block_size);
+                left -= len;
+                checksum::combine(all, load(crc), len)
+            });
+            ShardEntry {
+                file: shard.file.clone(),
+                bytes: shard.bytes,
+                data_offset: shard.header.len() as u64,
+                header_crc: checksum::to_hex(checksum::of(&shard.header)),
+                crc: checksum::to_hex(crc),
+            }
+        });
+        let tensors = self.request.tensors.iter().enumerate().map(|(index, tensor)| {
+            let crcs = &self.extent_crcs[self.first_extent[index]..self.first_extent[index + 1]];
+            let (shard, offset) = self.plan.places[index];
+            TensorEntry {
+                name: tensor.name.clone(),
+                dtype: tensor.dtype,
+                shape: tensor.shape.clone(),
+                shard,
+                offset,
+                crc: crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect(),
+                true_type: tensor.true_type.clone().map(|(dtype, shape)| TrueType { dtype, shape }),
+            }
+        });
+        Body {
+            writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
+            created,
+            saved,
+            block_size: self.plan.block_size,
+            shards: shards.collect(),
+            tensors: tensors.collect(),
+            structure,
+            metadata,
+        }
+    }
+}
+
+impl Job for WriteJob<'_> {
+    const WRITE: bool = true;
+
+    fn blocks(&self) -> usize {
+        self.block_crcs.len()
+    }
+
+    fn files(&self) -> usize {
+        self.plan.shards.len()
+    }
+
+    fn total(&self) -> u64 {
+        self.plan.shards.iter().map(|shard| shard.bytes).sum()
+    }
+
+    fn largest(&self) -> usize {
+        let longest = self.plan.shards.iter().map(|shard| shard.bytes).max().unwrap_or(0);
+        align::up(longest.min(self.plan.block_size), PAGE) as usize
+    }
+
+    fn file(&self, block: usize) -> usize {
+        self.locate(block).0
+    }
+
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
+        let (index, offset) = self.locate(block);
+        let shard = &self.plan.shards[index];
+        let path = || self.workspace.path_of(&shard.file);
+        let file = self.files.acquire(index, || {
+            let file = DataFile::open_write(self.workspace.directory(), &shard.file, self.direct);
+            let file = file.map_err(|error| Error::io("open", &path())(error))?;
+            if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
+        })?;
+        let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
+        let direct = file.is_direct();
+        let (buf, way, copied) = self.assemble(block, (shard, offset), (need, direct), slab)?;
+        let len = buf.parts().iter().map(Part::len).sum();
+        Ok(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied })
+    }
+
+    fn finish(
+        &self,
+        block: usize,
+        transfer: &mut Transfer,
+        moved: io::Result<()>,
+        lane: &Lane<'_>,
+    ) -> Result<()> {
+        let (index, _) = self.locate(block);
+        let shard = &self.plan.shards[index];
+        let path = || self.workspace.path_of(&shard.file);
+        moved.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
+        let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.written.fetch_max(now, Ordering::Relaxed);
+        lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
+        if let Some(file) = self.files.release(index) {
+            lane.state(State::Fsync);
+            file.finish(shard.bytes).map_err(|error| Error::io("sync", &path())(error))?;
+            lane.operation().durable(shard.bytes);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,210 @@
+//! What one operation moves: stretches of a staging slab and of the caller's memory, one after another in the file.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
+
+use super::buf::{Region, Slab, Source};
+
+/// One stretch.
+#[derive(Debug)]
+pub enum Part {
+    /// Bytes of the operation's slab.
+    Slab(Range<usize>),
+    /// The caller's memory, to be written to a file.
+    Source(Source),
+    /// The caller's memory, to be filled from a file.
+    Region(Region),
+}
+
+impl Part {
+    /// Number of bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Slab(range) => range.len(),
+            Self::Source(source) => source.bytes().len(),
+            Self::Region(region) => region.len(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The memory of an operation, which owns it while the kernel may touch it.
+#[derive(Debug)]
+pub struct Buf {
+    slab: Option<Slab>,
+    parts: Vec<Part>,
+}
+
+impl Buf {
+    /// Memory made of `parts`, those in the slab in the order in which they lie there and without overlap.
+    ///
+    /// # Panics
+    /// If a part does not lie in the slab, or before the one before it.
+    #[must_use]
+    pub fn new(slab: Option<Slab>, parts: Vec<Part>) -> Self {
+        let mut at = 0;
+        for part in &parts {
+            if let Part::Slab(range) = part {
+                assert!(at <= range.start && range.start <= range.end, "parts of a slab follow each other");
+                at = range.end;
+            }
+        }
+        assert!(at <= slab.as_ref().map_or(0, |slab| slab.len()), "{at} bytes of a slab that is smaller");
+        Self { slab, parts }
+    }
+
+    /// The first `len` bytes of `slab`.
+    #[must_use]
+    pub fn staged(slab: Slab, len: usize) -> Self {
+        Self::new(Some(slab), vec![Part::Slab(0..len)])
+    }
+
+    /// The parts.
+    #[must_use]
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Whether any of the bytes are the caller's memory.
+    #[must_use]
+    pub fn is_straight(&self) -> bool {
+        self.parts.iter().any(|part| !matches!(part, Part::Slab(_)))
+    }
+
+    /// The slab's bytes; none without a slab.
+    #[must_use]
+    pub fn slab(&self) -> &[u8] {
+        self.slab.as_deref().unwrap_or_default()
+    }
+
+    /// The slab, for reuse.
+    #[must_use]
+    pub fn into_slab(self) -> Option<Slab> {
+        self.slab
+    }
+
+    /// The bytes of `range`, counted over all parts, to be written to a file.
+    #[must_use]
+    pub fn slices(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
+        let mut at = 0;
+        let mut slices = Vec::with_capacity(self.parts.len());
+        for part in &self.parts {
+            let bytes = match part {
+                Part::Slab(range) => &self.slab()[range.clone()],
+                Part::Source(source) => source.bytes(),
+                Part::Region(region) => region,
+            };
+            let inside = clip(&range, at, bytes.len());
+            at += bytes.len();
+            if !inside.is_empty() {
+                slices.push(IoSlice::new(&bytes[inside]));
+            }
+        }
+        slices
+    }
+
+    /// The bytes of `range`, counted over all parts, to be filled from a file.
+    ///
+    /// # Panics
+    /// If a part of it is a [`Part::Source`].
+    #[must_use]
+    pub fn slices_mut(&mut self, range: Range<usize>) -> Vec<IoSliceMut<'_>> {
+        let (mut at, mut passed) = (0, 0);
+        let mut slices = Vec::with_capacity(self.parts.len());
+        let mut rest: &mut [u8] = self.slab.as_deref_mut().unwrap_or_default();
+        for part in &mut self.parts {
+            let bytes: &mut [u8] = match part {
+                Part::Slab(range) => {
+                    let (part, after) = rest.split_at_mut(range.end - passed);
+                    rest = after;
+                    let part = &mut part[range.start - passed..];
+                    passed = range.end;
+                    part
+                }
+                Part::Region(region) => region,
+                Part::Source(_) => panic!("memory that is only read cannot be filled"),
+            };
+            let inside = clip(&range, at, bytes.len());
+            at += bytes.len();
+            if !inside.is_empty() {
+                slices.push(IoSliceMut::new(&mut bytes[inside]));
+            }
+        }
+        slices
+    }
+}
+
+/// Which bytes of a part that begins at `at` and has `len` of them lie in `range`.
+fn clip(range: &Range<usize>, at: usize, len: usize) -> Range<usize> {
+    let from = range.start.clamp(at, at + len) - at;
+    from..range.end.clamp(at + from, at + len) - at
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::buf::take_slab;
+    use super::*;
+
+    /// A slab's `ab`, memory `cde`, the slab's `fg`.
+    fn buf(memory: &mut [u8]) -> Buf {
+        let mut slab = take_slab(4).unwrap();
+        slab[..4].copy_from_slice(b"abfg");
+        memory.copy_from_slice(b"cde");
+        // SAFETY: the tests keep `memory` alive and do not touch it before they are done with the buffer.
+        let region = unsafe { Region::new(memory.as_mut_ptr(), memory.len()) };
+        Buf::new(Some(slab), vec![Part::Slab(0..2), Part::Region(region), Part::Slab(2..4)])
+    }
+
+    #[test]
+    fn every_range_is_made_of_the_right_slices() {
+        let mut memory = [0; 3];
+        let mut buf = buf(&mut memory);
+        for start in 0..=7 {
+            for end in start..=7 {
+                let wanted = &b"abcdefg"[start..end];
+                assert_eq!(
+                    buf.slices(start..end).iter().flat_map(|s| s.to_vec()).collect::<Vec<_>>(),
+                    wanted
+                );
+                let filled: Vec<u8> = buf.slices_mut(start..end).iter().flat_map(|s| s.to_vec()).collect();
+                assert_eq!(filled, wanted);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_filled_lands_in_slab_and_memory() {
+        let mut memory = [0; 3];
+        let mut buf = buf(&mut memory);
+        for (slice, with) in buf.slices_mut(1..6).into_iter().zip([&b"B"[..], b"CDE", b"F"]) {
+            let mut slice = slice;
+            slice.copy_from_slice(with);
+        }
+        assert_eq!(&buf.slab()[..4], b"aBFg");
+        assert!(buf.is_straight());
+        drop(buf);
+        assert_eq!(&memory, b"CDE");
+    }
+
+    #[test]
+    #[should_panic(expected = "follow each other")]
+    fn parts_of_a_slab_that_overlap_are_refused() {
+        let slab = take_slab(4).unwrap();
+        let _ = Buf::new(Some(slab), vec![Part::Slab(0..3), Part::Slab(2..4)]);
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot be filled")]
+    fn memory_that_is_only_read_is_not_filled() {
+        let memory = [0u8; 4];
+        // SAFETY: `memory` outlives the source and does not change.
+        let source = unsafe { Source::new(memory.as_ptr(), memory.len()) };
+        let _ = Buf::new(None, vec![Part::Source(source)]).slices_mut(0..4);
+    }
+}
