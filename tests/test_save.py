@@ -74,7 +74,7 @@ def test_silent_without_configured_logging(tmp_path):
         ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),
-        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, buffered, not 'mmap'"),
+        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
         ({"io": None}, "io must be"),
         ({"shard_size": 0}, "save: shard_size must be an int of bytes, from 1 to"),
         ({"shard_size": 1e9}, "shard_size must be"),

@@ -29,6 +29,9 @@ const BLOCKING_THREADS: usize = 4;
 /// More ring threads than this were never faster: copying, not submitting, is what they share.
 const RING_THREADS: usize = 8;
 
+/// What is smaller than this, in bytes, is one block, or nearly so.
+const SINGLE: u64 = options::BLOCK_SIZE / 2;
+
 /// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
 pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
@@ -109,10 +112,12 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// Chooses engine and number of workers. The probe for a ring is the ring itself, in the calling thread.
+    /// Chooses engine and number of workers for `bytes`. The probe for a ring is the ring itself, in the calling thread.
     #[must_use]
-    pub fn choose(options: &Options) -> Self {
+    pub fn choose(options: &Options, bytes: u64) -> Self {
         let (engine, fallback) = match options.io {
+            // A ring has nothing to gain with one operation, and setting it up costs more than that.
+            Io::Auto if bytes < SINGLE => (Engine::Threads, None),
             Io::Auto | Io::Uring | Io::Direct => match uring::open() {
                 Ok(_) => (Engine::Uring, None),
                 Err(reason) => (Engine::Threads, Some(reason)),
@@ -209,44 +214,48 @@ pub fn run<J: Job>(
     };
     let caller = thread::current();
     let (mut started, mut refused) = (0, None);
-    thread::scope(|scope| {
-        for number in 0..crew.threads {
-            let (shared, caller, engine) = (&shared, &caller, crew.engine);
-            let body = move || {
-                // The job's state is not used after a panic: the failure ends the operation.
-                let outcome = catch_unwind(AssertUnwindSafe(|| work(shared, engine, options)));
-                match outcome {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => shared.fail(error),
-                    Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
+    if job.blocks() <= 1 && crew.engine != Engine::Uring {
+        // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile.
+        started = 1;
+        attempt(&shared, crew.engine, options);
+        if !tick(operation.done.load(Ordering::Relaxed), total) {
+            shared.fail(Error::Interrupted);
+        }
+    } else {
+        thread::scope(|scope| {
+            for number in 0..crew.threads {
+                let (shared, caller, engine) = (&shared, &caller, crew.engine);
+                let body = move || {
+                    attempt(shared, engine, options);
+                    shared.running.fetch_sub(1, Ordering::AcqRel);
+                    caller.unpark();
+                };
+                let name = format!("fastckpt-{number}");
+                if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
+                    shared.running.fetch_sub(1, Ordering::AcqRel);
+                    refused = Some(error);
+                } else {
+                    started += 1;
                 }
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                caller.unpark();
-            };
-            let name = format!("fastckpt-{number}");
-            if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                refused = Some(error);
-            } else {
-                started += 1;
             }
-        }
-        // Fewer workers do as well; none do nothing.
-        if let Some(error) = refused.take().filter(|_| started == 0) {
-            shared.fail(Error::io("start worker threads in", std::path::Path::new("this process"))(error));
-        }
-        while shared.running.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(TICK);
-            let done = operation.done.load(Ordering::Relaxed);
-            if J::WRITE && done == total {
-                operation.phase(Phase::Fsync);
+            // Fewer workers do as well; none do nothing.
+            if let Some(error) = refused.take().filter(|_| started == 0) {
+                shared
+                    .fail(Error::io("start worker threads in", std::path::Path::new("this process"))(error));
             }
-            operation.tick();
-            if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
-                shared.fail(Error::Interrupted);
+            while shared.running.load(Ordering::Acquire) > 0 {
+                thread::park_timeout(TICK);
+                let done = operation.done.load(Ordering::Relaxed);
+                if J::WRITE && done == total {
+                    operation.phase(Phase::Fsync);
+                }
+                operation.tick();
+                if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
+                    shared.fail(Error::Interrupted);
+                }
             }
-        }
-    });
+        });
+    }
     if let Some(error) = lock(&shared.failure).take() {
         return Err(error);
     }
@@ -291,6 +300,16 @@ struct Flight {
     copied: u64,
     /// The rest goes through the page cache, which takes any length.
     cached: bool,
+}
+
+/// The life of one worker, whose failure, be it a panic, is everybody's.
+fn attempt<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) {
+    // The job's state is not used after a panic: the failure ends the operation.
+    match catch_unwind(AssertUnwindSafe(|| work(shared, engine, options))) {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => shared.fail(error),
+        Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
+    }
 }
 
 /// The life of one worker.

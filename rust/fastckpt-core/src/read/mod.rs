@@ -118,7 +118,8 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<Report> {
         let begin = Instant::now();
-        let mut crew = Crew::choose(options);
+        let wanted = requests.iter().fold(0, |sum: u64, r| sum.saturating_add(r.end.saturating_sub(r.start)));
+        let mut crew = Crew::choose(options, wanted);
         let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
         if verify {
             for &shard in job.shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {

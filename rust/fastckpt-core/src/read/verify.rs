@@ -33,7 +33,8 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
-        let mut crew = Crew::choose(options);
+        let bytes = self.body.shards.iter().fold(0, |sum: u64, shard| sum.saturating_add(shard.bytes));
+        let mut crew = Crew::choose(options, bytes);
         let mut damage = Vec::new();
         let mut readable = vec![true; self.body.shards.len()];
         for (index, shard) in self.body.shards.iter().enumerate() {

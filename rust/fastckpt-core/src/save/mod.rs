@@ -58,9 +58,9 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     if request.contents.len() != request.tensors.len() {
         return Err(Error::Invalid("each tensor needs its content".to_owned()));
     }
-    let mut crew = Crew::choose(options);
     let total =
         request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
+    let mut crew = Crew::choose(options, total);
     let block_size = options.block_size.unwrap_or_else(|| options::block_size(total));
     let plan = plan::plan(request.tensors, request.shard_size, crew.threads, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;

@@ -215,13 +215,16 @@ impl DataFile {
 
     /// Reads into `bufs`, one after another, at `offset`; returns how many bytes came.
     pub fn read_at(&self, direct: bool, bufs: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
-        Ok(rustix::io::preadv(self.fd(direct), bufs, offset)?)
+        Ok(match bufs {
+            [one] => rustix::io::pread(self.fd(direct), &mut **one, offset)?,
+            all => rustix::io::preadv(self.fd(direct), all, offset)?,
+        })
     }
 
     /// Writes `bufs`, one after another, at `offset`; returns how many bytes went.
     pub fn write_at(&self, direct: bool, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
         if direct {
-            return Ok(rustix::io::pwritev(self.fd(true), bufs, offset)?);
+            return write(self.fd(true), bufs, offset);
         }
         if !self.plain.load(Ordering::Relaxed) {
             match rustix::io::pwritev2(&self.cached, bufs, offset, DONTCACHE) {
@@ -231,7 +234,7 @@ impl DataFile {
                 other => return Ok(other?),
             }
         }
-        let written = rustix::io::pwritev(&self.cached, bufs, offset)?;
+        let written = write(self.cached.as_fd(), bufs, offset)?;
         self.start_write_back(offset, written as u64);
         Ok(written)
     }
@@ -249,4 +252,12 @@ impl DataFile {
         retry_on_intr(|| fs::ftruncate(&self.cached, len))?;
         Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
     }
+}
+
+/// Writes `bufs`, one after another, at `offset`.
+fn write(fd: BorrowedFd<'_>, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
+    Ok(match bufs {
+        [one] => rustix::io::pwrite(fd, one, offset)?,
+        all => rustix::io::pwritev(fd, all, offset)?,
+    })
 }
