@@ -22,7 +22,7 @@ def test_compare_runs_every_contender(tmp_path):
         [sys.executable, str(COMPARE), *options], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())["results"]
+    results = json.loads(out.read_text())["workloads"][0]["results"]
     expected = {"fastckpt", "raw", "torch", "dcp"}
     if importlib.util.find_spec("safetensors"):
         expected.add("safetensors")
