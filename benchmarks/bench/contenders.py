@@ -13,15 +13,15 @@ import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import BLOCK
 from bench.device import fsync_tree, transfer, transfer_name
-from bench.states import fill, total_bytes
+from bench.states import fill, largest, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     Notes = dict[str, Any]
 
@@ -232,15 +232,24 @@ class Fastckpt(Contender):
     title = "**fastckpt**"
     kinds = NESTED | {"numpy"}
 
-    def __init__(self, io: str = "auto", threads: int | None = None, shards: int | None = None) -> None:
+    def __init__(
+        self,
+        io: str = "auto",
+        threads: int | None = None,
+        shards: int | None = None,
+        bandwidth_limit: float | None = None,
+    ) -> None:
         import fastckpt
 
         self.library, self.io, self.threads, self.shards = fastckpt, io, threads, shards
+        self.limit = bandwidth_limit
         self.records = Records()
 
     def save(self, state: Any, path: Path) -> Notes:
-        split = {"shard_size": -(-total_bytes(state) // self.shards)} if self.shards else {}
-        return report_notes(self.library.save(state, path, io=self.io, threads=self.threads, **split))
+        # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
+        split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
+        report = self.library.save(state, path, io=self.io, threads=self.threads, bandwidth_limit=self.limit, **split)
+        return report_notes(report)
 
     def load(self, path: Path) -> Any:
         return self.library.load(path, io=self.io, threads=self.threads, verify=True)
@@ -302,6 +311,16 @@ VARIANTS = {
     "slabs": Spec("fastckpt:slabs", {}, {"FASTCKPT_ZERO_COPY": "0"}, "fastckpt, through slabs"),
     "zero-copy": Spec("fastckpt:zero-copy", {}, {"FASTCKPT_ZERO_COPY": "1"}, "fastckpt, zero-copy"),
 }
+
+
+def knows(variable: str) -> bool:
+    """Whether this build of fastckpt reads an environment variable: its name stands in the compiled core.
+
+    One that is ignored would be measured as if it had an effect.
+    """
+    from fastckpt import _core
+
+    return variable.encode() in Path(_core.__file__).read_bytes()
 
 
 @contextmanager

@@ -119,3 +119,11 @@ def fsync_tree(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or a file."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

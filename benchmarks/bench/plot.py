@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.process import OPERATION_TITLES
-from bench.report import name_of, operations_of
+from bench.report import is_mapped, name_of, operations_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,7 @@ CARD, INK, FAINT = "#fbfbfa", "#24292f", "#d8d8d4"
 OURS, PEER, DEVICE = "#0b7285", "#b7bcc2", "#5c636a"
 # Told apart by colour-blind eyes (Okabe and Ito, 2008).
 LINES = ("#0b7285", "#d55e00", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#5c636a")
+DASHES = ("-", "--", ":", "-.")
 
 
 def pyplot() -> Any:
@@ -81,7 +82,10 @@ def bars(path: Path, results: Results, heading: str) -> None:
             axis = axes[row][column]
             values = [results[name].get(operation, {}).get(key) for name in names]
             colours = [DEVICE if name == "raw" else OURS if name.startswith("fastckpt") else PEER for name in names]
-            axis.barh(places, [value or 0 for value in values], color=colours, height=0.72)
+            drawn = axis.barh(places, [value or 0 for value in values], color=colours, height=0.72)
+            for bar, name in zip(drawn, names, strict=True):
+                if is_mapped(results[name].get(operation, {})):
+                    bar.set(hatch="////", edgecolor=CARD, linewidth=0)
             top = max((value for value in values if value), default=1)
             axis.set_xlim(0, top * 1.22)
             for place, value in zip(places, values, strict=True):
@@ -93,38 +97,59 @@ def bars(path: Path, results: Results, heading: str) -> None:
             if row == 0:
                 axis.set_title(OPERATION_TITLES[operation], loc="left")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (DEVICE, PEER, OURS)]
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
-    figure.legend(handles, ["raw device", "peers", "fastckpt"], loc="upper right", ncols=3)
-    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    handles.append(plt.Rectangle((0, 0), 1, 1, facecolor=PEER, edgecolor=CARD, hatch="////", linewidth=0))
+    labels = ["raw device", "peers", "fastckpt", "mapped: pages of the file, not yet the process's own"]
+    figure.legend(handles, labels, loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=4)
+    figure.tight_layout()
+    figure.suptitle(heading, x=0.01, y=1.0, ha="left", va="bottom", fontsize=11)
     write(figure, path)
 
 
 def curves(path: Path, panels: Sequence[dict[str, Any]], heading: str) -> None:
-    """Draw one panel for each entry: ``title``, ``x``, ``y`` (labels), ``log`` and ``lines``: points by legend.
+    """Draw one panel for each entry: ``title``, ``x`` and ``y`` (labels), ``log`` and ``lines``.
 
-    Points are pairs of an x and a y. Where x are words, they stand at equal distances. ``log`` is a string of the axes
-    that are logarithmic: ``x``, ``xy`` or nothing.
+    Lines are points, pairs of x and y, by ``(who, what)``: who has a colour, what a dash. Where x are words, they stand
+    at equal distances. ``log`` names the axes that are logarithmic: ``x``, ``xy`` or nothing.
     """
     plt = pyplot()
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.1 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.3 * rows), squeeze=False)
     for spare in axes.flat[len(panels) :]:
         spare.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
-        for colour, (legend, points) in zip(LINES * 4, panel["lines"].items(), strict=False):
-            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=4, color=colour, label=legend)
-        if "x" in panel.get("log", ""):
-            axis.set_xscale("log")
-        if "y" in panel.get("log", ""):
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
+        whos = list(dict.fromkeys(who for who, _ in panel["lines"]))
+        whats = list(dict.fromkeys(what for _, what in panel["lines"]))
+        for (who, what), points in panel["lines"].items():
+            axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                marker="o",
+                ms=4,
+                color=LINES[whos.index(who) % len(LINES)],
+                linestyle=DASHES[whats.index(what) % len(DASHES)],
+                label=f"{who}: {what}",
+            )
+        scale(axis, panel)
         axis.set_title(panel["title"], loc="left")
         axis.set_xlabel(panel["x"])
         axis.set_ylabel(panel["y"])
         axis.grid(axis="y", color=FAINT, linewidth=0.6)
-        axis.legend(fontsize=8)
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1, 0.97))
+        axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    figure.tight_layout()
+    figure.suptitle(heading, x=0.01, y=1.0, ha="left", va="bottom", fontsize=11)
     write(figure, path)
+
+
+def scale(axis: Any, panel: dict[str, Any]) -> None:
+    """Set the scales of a panel; a logarithmic x is marked where the points are."""
+    if "x" in panel.get("log", ""):
+        axis.set_xscale("log")
+        marks = sorted({x for points in panel["lines"].values() for x, _ in points})
+        axis.set_xticks(marks, [f"{mark:,g}" if mark < 10_000 else f"{mark:,.0f}" for mark in marks])
+        axis.minorticks_off()
+    if "y" in panel.get("log", ""):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+    else:
+        axis.set_ylim(bottom=0)

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.contenders import Contender, Spec, environment, registry
+from bench.contenders import Contender, Spec, environment, knows, registry
 from bench.measure import Sample, measure, with_notes
 from bench.states import Workload, differences, total_bytes, touch
 
@@ -105,8 +105,11 @@ def made(spec: Spec, workload: Workload) -> Contender:
 
     Raises:
         ImportError: its library is missing.
-        ValueError: it cannot store the workload's state.
+        ValueError: it cannot store the workload's state, or would ignore a variable of its environment.
     """
+    for variable in spec.environment:
+        if not knows(variable):
+            raise ValueError(f"this build of fastckpt does not read {variable}")
     contender = registry()[spec.kind](**spec.options)
     if workload.kind not in contender.kinds:
         raise ValueError(contender.refusal)
@@ -156,11 +159,10 @@ class Process:
         with environment(spec.environment):
             self.process.start()
         theirs.close()
-        try:
-            self.receive()
-        except ContenderError:
-            self.close()
-            raise
+
+    def wait_until_made(self) -> None:
+        """Return when its libraries are imported; several may do that at the same time."""
+        self.receive()
 
     def receive(self) -> Any:
         """Return the answer of the process."""

@@ -15,6 +15,8 @@ from bench.process import OPERATION_TITLES, OPERATIONS
 from bench.summary import spread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bench.summary import Results
 
 PACKAGES = (
@@ -114,18 +116,31 @@ def render(rows: list[list[str]], *, markdown: bool) -> str:
     )
 
 
+def is_mapped(figures: dict[str, Any]) -> bool:
+    """Whether most of a load's result is a mapping of the file."""
+    return (figures.get("mapped_share") or 0) > 0.5
+
+
+def not_run(reasons: dict[str, str], named: Callable[[str], str]) -> list[str]:
+    """Return who did not run, one line a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(named(name))
+    return [f"Not run: {'; '.join(several)}: {reason}." for reason, several in names.items()]
+
+
 def remarks(section: dict[str, Any]) -> list[str]:
     """Return what the reader of a workload's tables has to know."""
     results = section["results"]
-    lines = [f"Not run: {name_of(name)}: {reason}." for name, reason in section["not_run"].items()]
+    lines = not_run(section["not_run"], name_of)
     lines += [f"{name_of(name)}: {note}." for name, note in section["notes"].items()]
     mapped = sorted(
-        {name_of(name) for name, pair in results.items() for one in pair.values() if (one["mapped_share"] or 0) > 0.5}
+        {name_of(name) for name, pair in results.items() if any(is_mapped(figures) for figures in pair.values())}
     )
     if mapped:
         lines.append(
-            f"Mapped, not loaded, at least in part: {', '.join(mapped)}: pages of the file that the kernel has yet to "
-            "copy when a step first writes them (--touch write counts that)."
+            f"Mapped: {', '.join(mapped)}: what was loaded is pages of the file, which the kernel has yet to copy when "
+            "a step first writes them (--touch write counts that)."
         )
     if raw := results.get("raw"):
         # A ratio above 1 is no wonder where the device itself was so uneven.

@@ -8,12 +8,11 @@ dropped or, for a hot one, filled with the files. In the first round every resul
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.contenders import registry
-from bench.device import drop_caches, warm_caches
+from bench.device import drop_caches, remove, warm_caches
 from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
 
 if TYPE_CHECKING:
@@ -81,7 +80,11 @@ class Rounds:
         """
         try:
             for spec in self.specs:
-                self.start(spec)
+                self.processes[spec.name] = Process(spec, self.workload)
+            for spec in self.specs:
+                self.guard(spec.name, self.processes[spec.name].wait_until_made)
+                if spec.name in self.processes:
+                    self.outcome.samples[spec.name] = {}
             for number in range(self.rounds):
                 for name in self.order(number):
                     self.guard(name, lambda name=name, number=number: self.turn(name, number))
@@ -96,18 +99,9 @@ class Rounds:
         self.outcome.samples = named
         return self.outcome
 
-    def start(self, spec: Spec) -> None:
-        """Start a contender's process, or note why there is none."""
-        try:
-            self.processes[spec.name] = Process(spec, self.workload)
-        except ContenderError as error:
-            self.give_up(spec.name, error)
-        else:
-            self.outcome.samples[spec.name] = {}
-
     def give_up(self, name: str, error: ContenderError) -> None:
         """Go on without this contender."""
-        if name.partition(":")[0] in ESSENTIAL:
+        if name in ESSENTIAL:
             say(error.failure.details)
             raise error
         self.outcome.not_run[name] = error.failure.reason
@@ -132,7 +126,7 @@ class Rounds:
             self.give_up(name, error)
         finally:
             for left in self.directory.glob(f"*{path.name}*"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                remove(left)
 
     def path(self, name: str) -> Path:
         """Return where this contender saves."""

@@ -206,9 +206,9 @@ def total_bytes(state: Any) -> int:
     return sum(leaf.nbytes for _, leaf in leaves(state) if hasattr(leaf, "nbytes"))
 
 
-def tensor_count(state: Any) -> int:
-    """Return the number of tensors and arrays."""
-    return sum(1 for _, leaf in leaves(state) if hasattr(leaf, "nbytes"))
+def largest(state: Any) -> int:
+    """Return the bytes of the largest tensor or array."""
+    return max((leaf.nbytes for _, leaf in leaves(state) if hasattr(leaf, "nbytes")), default=0)
 
 
 def touch(state: Any, *, write: bool) -> None:
