@@ -250,7 +250,8 @@ def test_differences_are_found():
     state = {"a": np.arange(4), "n": {"lr": 0.1, "l": [1, 2]}}
     assert states.differences(state, {"a": np.arange(4), "n": {"lr": 0.1, "l": [1, 2]}}) is None
     assert states.differences(state, {"a": np.arange(4), "n": {"lr": 0.2, "l": [1, 2]}}) == "n.lr differs"
-    assert states.differences(state, {"a": np.arange(4.0), "n": {"lr": 0.1, "l": [1, 2]}}) == "a differs"
+    assert states.differences(state, {"a": np.arange(1, 5), "n": {"lr": 0.1, "l": [1, 2]}}) == "a differs"
+    assert states.differences({"a": np.zeros(4, np.int64)}, {"a": np.zeros(4)}) == "a differs"
     assert "in one of them only" in states.differences(state, {"a": np.arange(4)})
     assert states.largest(state) == 32
 
