@@ -66,7 +66,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--tensor-size", type=options.amount, default=4, help="bytes of each of many (default: 4)")
     parser.add_argument(
-        "--peers", type=words, default=list(PEERS), help=f"peers, may be empty (default: {','.join(PEERS)})"
+        "--peers", type=words, help=f"of {', '.join(PEERS)}; may be empty (default: all; for many: torch, safetensors)"
     )
     parser.add_argument(
         "--engines", type=words, help=f"fastckpt's engines and ways, of {', '.join(VARIANTS)} (default: auto)"
@@ -90,7 +90,7 @@ def parse_options() -> argparse.Namespace:
         ("engines", tuple(VARIANTS)),
         ("operations", OPERATIONS),
     ):
-        if unknown := set(getattr(chosen, option)) - set(allowed):
+        if unknown := set(getattr(chosen, option) or ()) - set(allowed):
             parser.error(f"--{option}: unknown {', '.join(sorted(unknown))}; there are {', '.join(allowed)}")
     if chosen.size < 0 or chosen.many < 0 or chosen.tensor_size < 1 or not workloads(chosen):
         parser.error("nothing to do: give a --size or --many of more than 0, or --workload small")
@@ -118,7 +118,11 @@ def contenders(chosen: argparse.Namespace, workload: Workload) -> list[Spec]:
     kinds = registry()
     # The other workloads' contenders are left out without a word; one that cannot store this very state is named.
     numpy = workload.kind == "numpy"
-    peers = [name for name in chosen.peers if (kinds[name].kinds == {"numpy"}) == numpy]
+    # Some take minutes for many tensors; they have to be asked for.
+    wanted = (
+        chosen.peers if chosen.peers is not None else ("torch", "safetensors") if workload.kind == "many" else PEERS
+    )
+    peers = [name for name in wanted if (kinds[name].kinds == {"numpy"}) == numpy]
     return [*([] if small else [Spec("raw")]), *map(Spec, peers), *(VARIANTS[engine] for engine in chosen.engines)]
 
 

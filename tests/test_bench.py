@@ -310,3 +310,7 @@ def test_total_of_strace():
     assert process.total_calls(text) == 12
     with pytest.raises(ValueError, match="no total"):
         process.total_calls("strace: gone")
+
+
+def test_who_is_left_is_nobody(tmp_path):
+    assert Rounds([], states.Workload("model", 1), tmp_path).order(3) == []

@@ -249,6 +249,7 @@ class Fastckpt(Contender):
         # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
         split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
         report = self.library.save(state, path, io=self.io, threads=self.threads, bandwidth_limit=self.limit, **split)
+        self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
         return report_notes(report)
 
     def load(self, path: Path) -> Any:

@@ -113,7 +113,7 @@ class Rounds:
     def order(self, number: int) -> list[str]:
         """Return the contenders of a round in their turn."""
         names = list(self.processes)
-        turn = number % len(names)
+        turn = number % max(1, len(names))
         names = names[turn:] + names[:turn]
         return names if number % 2 == 0 else names[::-1]
 
