@@ -1,0 +1,139 @@
+"""The demands on the figures. ``--check`` exits with 1 when one is missed, or was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench import MB, MIB
+from bench.summary import ratio
+
+if TYPE_CHECKING:
+    from bench.summary import Results
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A demand on a figure.
+
+    Attributes:
+        what: the figure, in words.
+        measured: what it is, or None where the run did not include what it needs.
+        limit: the demand.
+        at_least: whether the figure must reach the limit; else it must not exceed it.
+    """
+
+    what: str
+    measured: float | None
+    limit: float
+    at_least: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure is there and good enough."""
+        if self.measured is None:
+            return False
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+    def __str__(self) -> str:
+        measured = "not measured" if self.measured is None else f"{self.measured:.3g}"
+        sign = "at least" if self.at_least else "at most"
+        return f"{'met   ' if self.met else 'MISSED'}  {self.what}: {measured} ({sign} {self.limit:.3g})"
+
+    def document(self) -> dict[str, Any]:
+        """Return what the JSON document says of it."""
+        return {**asdict(self), "met": self.met}
+
+
+def figure(results: Results, name: str, operation: str, key: str = "gigabytes_per_second") -> float | None:
+    """Return one figure, or None where it was not measured."""
+    value: float | None = results.get(name, {}).get(operation, {}).get(key)
+    return value
+
+
+def is_peer(name: str) -> bool:
+    """Whether a contender is neither fastckpt nor the device."""
+    return name != "raw" and not name.startswith("fastckpt")
+
+
+def best_peer(results: Results, operation: str) -> tuple[str, float] | None:
+    """Return the peer with the highest rate, and that rate."""
+    rates = [(name, rate) for name in results if is_peer(name) for rate in [figure(results, name, operation)] if rate]
+    return max(rates, key=lambda pair: pair[1], default=None)
+
+
+def over_best(results: Results, operation: str, limit: float, peers_operation: str = "") -> Bar:
+    """Return the bar on fastckpt's rate over that of the best peer at ``peers_operation``, by default the same."""
+    best = best_peer(results, peers_operation or operation)
+    name, rate = best or ("the best peer", None)
+    what = f"{operation}: times the best peer" + (f" ({name})" if best else "")
+    return Bar(what, ratio(figure(results, "fastckpt", operation), rate), limit, at_least=True)
+
+
+def of_raw(results: Results, operation: str, limit: float) -> Bar:
+    """Return the bar on the ratio to the raw device."""
+    measured = figure(results, "fastckpt", operation, "of_raw")
+    return Bar(f"{operation}: ratio to the raw device", measured, limit, at_least=True)
+
+
+def cpu(results: Results, name: str, operation: str, limit: float) -> Bar:
+    """Return the bar on CPU seconds a GB."""
+    measured = figure(results, name, operation, "cpu_seconds_per_gigabyte")
+    return Bar(f"{operation}: CPU seconds per GB, {name}", measured, limit, at_least=False)
+
+
+def extra(results: Results, operation: str, mebibytes: int) -> Bar:
+    """Return the bar on memory beyond the state."""
+    measured = figure(results, "fastckpt", operation, "extra_megabytes")
+    return Bar(f"{operation}: memory over the state, MB", measured, mebibytes * MIB / MB, at_least=False)
+
+
+def engines(results: Results, operation: str) -> Bar:
+    """Return the bar on the threads engine beside io_uring."""
+    measured = ratio(figure(results, "fastckpt:threads", operation), figure(results, "fastckpt:uring", operation))
+    return Bar(f"{operation}: threads engine over io_uring", measured, 0.95, at_least=True)
+
+
+def disk_bars(results: Results) -> list[Bar]:
+    """Return the bars on a large state on a disk: 2 GB or more, at least 5 rounds."""
+    return [
+        of_raw(results, "save", 0.95),
+        over_best(results, "save", 1.5),
+        cpu(results, "fastckpt:slabs", "save", 0.30),
+        cpu(results, "fastckpt:zero-copy", "save", 0.18),
+        extra(results, "save", 128),
+        of_raw(results, "load", 0.95),
+        over_best(results, "load", 1.0),
+        over_best(results, "into", 1.3, "load"),
+        cpu(results, "fastckpt", "load", 0.45),
+        cpu(results, "fastckpt", "into", 0.18),
+        extra(results, "load", 64),
+        extra(results, "into", 64),
+        over_best(results, "hot", 1.0),
+        engines(results, "save"),
+        engines(results, "load"),
+    ]
+
+
+def loop_bars(results: Results) -> list[Bar]:
+    """Return the bars on a loop device over memory, where no disk is in the way and all of it is CPU."""
+    return [
+        bar
+        for operation in ("save", "load")
+        for bar in (of_raw(results, operation, 0.6), over_best(results, operation, 3.0))
+    ]
+
+
+def no_slower(results: Results, operations: tuple[str, ...], what: str) -> list[Bar]:
+    """Return the bars on small states: no slower than safetensors plus fsync."""
+    return [
+        Bar(
+            f"{operation} of {what}: seconds over those of safetensors",
+            ratio(
+                figure(results, "fastckpt", operation, "seconds"), figure(results, "safetensors", operation, "seconds")
+            ),
+            1.0,
+            at_least=False,
+        )
+        for operation in operations
+    ]

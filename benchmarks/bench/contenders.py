@@ -1,0 +1,339 @@
+"""Who is measured: fastckpt, the raw device, and the peers that torch and safetensors bring. More in bench.peers.
+
+A contender saves a state, loads it, and loads it into memory that exists. Constructing one imports its library and
+raises ImportError where that is missing. A save ends when an fsync of every file and of the directory has returned, or
+it would measure how fast memory fills with dirty pages. The peers write under the final name; fastckpt is atomic as
+well, and pays for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import BLOCK
+from bench.device import fsync_tree, transfer, transfer_name
+from bench.states import fill, largest, total_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Notes = dict[str, Any]
+
+FLAT = frozenset({"model", "one", "many", "small"})
+NESTED = FLAT | {"optimizer"}
+TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A contender's name and what it is made with: its keyword arguments and its environment."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of its class in the registry: what stands before a colon."""
+        return self.name.partition(":")[0]
+
+
+class Contender:
+    """What all of them share.
+
+    Attributes:
+        title: what tables call it.
+        kinds: the workloads that it can store.
+        refusal: why it cannot store the others.
+        saves: whether it saves at all; one that does not loads what safetensors has written.
+        note: what a reader of its figures has to know, or an empty string.
+        is_device: whether it is the storage itself, which moves bytes and knows no state.
+    """
+
+    title = ""
+    kinds = FLAT
+    refusal = TENSORS_ONLY
+    saves = True
+    note = ""
+    is_device = False
+
+    def warm_up(self, path: Path) -> None:
+        """Find out once, outside the timing, what it needs to know; may write the directory ``path``."""
+
+    def save(self, state: Any, path: Path) -> Notes:
+        """Make ``state`` durable in the new directory ``path``."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> Any:
+        """Return the state in ``path``."""
+        raise NotImplementedError
+
+    def load_into(self, path: Path, state: Any) -> Any:
+        """Fill the tensors of ``state``: here as ``load_state_dict`` does, by a copy of what was loaded."""
+        fill(state, self.load(path))
+        return state
+
+    def take_notes(self) -> Notes:
+        """Return what it has to say about the last load, and forget it."""
+        return {}
+
+    def release(self) -> None:
+        """Let go of what the last load's result stood on."""
+
+
+class Torch(Contender):
+    """``torch.save`` and ``torch.load``, as most training loops call them."""
+
+    title = "torch.save, torch.load"
+    kinds = NESTED
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def save(self, state: Any, path: Path) -> Notes:
+        path.mkdir()
+        self.torch.save(state, path / "state.pt")
+        fsync_tree(path)
+        return {}
+
+    def load(self, path: Path) -> Any:
+        return self.torch.load(path / "state.pt", weights_only=True)
+
+
+class Safetensors(Contender):
+    """``safetensors.torch.save_file`` and ``load_file``."""
+
+    title = "safetensors"
+
+    def __init__(self) -> None:
+        import safetensors.torch
+
+        self.library = safetensors.torch
+
+    def save(self, state: Any, path: Path) -> Notes:
+        path.mkdir()
+        self.library.save_file(state, path / "model.safetensors")
+        fsync_tree(path)
+        return {}
+
+    def load(self, path: Path) -> Any:
+        return self.library.load_file(path / "model.safetensors")
+
+
+class Dcp(Contender):
+    """``torch.distributed.checkpoint`` in one process, two threads, its own fsync of files switched on."""
+
+    title = "torch.distributed.checkpoint"
+    kinds = NESTED
+
+    def __init__(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        # It warns that no process group is there, which is what no_dist asks for.
+        warnings.simplefilter("ignore")
+        self.library = dcp
+
+    def save(self, state: Any, path: Path) -> Notes:
+        writer = self.library.FileSystemWriter(path, thread_count=2, sync_files=True)
+        self.library.save(state, storage_writer=writer, no_dist=True)
+        fsync_tree(path)
+        return {}
+
+    def load(self, path: Path) -> Any:
+        # It only loads into tensors that exist; this is how its own converter to torch.save makes them.
+        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+        state: dict[str, Any] = {}
+        reader = self.library.FileSystemReader(path)
+        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        return state
+
+    def load_into(self, path: Path, state: Any) -> Any:
+        self.library.load(state, storage_reader=self.library.FileSystemReader(path), no_dist=True)
+        return state
+
+
+class Savez(Contender):
+    """``numpy.savez`` and ``numpy.load``."""
+
+    title = "numpy.savez"
+    kinds = frozenset({"numpy"})
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.library = np
+
+    def save(self, state: Any, path: Path) -> Notes:
+        path.mkdir()
+        self.library.savez(path / "state.npz", **state)
+        fsync_tree(path)
+        return {}
+
+    def load(self, path: Path) -> Any:
+        with self.library.load(path / "state.npz") as file:
+            return dict(file)
+
+
+class SafetensorsNumpy(Safetensors):
+    """``safetensors.numpy.save_file`` and ``load_file``."""
+
+    title = "safetensors.numpy"
+    kinds = frozenset({"numpy"})
+
+    def __init__(self) -> None:
+        import safetensors.numpy
+
+        self.library = safetensors.numpy
+
+
+class Records(logging.Handler):
+    """Keeps the report of the last operation: ``fastckpt.load`` returns the state and logs its report."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.report: Any = None
+        logger = logging.getLogger("fastckpt")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.args and not isinstance(record.args, dict) and hasattr(record.args[0], "phases"):
+            self.report = record.args[0]
+
+
+def report_notes(report: Any) -> Notes:
+    """Return what a report of fastckpt tells; fields that this release does not have are None."""
+    return {
+        "copied": getattr(report, "copied", None),
+        "engine": report.engine,
+        "fallback": report.fallback,
+        "threads": report.threads,
+        "shards": report.shards,
+        "phases": dict(report.phases),
+        "blocks": dict(report.blocks),
+    }
+
+
+class Fastckpt(Contender):
+    """``fastckpt.save`` and ``fastckpt.load``, every byte verified."""
+
+    title = "**fastckpt**"
+    kinds = NESTED | {"numpy"}
+
+    def __init__(
+        self,
+        io: str = "auto",
+        threads: int | None = None,
+        shards: int | None = None,
+        bandwidth_limit: float | None = None,
+    ) -> None:
+        import fastckpt
+
+        self.library, self.io, self.threads, self.shards = fastckpt, io, threads, shards
+        self.limit = bandwidth_limit
+        self.records = Records()
+
+    def save(self, state: Any, path: Path) -> Notes:
+        # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
+        split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
+        report = self.library.save(state, path, io=self.io, threads=self.threads, bandwidth_limit=self.limit, **split)
+        self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
+        return report_notes(report)
+
+    def load(self, path: Path) -> Any:
+        return self.library.load(path, io=self.io, threads=self.threads, verify=True)
+
+    def load_into(self, path: Path, state: Any) -> Any:
+        return self.library.load(path, into=state, io=self.io, threads=self.threads, verify=True)
+
+    def take_notes(self) -> Notes:
+        report, self.records.report = self.records.report, None
+        return report_notes(report) if report is not None else {}
+
+
+class Raw(Contender):
+    """The device itself. Its notes hold the accounts, which replace what is measured from outside."""
+
+    title = f"raw device ({transfer_name()})"
+    kinds = NESTED | {"numpy"}
+    is_device = True
+
+    def save(self, state: Any, path: Path) -> Notes:
+        path.mkdir()
+        size = -(-total_bytes(state) // BLOCK) * BLOCK
+        return {**transfer(path / "raw", size, "write"), "bytes": size}
+
+    def load(self, path: Path) -> Any:
+        size = (path / "raw").stat().st_size
+        return {**transfer(path / "raw", size, "read"), "bytes": size}
+
+
+def registry() -> dict[str, type[Contender]]:
+    """Return every contender by name, in the order of the tables."""
+    from bench import peers
+
+    return {
+        "raw": Raw,
+        "torch": Torch,
+        "safetensors": Safetensors,
+        "dcp": Dcp,
+        **peers.REGISTRY,
+        "savez": Savez,
+        "safetensors.numpy": SafetensorsNumpy,
+        "fastckpt": Fastckpt,
+    }
+
+
+def title(spec: Spec) -> str:
+    """Return what a table calls this contender."""
+    return spec.title or registry()[spec.kind].title
+
+
+# fastckpt's variants: an engine, or one way of writing under the automatic engine. The two ways are chosen by a
+# variable of the environment that exists for benchmarks only.
+VARIANTS = {
+    "auto": Spec("fastckpt"),
+    **{
+        engine: Spec(f"fastckpt:{engine}", {"io": engine}, title=f"fastckpt, io={engine}")
+        for engine in ("uring", "threads", "buffered")
+    },
+    "slabs": Spec("fastckpt:slabs", {}, {"FASTCKPT_ZERO_COPY": "0"}, "fastckpt, through slabs"),
+    "zero-copy": Spec("fastckpt:zero-copy", {}, {"FASTCKPT_ZERO_COPY": "1"}, "fastckpt, zero-copy"),
+}
+
+
+def knows(variable: str) -> bool:
+    """Whether this build of fastckpt reads an environment variable: its name stands in the compiled core.
+
+    One that is ignored would be measured as if it had an effect.
+    """
+    from fastckpt import _core
+
+    return variable.encode() in Path(_core.__file__).read_bytes()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started meanwhile."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

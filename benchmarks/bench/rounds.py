@@ -1,0 +1,173 @@
+"""Interleaved rounds: each runs every contender once.
+
+The next round begins with another contender and goes the other way round, so that nobody always follows the same
+neighbour; the speed of a shared disk drifts, and so figures are medians over rounds. Before each load the page cache is
+dropped or, for a hot one, filled with the files. In the first round every result is compared with the state.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bench.contenders import registry
+from bench.device import drop_caches, remove, warm_caches
+from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bench.contenders import Spec
+    from bench.measure import Sample
+    from bench.states import Workload
+
+    Samples = dict[str, dict[str, list[Sample]]]
+
+# Without these there is nothing to compare: their failure ends the run.
+ESSENTIAL = ("raw", "fastckpt")
+
+
+@dataclass
+class Outcome:
+    """What a run measured.
+
+    Attributes:
+        samples: by contender and operation.
+        not_run: reasons by contender, of those that are missing here or have failed.
+        notes: what a reader has to know, by contender.
+        calls: system calls by contender and operation, where they were counted.
+        caches: how caches were dropped.
+    """
+
+    samples: Samples = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    caches: str = "not dropped"
+
+
+@dataclass
+class Rounds:
+    """One run over one workload.
+
+    Attributes:
+        specs: the contenders.
+        workload: what they save.
+        directory: where.
+        operations: which operations, of ``OPERATIONS``; a save that is not among them is done and not recorded.
+        rounds: how many rounds.
+        write: whether the touching of results writes.
+        syscalls: whether one more round counts system calls.
+    """
+
+    specs: list[Spec]
+    workload: Workload
+    directory: Path
+    operations: tuple[str, ...] = OPERATIONS
+    rounds: int = 5
+    write: bool = False
+    syscalls: bool = False
+    outcome: Outcome = field(default_factory=Outcome)
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def run(self) -> Outcome:
+        """Run all rounds.
+
+        Raises:
+            ContenderError: the raw device or fastckpt failed.
+        """
+        try:
+            for spec in self.specs:
+                self.processes[spec.name] = Process(spec, self.workload)
+            for spec in self.specs:
+                self.guard(spec.name, self.processes[spec.name].wait_until_made)
+                if spec.name in self.processes:
+                    self.outcome.samples[spec.name] = {}
+            for number in range(self.rounds):
+                for name in self.order(number):
+                    self.guard(name, lambda name=name, number=number: self.turn(name, number))
+            if self.syscalls:
+                for name in [name for name in self.order(0) if name != "raw"]:
+                    self.guard(name, lambda name=name: self.count_calls(name))
+        finally:
+            for process in self.processes.values():
+                process.close()
+        # In the order of the table, not of the turns.
+        named = {spec.name: self.outcome.samples[spec.name] for spec in self.specs if spec.name in self.outcome.samples}
+        self.outcome.samples = named
+        return self.outcome
+
+    def give_up(self, name: str, error: ContenderError) -> None:
+        """Go on without this contender."""
+        if name in ESSENTIAL:
+            say(error.failure.details)
+            raise error
+        self.outcome.not_run[name] = error.failure.reason
+        self.outcome.samples.pop(name, None)
+        if process := self.processes.pop(name, None):
+            process.close()
+        say(f"not run: {error}")
+
+    def order(self, number: int) -> list[str]:
+        """Return the contenders of a round in their turn."""
+        names = list(self.processes)
+        turn = number % max(1, len(names))
+        names = names[turn:] + names[:turn]
+        return names if number % 2 == 0 else names[::-1]
+
+    def guard(self, name: str, turn: Callable[[], None]) -> None:
+        """Do a contender's turn; one that fails is out."""
+        path = self.path(name)
+        try:
+            turn()
+        except ContenderError as error:
+            self.give_up(name, error)
+        finally:
+            for left in self.directory.glob(f"*{path.name}*"):
+                remove(left)
+
+    def path(self, name: str) -> Path:
+        """Return where this contender saves."""
+        return self.directory / name.replace(":", "-")
+
+    def steps(self, name: str, *, compare: bool) -> list[Request]:
+        """Return the requests of one turn; the first writes the files that the others read."""
+        wanted = [operation for operation in OPERATIONS if operation == "save" or operation in self.operations]
+        return [Request(operation, self.path(name), compare=compare, write=self.write) for operation in wanted]
+
+    def make_ready(self, request: Request) -> None:
+        """Bring disk and page cache into the state that the operation demands."""
+        if request.operation == "save":
+            # Nothing of an earlier turn may still be on its way to the disk.
+            os.sync()
+        elif request.operation == "hot":
+            warm_caches(request.path)
+        else:
+            self.outcome.caches = drop_caches(request.path)
+
+    def turn(self, name: str, number: int) -> None:
+        """Let one contender do all operations once."""
+        process, done = self.processes[name], []
+        for request in self.steps(name, compare=number == 0):
+            if name == "raw" and request.operation in ("into", "hot"):
+                continue
+            process.prepare(request)
+            self.make_ready(request)
+            sample = process.go()
+            records = request.operation in self.operations
+            if records and (request.operation != "save" or registry()[name.partition(":")[0]].saves):
+                self.outcome.samples[name].setdefault(request.operation, []).append(sample)
+                done.append(f"{request.operation} {sample.seconds:.3f} s")
+        if process.note:
+            self.outcome.notes[name] = process.note
+        say(f"{self.workload.name}, round {number + 1} of {self.rounds}: {name:<20} {', '.join(done)}")
+
+    def count_calls(self, name: str) -> None:
+        """Let one contender do all operations once more, under strace."""
+        for request in self.steps(name, compare=False):
+            self.make_ready(request)
+            calls = system_calls(self.processes[name], request)
+            self.outcome.calls.setdefault(name, {})[request.operation] = calls
+        say(f"{self.workload.name}, system calls: {name:<20} {self.outcome.calls[name]}")
