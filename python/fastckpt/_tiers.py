@@ -103,8 +103,8 @@ class Workload:
 #: Source: MLPerf Storage v2.0, submission guidelines, table 2. Parameters are counted from the architectures of that
 #: table, which differ from Meta's models: 70B has 128 attention heads instead of 64, so its 8 key-value heads are half
 #: as wide. The published 912 is 8 nodes of a rounded 114. For 1T the count of the published architecture (1.183e12,
-#: 15,425 GiB) is not what was published (18 TB), nor is the nominal 1e12 (13,039 GiB): here the size is taken as
-#: given, and the parameters follow from it.
+#: 15,425 GiB) is not what was published (18 TB, and 161 GB for 8 processes), nor is the nominal 1e12 (13,039 GiB):
+#: here the size is taken as given, and the parameters follow from it.
 WORKLOADS = {
     workload.name: workload
     for workload in (
