@@ -36,7 +36,8 @@ class _Family:
         norms: normalisations a layer.
         qkv_bias: whether query, key and value projections have biases, whatever ``attention_bias`` says.
         qk_norm: whether queries and keys are normalised a head.
-        experts: the field that holds the number of routed experts, if it has some.
+        experts: the field that holds the number of routed experts, if it has some; transformers 5 may write
+            ``num_local_experts`` instead.
         expert_size: the field that holds their width.
     """
 
@@ -148,11 +149,11 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
     total = embedding + hidden + layers * rest
     if not config.flag("tie_word_embeddings", default=family.tied):
         total += embedding
-    sparse = _sparse_layers(config, kind, layers) if family.experts else 0
+    routed = config.number(family.experts, config.fields.get("num_local_experts")) if family.experts else 0
+    sparse = _sparse_layers(config, kind, layers) if routed else 0
     total += (layers - sparse) * _feed_forward(config, config.number("intermediate_size")) if layers > sparse else 0
     if not sparse:
         return Count(total, 0, tuple(notes))
-    routed = config.number(family.experts)
     experts = sparse * routed * 3 * hidden * config.number(family.expert_size)
     total += experts + sparse * (routed * hidden + _shared_experts(config, kind))
     return Count(total, experts, tuple(notes))
@@ -200,8 +201,6 @@ def _sparse_layers(config: _Config, kind: str, layers: int) -> int:
     if kind.startswith("deepseek"):
         every, first = config.number("moe_layer_freq", 1), config.number("first_k_dense_replace", 0)
         return sum(index >= first and index % max(1, every) == 0 for index in range(layers))
-    if not config.number("num_experts"):
-        return 0
     dense, every = config.fields.get("mlp_only_layers") or (), config.number("decoder_sparse_step", 1)
     return sum(index not in dense and (index + 1) % max(1, every) == 0 for index in range(layers))
 

@@ -277,9 +277,9 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, contradicts another, or cannot be.
     """
+    parameters, each, held, notes = _held(params, config, checkpoint, size, expert_params, weights, master, optimizer)
     where = layout(gpus, tp=tp, pp=pp, dp=dp, ep=ep, zero=zero)
     check(gpus_per_node=gpus_per_node)
-    parameters, each, held, notes = _held(params, config, checkpoint, size, expert_params, weights, master, optimizer)
     if ep > 1 and not held.expert_weights:
         raise ValueError(
             "plan: expert parallelism needs to know the experts: give config=, or params= and expert_params="
@@ -403,8 +403,6 @@ def _held(
         held = sizing.contents(counted.parameters, counted.experts, each)
         return counted.parameters, sum(each), held, list(counted.notes)
     known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.size("size", size or 0)
-    if not known:
-        raise ValueError(f"plan {checkpoint}: the checkpoint holds no tensors")
     return None, None, sizing.contents(1, 0, each).scaled(known), []
 
 

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 #: What a sweep's picture shows, each on axes of its own.
 _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("interval, min", lambda plan: plan.interval / 60),
-    ("written while a checkpoint is, GB/s", lambda plan: plan.write),
+    ("a checkpoint takes, s", lambda plan: plan.seconds),
     ("sustained over the day, GB/s", lambda plan: plan.sustained),
     ("goodput, %", lambda plan: 100 * plan.goodput),
 )
+
+#: Values that span as much are drawn on a logarithmic axis.
+_DECADE = 10
 
 
 def _matplotlib() -> Any:
@@ -58,6 +61,8 @@ def plot_sweep(file: Path, name: str, values: Sequence[str], plans: Sequence[Pla
         axes.plot(numbers or range(len(values)), [value(plan) for plan in plans], marker="o")
         if numbers is None:
             axes.set_xticks(range(len(values)), values)
+        elif max(numbers) >= _DECADE * min(numbers):
+            axes.set_xscale("log")
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel(name.replace("_", " "))
         axes.grid(alpha=0.3)
@@ -87,8 +92,10 @@ def plot_simulation(file: Path, result: Simulation) -> None:
     axes.errorbar(minutes, shown, yerr=errors, fmt="o", markersize=3, label="simulated")
     axes.plot(minutes, [100 * point.formula for point in result.points], label="Daly's model")
     axes.plot(minutes, [100 * point.first_order for point in result.points], "--", label="first order")
-    for mark, colour in zip(result.marks, ("C3", "C4", "C5", "C6", "C7"), strict=False):
-        axes.axvline(mark.interval / 60, color=colour, linewidth=1, label=mark.name)
+    # The marks mostly lie over each other: dashes of different lengths let all be seen.
+    for index, mark in enumerate(result.marks):
+        style = (0, (2 + 2 * index, 2)) if index else "-"
+        axes.axvline(mark.interval / 60, color=f"C{3 + index}", linewidth=1, linestyle=style, label=mark.name)
     axes.set(xscale="log", xlabel="interval, min", ylabel="goodput, %", ylim=(max(0.0, min(shown) - 5), max(shown) + 2))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -86,7 +86,8 @@ def rate(what: str, value: float | str) -> float:
 
 def fraction(what: str, value: float | str) -> float:
     """A share between 0 and 1, as in ``0.95`` or ``95%``, ends excluded."""
-    result = _scaled(what, value, {"": 1.0, "%": 0.01}, "")
+    hundredths = isinstance(value, str) and value.rstrip().endswith("%")
+    result = _scaled(what, value, {"": 1.0, "%": 1.0}, "") / (100 if hundredths else 1)
     if result >= 1:
         raise ValueError(f"{what} must lie between 0 and 1 (or 0% and 100%), not {value!r}")
     return result
