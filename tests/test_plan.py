@@ -462,7 +462,7 @@ def test_verdicts_follow_what_was_asked_for() -> None:
     assert not plan.verdicts[0].enough
     plan = fastckpt.plan(**job, interval="10h", mttf_cluster="10h", write=1000)
     assert not any(verdicts(plan).values())
-    assert "which the interval alone rules out" in plan.verdicts[2].reason
+    assert "the interval is too long" in plan.verdicts[2].reason
 
 
 def test_what_cannot_be_kept_up_is_noted() -> None:

@@ -492,7 +492,7 @@ def _verdict(
     else:
         enough, reason = reached >= rule.goodput, f"{units.show_share(rule.goodput)} goodput wanted"
         if formulas.expected_goodput(every, 0.0, mttf, restart) < rule.goodput and rule.name != "best":
-            reason += ", which the interval alone rules out"
+            reason += ", the interval is too long"
     return Verdict(
         tier=tier.name,
         write=tier.write,

@@ -27,6 +27,10 @@ def _share(share: Share) -> str:
     return f"{share.gpus:,} x {show_bytes(share.bytes)}"
 
 
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number:,} nodes"
+
+
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     """What a plan says, a line each."""
     layout = plan.layout
@@ -42,8 +46,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     parts = [
         [
             "writing",
-            f"{show_rate(plan.write_per_gpu)} {'a' if len(plan.shares) == 1 else 'the busiest'} writing GPU",
-            f"{show_rate(plan.write_per_node)} a node",
+            f"{show_rate(plan.write_per_gpu)} for {'each' if len(plan.shares) == 1 else 'the busiest'} writing GPU",
+            f"{show_rate(plan.write_per_node)} for its node",
             f"{show_rate(plan.write)} in all",
         ],
         ["failures", f"one every {show_seconds(plan.mttf)}", f"{digits(plan.failures_per_day)} a day"],
@@ -78,8 +82,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     return [
         ("checkpoint", f"{show_bytes(plan.bytes)}: {known}"),
-        ("GPUs", f"{layout.gpus:,} in {plan.nodes:,} nodes: {_layout(layout)}"),
-        ("writers", f"{plan.writers:,} GPUs, {nodes:,} nodes: {' + '.join(map(_share, plan.shares))}"),
+        ("GPUs", f"{layout.gpus:,} in {_nodes(plan.nodes)}: {_layout(layout)}"),
+        ("writers", f"{plan.writers:,} in {_nodes(nodes)}: {' + '.join(map(_share, plan.shares))}"),
         ("takes", f"{show_seconds(plan.seconds)}{standing} ({plan.speed})"),
         *((name, ", ".join(words)) for name, *words in parts),
     ]
