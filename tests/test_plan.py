@@ -180,7 +180,7 @@ MODELS = [
     ("mistral", {}),
     ("phi3", {}),
     ("qwen2", {}),
-    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"tie_word_embeddings": True, "attention_bias": True}),
     ("qwen3", {"head_dim": 32}),
     ("qwen3", {"head_dim": 32, "attention_bias": True}),
     ("gemma", {"head_dim": 32}),
@@ -392,6 +392,8 @@ def test_formulas_hold_at_their_ends() -> None:
 def test_goodput_overhead_and_interval() -> None:
     job = {"size": "1TB", "gpus": 1000, "write": 100}
     plan = fastckpt.plan(**job)
+    # Bare numbers are hours for failures, seconds for all else.
+    assert fastckpt.plan(**job, mttf_cluster=50, interval=7200) == fastckpt.plan(**job, mttf_gpu=50_000, interval="2h")
     assert (plan.seconds, plan.stall, plan.mttf) == (10, 10, 50 * HOUR)
     assert plan.interval == plan.interval_best == pytest.approx(plan.interval_daly, rel=1e-4)
     assert fastckpt.plan(**job, goodput=0.99).interval == pytest.approx(0.01 * plan.mttf)
@@ -438,7 +440,8 @@ def test_speeds() -> None:
     assert (asked.seconds, asked.write) == (120, pytest.approx(8000 / 120))
     assert fastckpt.plan(**job).speed == "tier light, since nothing is said of speed"
     # A job smaller than a node.
-    assert fastckpt.plan(size="1TB", gpus=2, node_write=5).seconds == 200
+    small = fastckpt.plan(size="1TB", gpus=2, node_write=5)
+    assert small.seconds == small.restore_seconds == 200
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
