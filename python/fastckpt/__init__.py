@@ -7,6 +7,7 @@ state = fastckpt.load("step-1000")       # the same nested structure, tensors an
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from . import _core, exceptions
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
@@ -24,6 +25,9 @@ from .exceptions import (
     UnsupportedTypeError,
 )
 
+if TYPE_CHECKING:
+    from ._plan.plan import Plan, plan
+
 __all__ = [
     "Checkpoint",
     "CheckpointError",
@@ -32,6 +36,7 @@ __all__ = [
     "Damage",
     "FormatVersionError",
     "LoadReport",
+    "Plan",
     "SaveReport",
     "StructureMismatchError",
     "TensorInfo",
@@ -41,6 +46,7 @@ __all__ = [
     "exceptions",
     "load",
     "open",
+    "plan",
     "register_type",
     "save",
     "set_target",
@@ -50,6 +56,16 @@ __all__ = [
 __version__ = _core.__version__
 
 logging.getLogger("fastckpt").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    # Who saves does not plan: the arithmetic is imported when it is asked for.
+    if name in ("plan", "Plan"):
+        from ._plan import plan as module  # noqa: PLC0415
+
+        globals().update(plan=module.plan, Plan=module.Plan)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _warn_of_debug_build() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
 
 def size(count: int) -> str:
@@ -22,6 +22,19 @@ def size(count: int) -> str:
 def count(number: int, noun: str) -> str:
     """``1 shard``, ``2 shards``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return lines with aligned columns; those in ``right`` are aligned to the right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 class Fixed(dict[str, Any]):

@@ -1,4 +1,4 @@
-"""The command ``fastckpt``: look into checkpoints, verify and convert them.
+"""The command ``fastckpt``: look into checkpoints, verify and convert them, and plan them.
 
 Exit status: 0 for success, 1 for a damaged checkpoint, 2 for any other error. With ``--json``, standard output holds
 one JSON document, for an error too; everything else goes to standard error.
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,10 @@ import fastckpt
 
 from . import _core
 from ._load import suggest
+from ._plan import command as _plan
+from ._plan import simulate_command as _simulate
 from ._reports import count, size
+from ._reports import table as _table
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 OK, DAMAGED, FAILED = 0, 1, 2
@@ -55,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", description="Look into checkpoints, verify and convert them.")
+    parser = _Parser(prog="fastckpt", description="Look into checkpoints, verify, convert and plan them.")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -90,20 +93,15 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
     )
+
+    _plan.add_options(
+        command("plan", "reckon how big checkpoints are, how often they are due, how fast storage has to be")
+    )
+
+    bench = command("bench", "simulate months of training with failures, and find the best interval")
+    bench.add_argument("--simulate", action="store_true", help="simulate; nothing is written")
+    _simulate.add_options(bench)
     return parser
-
-
-def _table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return lines with aligned columns; those in ``right`` are aligned to the right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _plain(value: Any) -> Any:
@@ -242,7 +240,14 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
     return OK, asdict(done), [line]
 
 
-_COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert}
+def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """A simulation: the only benchmark so far."""
+    if not options.simulate:
+        raise UsageError("bench: give --simulate; this version measures no storage; see 'fastckpt bench --help'")
+    return _simulate.run(options)
+
+
+_COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert, "plan": _plan.run, "bench": _bench}
 
 
 def _message(error: Exception, operation: str, path: Path) -> str:
@@ -272,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
-        path = options.path
+        path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
     except Exception as error:  # noqa: BLE001 - a user of the command is told what is wrong, not where in our code
         status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
