@@ -66,7 +66,7 @@ def round_trips(
     *,
     directory: str,
     saves: int = 3,
-    nbytes: int = 1 << 20,
+    nbytes: int = 4 << 20,
     io: str = "auto",
     env: dict[str, str] | None = None,
     user: bool = False,
