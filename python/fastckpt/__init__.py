@@ -10,6 +10,7 @@ import logging
 
 from . import _core, exceptions
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
+from ._doctor import Diagnosis, Finding, doctor
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -30,6 +31,8 @@ __all__ = [
     "Composed",
     "CorruptCheckpointError",
     "Damage",
+    "Diagnosis",
+    "Finding",
     "FormatVersionError",
     "LoadReport",
     "SaveReport",
@@ -38,6 +41,7 @@ __all__ = [
     "UnsupportedTypeError",
     "VerifyReport",
     "__version__",
+    "doctor",
     "exceptions",
     "load",
     "open",

@@ -1,7 +1,7 @@
 """The command ``fastckpt``: look into checkpoints, verify and convert them.
 
-Exit status: 0 for success, 1 for a damaged checkpoint, 2 for any other error. With ``--json``, standard output holds
-one JSON document, for an error too; everything else goes to standard error.
+Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings), 2 for any other error. With
+``--json``, standard output holds one JSON document, for an error too; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
+from ._doctor import command as doctor_command
 from ._load import suggest
 from ._reports import count, size
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
@@ -90,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
     )
+
+    doctor_command.register(command)
     return parser
 
 
@@ -242,7 +245,7 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
     return OK, asdict(done), [line]
 
 
-_COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert}
+_COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert, "doctor": doctor_command.run}
 
 
 def _message(error: Exception, operation: str, path: Path) -> str:

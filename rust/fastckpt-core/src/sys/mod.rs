@@ -3,5 +3,6 @@
 
 pub mod buf;
 pub mod file;
+pub mod probe;
 pub mod ring;
 pub mod shm;
