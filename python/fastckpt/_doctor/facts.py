@@ -21,6 +21,7 @@ import fastckpt
 from fastckpt import _core
 
 from . import cuda, limits, measure
+from .signals import Signals
 
 Facts = Mapping[str, Any]
 
@@ -44,7 +45,8 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     """
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
-        probe = _core.probe(directory, io="auto")
+        with Signals(held=True):  # the core, too, makes files and removes them, in milliseconds
+            probe = _core.probe(directory, io="auto")
         found: dict[str, Any] = {
             "kernel": _kernel(root),
             "container": _container(root),
@@ -161,7 +163,7 @@ def _configured(root: Path) -> bool | None:
     with contextlib.suppress(OSError, EOFError):
         import gzip  # noqa: PLC0415 - seldom needed
 
-        config = gzip.decompress((root / "proc/config.gz").read_bytes()).decode("ascii", "replace")
+        config = gzip.decompress((root / "proc/config.gz").read_bytes()).decode("utf-8", "replace")
     config = config or _text(root / f"boot/config-{platform.release()}")
     return None if config is None else "CONFIG_IO_URING=y" in config
 

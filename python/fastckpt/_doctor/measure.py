@@ -7,9 +7,7 @@ import itertools
 import mmap
 import os
 import shutil
-import signal
 import statistics
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,9 +17,10 @@ import numpy as np
 
 import fastckpt
 
+from .signals import Signals
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import FrameType
 
 #: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
 _BLOCK, _THREADS = 4 << 20, 4
@@ -46,6 +45,7 @@ def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     room = min(
         _UNTOLD if free is None else free // _OF_DISK, _UNTOLD if memory is None else memory // _OF_MEMORY, _MOST
     )
+    room -= room % mmap.PAGESIZE
     if room < _LEAST:
         return {**found, "error": f"not measured: {room} bytes are all that may be used of disk and memory"}
     io = facts["io"]
@@ -78,40 +78,17 @@ def uncounted() -> Iterator[None]:
 @contextlib.contextmanager
 def _scratch(directory: str) -> Iterator[Path]:
     """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal."""
-    with _terminations():
-        path = Path(tempfile.mkdtemp(prefix=".fastckpt-doctor-", dir=directory))
+    path = Path(directory, f".fastckpt-doctor-{os.getpid()}-{os.urandom(8).hex()}")
+    with Signals() as signals:
+        # A signal may come right after the directory was made, and right before it is removed.
         try:
-            yield path
+            try:
+                path.mkdir(mode=0o700)
+                yield path
+            finally:
+                signals.held = True
         finally:
             shutil.rmtree(path, ignore_errors=True)
-
-
-class _Terminated(BaseException):
-    """A signal that ends the process arrived."""
-
-
-@contextlib.contextmanager
-def _terminations() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP, whose default is to end the process at once, into an exception; then send them anew."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise _Terminated(number)
-
-    mine = threading.current_thread() is threading.main_thread()
-    changed = [number for number in (signal.SIGTERM, signal.SIGHUP) if mine]
-    changed = [number for number in changed if signal.getsignal(number) is signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, stop)
-    arrived = None
-    try:
-        yield
-    except _Terminated as terminated:
-        arrived = terminated
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
-    if arrived is not None:
-        os.kill(os.getpid(), arrived.args[0])
 
 
 def _speed(moved: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -160,6 +137,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
     deadline = time.perf_counter() + 2 * _PLAIN
     moved = [0] * len(blocks)
     failures: list[OSError] = []
+    stop = threading.Event()
 
     def work(thread: int) -> None:
         # A range's iterator is advanced in one step of the interpreter.
@@ -168,14 +146,20 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
                 moved[thread] += move(blocks[thread][: min(_BLOCK, size - offset)], offset)
             except OSError as error:
                 failures.append(error)
-            if failures or time.perf_counter() > deadline:
+            if failures or stop.is_set() or time.perf_counter() > deadline:
                 return
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(blocks))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        # When Ctrl-C ended the waiting, nobody may still use the descriptor: its number may be another file's next.
+        stop.set()
+        for thread in threads:
+            thread.join()
     if failures:
         raise failures[0]
     return sum(moved)
