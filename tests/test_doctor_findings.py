@@ -8,12 +8,13 @@ import copy
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 import fastckpt
-from fastckpt._doctor import command, cuda, facts, findings, limits, measure, ring
+from fastckpt._doctor import command, cuda, facts, findings, limits, measure, ring, signals
 
 GOOD = {
     "kernel": {"release": "6.18.0", "machine": "x86_64", "sandbox": None},
@@ -173,6 +174,16 @@ def test_good_facts_are_good():
                 "container": "podman",
                 "process": FILTER,
                 "io_uring": refused("ENOSYS", "ENOSYS", "ENOSYS", **OLD),
+            },
+        ),
+        (
+            "a filter on one call, before a kernel of RHEL 9 that was given io_uring",
+            "seccomp",
+            "ENOSYS",
+            {
+                "kernel": {"release": "5.14.0-162.el9.x86_64"},
+                "process": FILTER,
+                "io_uring": refused("ENOSYS", **OLD),
             },
         ),
         (
@@ -394,6 +405,33 @@ def test_a_failing_trial_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(fastckpt, "save", save)
     found = fastckpt.doctor(tmp_path)
     assert (found.status, found.findings[0].code) == (2, "trial-failed")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
+    """Not after it: what follows the signal does not run, and the handlers of before are back."""
+    after = []
+
+    def save(*_):
+        os.kill(os.getpid(), number)
+        after.append("went on")
+
+    def sent_anew(again):
+        raise SystemExit(again)  # SIGTERM's default would end this process
+
+    monkeypatch.setattr(fastckpt, "save", save)
+    monkeypatch.setattr(signals.signal, "raise_signal", sent_anew)
+    default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}[number]
+    before = signal.signal(number, default)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            fastckpt.doctor(tmp_path)
+        assert signal.getsignal(number) is default
+    finally:
+        signal.signal(number, before)
+    assert ended.value.code == number
+    assert after == []
     assert os.listdir(tmp_path) == []
 
 
@@ -627,6 +665,6 @@ def test_too_little_room_is_not_measured(tmp_path, free, memory):
 def test_no_more_than_a_tenth_of_what_is_free(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, size: (seen.append(size), os.ftruncate(fd, size)))
-    found = measure.measure(str(tmp_path), made_up(directory={"free_bytes": 45 << 20}))
+    found = measure.measure(str(tmp_path), made_up(directory={"free_bytes": (45 << 20) + 77_777}))
     assert found["error"] is None
-    assert max(*seen, found["save"]["bytes"]) <= 4.5 * (1 << 20)
+    assert max(*seen, found["save"]["bytes"]) <= 4.5 * (1 << 20) + 7_777
