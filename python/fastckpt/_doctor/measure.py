@@ -32,7 +32,7 @@ _UNTOLD = 16 << 20
 #: How much larger a second piece may be than the first: it took little time, and says little of more.
 _GROWTH = 16
 #: Seconds that one direction of the plain part should take, and all rounds of save and load together.
-_PLAIN, _ROUNDS = 0.4, 1.0
+_PLAIN, _ROUNDS = 0.3, 0.8
 
 
 def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
