@@ -126,10 +126,10 @@ pub fn run(directory: &Path, options: &Options) -> Probe {
     }
 }
 
-fn answer<T>(outcome: io::Result<T>) -> Answer {
-    Some(outcome.err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EIO)))
-}
-
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "whoever asks stores it where the question may also not be asked"
+)]
 fn system<T>(outcome: rustix::io::Result<T>) -> Answer {
     Some(outcome.err().map_or(0, Errno::raw_os_error))
 }
@@ -203,11 +203,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
         .map_err(|error| failed("write a file in")(error.into()))?;
     // Pages just written are cached for certain: unless cachestat sees them it sees nothing (overlayfs asks the wrong file).
     let control = cached_pages(plain.as_fd(), 0, TRIAL as u64);
-    found.cachestat = answer(
-        control
-            .as_ref()
-            .map_err(|error| io::Error::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))),
-    );
+    found.cachestat =
+        Some(control.as_ref().map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |_| 0));
     direct(&trials, &mut slab, control.is_ok_and(|pages| pages > 0), &mut found);
     let block = [io::IoSlice::new(&slab[..TRIAL])];
     found.uncached = system(rustix::io::pwritev2(&plain, &block, 0, DONTCACHE));
