@@ -79,7 +79,7 @@ def test_public_names():
             ),
             *("SaveReport", "LoadReport", "VerifyReport", "Damage", "CheckpointError", "CorruptCheckpointError"),
             *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError"),
-            *("plan", "Plan"),
+            *("plan", "Plan", "doctor", "Diagnosis", "Finding"),
         ]
     )
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)

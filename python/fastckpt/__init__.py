@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, exceptions
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
+from ._doctor import Diagnosis, Finding, doctor
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -34,6 +35,8 @@ __all__ = [
     "Composed",
     "CorruptCheckpointError",
     "Damage",
+    "Diagnosis",
+    "Finding",
     "FormatVersionError",
     "LoadReport",
     "Plan",
@@ -43,6 +46,7 @@ __all__ = [
     "UnsupportedTypeError",
     "VerifyReport",
     "__version__",
+    "doctor",
     "exceptions",
     "load",
     "open",

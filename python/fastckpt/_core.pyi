@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
-__all__ = ["DEBUG_BUILD", "Reader", "__version__", "save", "set_target"]
+__all__ = ["DEBUG_BUILD", "Reader", "__version__", "probe", "save", "set_target"]
 
 __version__: str
 DEBUG_BUILD: bool
@@ -70,6 +70,56 @@ def set_target(target: str) -> None:
     """Tell the live counters what throughput this process wants: a tier, GB/s, or ``save=X,load=Y``.
 
     ``ValueError`` for anything else.
+    """
+
+@type_check_only
+class Ring(TypedDict):
+    """Answers of the calls of io_uring, errno or 0. ``enter`` and ``register`` are asked without a ring."""
+
+    errno: int
+    setup: int
+    enter: int
+    register: int
+
+@type_check_only
+class Files(TypedDict):
+    """What a file system takes: errno, 0 when it works, None when it was not tried."""
+
+    direct_open: int | None
+    direct_write: int | None
+    direct_read: int | None
+    direct_used: bool
+    direct_alignment: tuple[int, int] | None
+    direct_bypasses: bool | None
+    cachestat: int | None
+    uncached: int | None
+    fallocate: int | None
+    reflink: int | None
+    rename_noreplace: int | None
+    rename_exchange: int | None
+    flock: int | None
+
+@type_check_only
+class Probe(TypedDict):
+    """What this process may do in a directory. Sizes are bytes, answers errno or 0."""
+
+    ring: Ring
+    engine: str
+    fallback: str | None
+    threads: int
+    cores: int
+    huge_pages: int
+    populate: int
+    staging: int
+    counters: int
+    files: Files | None
+    trouble: tuple[str, int] | None
+
+def probe(directory: str, *, io: str) -> Probe:
+    """Try in ``directory`` what a save with this ``io`` would do, and remove it all again.
+
+    ``trouble`` is the step that cannot be done there at all, and its errno; then ``files`` is None. ``ValueError`` for
+    an unknown engine.
     """
 
 @final

@@ -1,7 +1,7 @@
 """The command ``fastckpt``: look into checkpoints, verify and convert them, and plan them.
 
-Exit status: 0 for success, 1 for a damaged checkpoint, 2 for any other error. With ``--json``, standard output holds
-one JSON document, for an error too; everything else goes to standard error.
+Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings), 2 for any other error. With
+``--json``, standard output holds one JSON document, for an error too; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
+from ._doctor import command as _doctor
 from ._load import suggest
 from ._plan import command as _plan
 from ._plan import simulate_command as _simulate
@@ -101,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     bench = command("bench", "simulate months of training with failures, and find the best interval")
     bench.add_argument("--simulate", action="store_true", help="simulate; nothing is written")
     _simulate.add_options(bench)
+
+    _doctor.register(command)
     return parser
 
 
@@ -247,7 +250,15 @@ def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]
     return _simulate.run(options)
 
 
-_COMMANDS = {"info": _info, "ls": _ls, "verify": _verify, "convert": _convert, "plan": _plan.run, "bench": _bench}
+_COMMANDS = {
+    "info": _info,
+    "ls": _ls,
+    "verify": _verify,
+    "convert": _convert,
+    "plan": _plan.run,
+    "bench": _bench,
+    "doctor": _doctor.run,
+}
 
 
 def _message(error: Exception, operation: str, path: Path) -> str:

@@ -28,7 +28,8 @@ if os.environ.get("FASTCKPT_TEST_TORCH"):
 
 # A child that has given up its privileges cannot read /root's interpreter any more: what is imported late is
 # imported here.
-importlib.import_module("tqdm")
+for late in ("tqdm", "gzip", "fastckpt._doctor.facts", "fastckpt._doctor.findings"):
+    importlib.import_module(late)
 numbered(0, 4096)
 
 
@@ -101,6 +102,30 @@ def round_trips(
         "log": records.seen,
         "user": os.getuid(),
     }
+
+
+def diagnose(
+    channel: Channel,
+    *,
+    directory: str,
+    probe: bool = False,
+    env: dict[str, str] | None = None,
+    user: bool = False,
+    groups: list[int] | None = None,
+    memlock: int | None = None,
+    blocked: str | None = None,
+) -> dict[str, Any]:
+    """What ``fastckpt.doctor`` says here, and what io_uring_setup answers."""
+    os.environ.update(env or {})
+    if memlock is not None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
+    if user:
+        os.setgroups(groups or [])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+    if blocked:
+        seccomp.install(blocked)
+    return {**fastckpt.doctor(directory, probe=probe).document(), "ring": seccomp.setup_errno()}
 
 
 def save_held(

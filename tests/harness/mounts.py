@@ -20,7 +20,7 @@ MKFS = {
     "xfs": (["mkfs.xfs", "-q", "-f"], "xfsprogs"),
     "btrfs": (["mkfs.btrfs", "-q", "-f"], "btrfs-progs"),
 }
-KINDS = ("tmpfs", "ramfs", "overlay", *SIZES)
+KINDS = ("tmpfs", "ramfs", "overlay", "fuse", *SIZES)
 
 
 def _run(*command: str) -> None:
@@ -52,7 +52,7 @@ def public_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[Path]:
-    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, ext4, xfs, btrfs) and yield where."""
+    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, fuse, ext4, xfs, btrfs) and yield where."""
     needs.root()
     extra = f",{options}" if options else ""
     with tempfile.TemporaryDirectory(prefix=f"fastckpt-{kind}-", ignore_cleanup_errors=True) as name:
@@ -67,6 +67,12 @@ def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[
                 (base / part).mkdir()
             layers = f"lowerdir={base}/lower,upperdir={base}/upper,workdir={base}/work"
             arguments = ["-t", "overlay", "-o", f"{layers}{extra}", "overlay"]
+        elif kind == "fuse":
+            # Mirrors a directory through a process; knows neither flags of rename nor fallocate.
+            needs.tool("bindfs", "bindfs")
+            needs.tool("mount.fuse3", "fuse3")
+            (base / "below").mkdir()
+            arguments = ["-t", "fuse.bindfs", "-o", f"allow_other{extra}", str(base / "below")]
         else:
             command, package = MKFS[kind]
             needs.tool(command[0], package)

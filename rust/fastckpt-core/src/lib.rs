@@ -17,6 +17,7 @@ pub mod limit;
 pub mod manifest;
 pub mod options;
 pub mod plan;
+pub mod probe;
 pub mod read;
 pub mod report;
 pub mod save;

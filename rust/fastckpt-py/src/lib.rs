@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod buffers;
 mod error;
+mod probe;
 mod reader;
 mod report;
 mod save;
@@ -15,5 +16,6 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     save::register(module)?;
+    probe::register(module)?;
     reader::register(module)
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use super::cachestat::cached_pages;
 use crate::align::PAGE;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
@@ -95,21 +96,8 @@ enum Residency {
     All,
 }
 
-/// `cachestat(2)`, from Linux 6.5 on.
-const SYS_CACHESTAT: libc::c_long = 451;
 /// From this share on, in hundredths, a range is read faster through the cache than past it.
 const MOSTLY_CACHED: u64 = 70;
-
-/// Pages of `[offset, offset + len)` that the page cache holds, or nothing where the kernel does not tell.
-fn cached_pages(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Option<u64> {
-    let range = [offset, len];
-    let mut counts = [0u64; 5];
-    // SAFETY: the kernel reads two and writes five 64-bit numbers, which both arrays have room for and live through the call;
-    // a kernel that lacks the call answers with an error.
-    let answer =
-        unsafe { libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
-    (answer == 0).then_some(counts[0])
-}
 
 impl DataFile {
     /// Creates `name` inside `directory` (it must not exist) with `size` bytes allocated, so that no write extends it and a full
@@ -186,7 +174,7 @@ impl DataFile {
     #[must_use]
     pub fn is_cached(&self, start: u64, end: u64, len: u64) -> bool {
         let whole = *self.residency.get_or_init(|| {
-            let pages = cached_pages(self.cached.as_fd(), 0, len)?;
+            let pages = cached_pages(self.cached.as_fd(), 0, len).ok()?;
             Some(match pages {
                 0 => Residency::None,
                 _ if pages >= len.div_ceil(PAGE) => Residency::All,
@@ -199,7 +187,7 @@ impl DataFile {
             Some(Residency::Some) => {
                 let of = end.div_ceil(PAGE) - start / PAGE;
                 cached_pages(self.cached.as_fd(), start, end - start)
-                    .is_some_and(|pages| pages * 100 >= of * MOSTLY_CACHED)
+                    .is_ok_and(|pages| pages * 100 >= of * MOSTLY_CACHED)
             }
         }
     }

@@ -2,8 +2,10 @@
 #![allow(unsafe_code)]
 
 pub mod buf;
+pub mod cachestat;
 pub mod file;
 pub mod gather;
 pub mod pagemap;
+pub mod probe;
 pub mod ring;
 pub mod shm;

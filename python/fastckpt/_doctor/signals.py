@@ -1,0 +1,46 @@
+"""Signals that end a process, put off until what it made is removed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+class _Ended(BaseException):
+    """A signal arrived that ends the process."""
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent anew when the block ends.
+
+    Only those that would have their default effect, and only in the main thread: no other gets them.
+    """
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.held = held
+        self._arrived: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:  # noqa: PYI034 - Self is younger than Python 3.10
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = before
+                    signal.signal(number, self._arrive)
+        return self
+
+    def _arrive(self, number: int, _: FrameType | None) -> None:
+        self._arrived = number
+        if not self.held:
+            raise _Ended
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self._arrived is not None:
+            signal.raise_signal(self._arrived)

@@ -1,0 +1,330 @@
+//! What this process may do here, found out by trying: the facts for `fastckpt doctor`. No judgement, that is the caller's.
+//!
+//! An answer is an errno, 0 when the thing works, none when it was not tried. Ring, engine and files are asked for
+//! as a save asks for them. Nothing stays behind: all that is tried happens in one directory, which is removed again.
+
+use std::fmt::Write as _;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{self, AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, StatxFlags};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
+
+use crate::io::uring;
+use crate::options::{Options, STAGING_BUDGET};
+use crate::report::Fallback;
+use crate::sys::buf::{Slab, give_slabs, take_slab};
+use crate::sys::cachestat::cached_pages;
+use crate::sys::file::{DataFile, open_directory};
+use crate::sys::probe::{memory_advice, ring_calls};
+use crate::telemetry::layout::Segment;
+use crate::worker::Crew;
+
+/// Bytes of the trial file: enough for a few large pages.
+const TRIAL: usize = 256 << 10;
+/// Direct writes to watch, at least, at most, and for how long: one may be too quick, or the watcher not have a core.
+const WATCHED_LEAST: usize = 4;
+const WATCHED: usize = 64;
+const WATCH: Duration = Duration::from_millis(30);
+/// `RWF_DONTCACHE` of linux/fs.h.
+const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
+
+/// An errno, 0 when the thing works, none when it was not tried.
+pub type Answer = Option<i32>;
+
+/// Whether there can be a ring.
+#[derive(Debug, Clone)]
+pub struct Ring {
+    /// Why a save cannot have one.
+    pub refused: Option<Fallback>,
+    /// What a plain `io_uring_setup` answers.
+    pub setup: i32,
+    /// What `io_uring_enter` answers without a ring: `EBADF` from the kernel, anything else from a filter before it.
+    pub enter: i32,
+    /// The same for `io_uring_register`: `EBADF` or `EINVAL` from the kernel.
+    pub register: i32,
+}
+
+/// Which step cannot be done in the directory at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Trouble {
+    /// What was tried, as in "cannot ... DIR".
+    pub operation: &'static str,
+    /// How that ended.
+    pub errno: i32,
+}
+
+/// What the file system of the directory takes.
+#[derive(Debug, Clone, Default)]
+pub struct Files {
+    /// Opening with `O_DIRECT`.
+    pub direct_open: Answer,
+    /// An aligned direct write.
+    pub direct_write: Answer,
+    /// An aligned direct read.
+    pub direct_read: Answer,
+    /// Whether a save would try direct I/O.
+    pub direct_used: bool,
+    /// Alignments of memory and of offsets that statx reports; none where it is silent.
+    pub direct_alignment: Option<(u32, u32)>,
+    /// Whether direct writes leave the page cache alone; none if that cannot be seen.
+    pub direct_bypasses: Option<bool>,
+    /// `cachestat`.
+    pub cachestat: Answer,
+    /// A write with `RWF_DONTCACHE`.
+    pub uncached: Answer,
+    /// `fallocate` up to the final size.
+    pub fallocate: Answer,
+    /// `FICLONE`.
+    pub reflink: Answer,
+    /// `RENAME_NOREPLACE` of a directory.
+    pub rename_noreplace: Answer,
+    /// `RENAME_EXCHANGE` of two directories.
+    pub rename_exchange: Answer,
+    /// `flock` of a directory, by which the living are told from the dead.
+    pub flock: Answer,
+}
+
+/// What was found.
+#[derive(Debug)]
+pub struct Probe {
+    /// The ring.
+    pub ring: Ring,
+    /// Who would run a save, as far as the ring decides.
+    pub crew: Crew,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// `MADV_HUGEPAGE`.
+    pub huge_pages: i32,
+    /// `MADV_POPULATE_WRITE`.
+    pub populate: i32,
+    /// Bytes of staging memory that an operation may take.
+    pub staging: u64,
+    /// Bytes of a process's live counters.
+    pub counters: usize,
+    /// The file system, or why nothing can be written there.
+    pub files: Result<Files, Trouble>,
+}
+
+/// Tries everything. `options` are those that the save would get.
+#[must_use]
+pub fn run(directory: &Path, options: &Options) -> Probe {
+    let [setup, enter, register] = ring_calls();
+    let [huge_pages, populate] = memory_advice();
+    Probe {
+        ring: Ring { refused: uring::open().err(), setup, enter, register },
+        crew: Crew::choose(options, u64::MAX),
+        cores: options.cores,
+        huge_pages,
+        populate,
+        staging: STAGING_BUDGET,
+        counters: size_of::<Segment>(),
+        files: files(directory),
+    }
+}
+
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "whoever asks stores it where the question may also not be asked"
+)]
+fn system<T>(outcome: rustix::io::Result<T>) -> Answer {
+    Some(outcome.err().map_or(0, Errno::raw_os_error))
+}
+
+/// A directory for trials, removed with all that is in it.
+struct Trials {
+    parent: OwnedFd,
+    name: String,
+    directory: OwnedFd,
+}
+
+impl Trials {
+    const FILES: [&str; 3] = ["data", "plain", "copy"];
+    const DIRECTORIES: [&str; 3] = ["a", "b", "c"];
+
+    fn create(path: &Path) -> Result<Self, Trouble> {
+        let failed = |operation| {
+            move |error: io::Error| Trouble { operation, errno: error.raw_os_error().unwrap_or(libc::EIO) }
+        };
+        let parent = open_directory(path).map_err(failed("open the directory"))?;
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let mut name = String::new();
+        let nanoseconds = now.map_or(0, |now| now.as_nanos() as u64);
+        let _ = write!(name, ".fastckpt-doctor-{}-{nanoseconds:x}", std::process::id());
+        let made = fs::mkdirat(&parent, &name, Mode::from_raw_mode(0o700));
+        made.map_err(|error| failed("create a directory in")(error.into()))?;
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match retry_on_intr(|| fs::openat(&parent, &name, flags, Mode::empty())) {
+            Ok(directory) => Ok(Self { parent, name, directory }),
+            Err(error) => {
+                let _ = fs::unlinkat(&parent, &name, AtFlags::REMOVEDIR);
+                Err(failed("open a new directory in")(error.into()))
+            }
+        }
+    }
+
+    fn open(&self, name: &str, extra: OFlags) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | extra;
+        retry_on_intr(|| fs::openat(&self.directory, name, flags, Mode::from_raw_mode(0o600)))
+    }
+}
+
+impl Drop for Trials {
+    fn drop(&mut self) {
+        for name in Self::FILES {
+            let _ = fs::unlinkat(&self.directory, name, AtFlags::empty());
+        }
+        for name in Self::DIRECTORIES {
+            let _ = fs::unlinkat(&self.directory, name, AtFlags::REMOVEDIR);
+        }
+        let _ = fs::unlinkat(&self.parent, &self.name, AtFlags::REMOVEDIR);
+    }
+}
+
+fn files(path: &Path) -> Result<Files, Trouble> {
+    let trials = Trials::create(path)?;
+    let failed = |operation| {
+        move |error: io::Error| Trouble { operation, errno: error.raw_os_error().unwrap_or(libc::EIO) }
+    };
+    let mut slab = take_slab(TRIAL).map_err(failed("map memory to write to"))?;
+    slab[..TRIAL].fill(0xA5);
+    DataFile::create(trials.directory.as_fd(), "data", TRIAL as u64).map_err(failed("allocate a file in"))?;
+    let plain = trials.open("plain", OFlags::CREATE | OFlags::EXCL);
+    let plain = plain.map_err(|error| failed("create a file in")(error.into()))?;
+    let mut found = Files {
+        fallocate: system(fs::fallocate(&plain, FallocateFlags::empty(), 0, TRIAL as u64)),
+        flock: system(fs::flock(&trials.directory, FlockOperation::NonBlockingLockExclusive)),
+        ..Files::default()
+    };
+    retry_on_intr(|| rustix::io::pwrite(&plain, &slab[..TRIAL], 0))
+        .map_err(|error| failed("write a file in")(error.into()))?;
+    // Pages just written are cached for certain: unless cachestat sees them it sees nothing (overlayfs asks the wrong file).
+    let control = cached_pages(plain.as_fd(), 0, TRIAL as u64);
+    found.cachestat =
+        Some(control.as_ref().map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |_| 0));
+    direct(&trials, &mut slab, control.is_ok_and(|pages| pages > 0), &mut found);
+    let block = [io::IoSlice::new(&slab[..TRIAL])];
+    found.uncached = system(rustix::io::pwritev2(&plain, &block, 0, DONTCACHE));
+    retry_on_intr(|| fs::fdatasync(&plain)).map_err(|error| failed("sync a file in")(error.into()))?;
+    found.reflink = system(
+        trials.open("copy", OFlags::CREATE | OFlags::EXCL).and_then(|copy| fs::ioctl_ficlone(&copy, &plain)),
+    );
+    renames(&trials, &mut found).map_err(|error| failed("create a directory in")(error.into()))?;
+    give_slabs(vec![slab], STAGING_BUDGET as usize);
+    Ok(found)
+}
+
+/// Direct I/O on the file that a save would have made.
+fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files) {
+    found.direct_used =
+        DataFile::open_write(trials.directory.as_fd(), "data", true).is_ok_and(|file| file.is_direct());
+    let file = match trials.open("data", OFlags::DIRECT) {
+        Ok(file) => file,
+        Err(error) => {
+            found.direct_open = Some(error.raw_os_error());
+            return;
+        }
+    };
+    found.direct_open = Some(0);
+    found.direct_alignment = fs::statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        .ok()
+        .filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0)
+        .map(|stat| (stat.stx_dio_mem_align, stat.stx_dio_offset_align));
+    let (outcome, cached) = watched(&file, &slab[..TRIAL]);
+    found.direct_write = system(outcome);
+    if found.direct_write == Some(0) && sees_cache {
+        found.direct_bypasses = Some(!cached);
+    }
+    found.direct_read = system(retry_on_intr(|| rustix::io::pread(&file, &mut slab[..TRIAL], 0)));
+}
+
+/// Writes `bytes` a few times while another thread looks into the page cache for them: a file system that buffers direct writes
+/// (btrfs, where it keeps checksums) drops the pages before the write returns.
+fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
+    let (ready, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+    let look = || {
+        let pages = cached_pages(file.as_fd(), 0, bytes.len() as u64);
+        seen.fetch_or(pages.is_ok_and(|pages| pages > 0), Ordering::Relaxed);
+        ready.store(true, Ordering::Relaxed);
+    };
+    let mut outcome = Ok(0);
+    thread::scope(|scope| {
+        let watch = || {
+            while !seen.load(Ordering::Relaxed) && !written.load(Ordering::Relaxed) {
+                look();
+            }
+        };
+        // Without a thread, only what is left in the cache is seen.
+        let watched = thread::Builder::new().spawn_scoped(scope, watch).is_ok();
+        while watched && !ready.load(Ordering::Relaxed) {
+            thread::yield_now();
+        }
+        let begin = Instant::now();
+        for turn in 0..WATCHED {
+            outcome = retry_on_intr(|| rustix::io::pwrite(file, bytes, 0));
+            let enough = turn >= WATCHED_LEAST && begin.elapsed() > WATCH;
+            if outcome.is_err() || enough || seen.load(Ordering::Relaxed) {
+                break;
+            }
+        }
+        written.store(true, Ordering::Relaxed);
+    });
+    look();
+    (outcome, seen.into_inner())
+}
+
+/// The renames of a commit.
+fn renames(trials: &Trials, found: &mut Files) -> rustix::io::Result<()> {
+    let directory = &trials.directory;
+    for name in ["a", "b"] {
+        fs::mkdirat(directory, name, Mode::from_raw_mode(0o700))?;
+    }
+    found.rename_noreplace =
+        system(fs::renameat_with(directory, "a", directory, "c", RenameFlags::NOREPLACE));
+    if found.rename_noreplace != Some(0) {
+        fs::renameat(directory, "a", directory, "c")?;
+    }
+    found.rename_exchange = system(fs::renameat_with(directory, "b", directory, "c", RenameFlags::EXCHANGE));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_probe_leaves_nothing_behind_and_answers_everything() {
+        let directory = tempfile::tempdir().unwrap();
+        let probe = run(directory.path(), &Options::default());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+        let files = probe.files.unwrap();
+        assert_eq!(files.direct_open == Some(0), files.direct_write.is_some());
+        for tried in
+            [files.uncached, files.reflink, files.rename_noreplace, files.rename_exchange, files.flock]
+        {
+            assert!(tried.is_some());
+        }
+        assert_eq!(probe.ring.refused.is_some(), probe.crew.fallback.is_some());
+        assert!(probe.cores > 0 && probe.counters > 0 && probe.staging > 0);
+    }
+
+    #[test]
+    fn trouble_names_the_step() {
+        let trouble = run(Path::new("/proc/self/no-such"), &Options::default()).files.unwrap_err();
+        assert_eq!(trouble, Trouble { operation: "open the directory", errno: libc::ENOENT });
+        assert_eq!(files(Path::new("/proc")).unwrap_err().operation, "create a directory in");
+    }
+
+    #[test]
+    fn the_kernel_itself_answers_a_call_without_a_ring() {
+        let [_, enter, register] = ring_calls();
+        // Where a filter or a kernel without io_uring stands in between, both say so.
+        let hidden = [libc::EPERM, libc::ENOSYS, libc::EACCES];
+        assert!(enter == libc::EBADF || hidden.contains(&enter), "{enter}");
+        assert!([libc::EBADF, libc::EINVAL].contains(&register) || hidden.contains(&register), "{register}");
+    }
+}
