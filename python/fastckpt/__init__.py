@@ -9,7 +9,11 @@ from __future__ import annotations
 import logging
 
 from . import _core, exceptions
+from ._arenas import release_buffers
+from ._async import PendingSave, SaveProgress, save_async
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
+from ._flight import drain
+from ._guard import Guard, guard
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -31,18 +35,25 @@ __all__ = [
     "CorruptCheckpointError",
     "Damage",
     "FormatVersionError",
+    "Guard",
     "LoadReport",
+    "PendingSave",
+    "SaveProgress",
     "SaveReport",
     "StructureMismatchError",
     "TensorInfo",
     "UnsupportedTypeError",
     "VerifyReport",
     "__version__",
+    "drain",
     "exceptions",
+    "guard",
     "load",
     "open",
     "register_type",
+    "release_buffers",
     "save",
+    "save_async",
     "set_target",
     "verify",
 ]

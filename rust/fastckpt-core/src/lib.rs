@@ -20,6 +20,7 @@ pub mod plan;
 pub mod read;
 pub mod report;
 pub mod save;
+pub mod snapshot;
 pub mod source;
 pub mod sys;
 pub mod telemetry;

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
+use crate::sys::priority::Priority;
 
 /// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2).
 pub const BLOCK_SIZE: u64 = 4 << 20;
@@ -70,6 +71,8 @@ pub struct Options {
     pub cores: usize,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
+    /// How much the worker threads stand back behind others.
+    pub priority: Priority,
     /// The training step, for the live counters.
     pub step: Option<i64>,
     /// Faults to inject, for tests.
@@ -78,7 +81,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { io: Io::Auto, threads: None, cores: cores(), bandwidth_limit: None, step: None, faults: None }
+        Self {
+            io: Io::Auto,
+            threads: None,
+            cores: cores(),
+            bandwidth_limit: None,
+            priority: Priority::default(),
+            step: None,
+            faults: None,
+        }
     }
 }
 

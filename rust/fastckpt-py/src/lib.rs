@@ -8,6 +8,7 @@ mod error;
 mod reader;
 mod report;
 mod save;
+mod snapshot;
 
 #[pymodule]
 #[pyo3(name = "_core")]
@@ -15,5 +16,6 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     save::register(module)?;
+    snapshot::register(module)?;
     reader::register(module)
 }
