@@ -125,7 +125,7 @@ def test_what_is_on_a_device_is_saved(tmp_path, way, pin, request):
 def test_a_save_sees_what_the_stream_was_asked_for_before(tmp_path, way, late):
     """The caller's stream is still computing when the save is called."""
     late.late = 0.05
-    state = {str(index): torch.zeros(5000, device=DEVICE) for index in range(4)}
+    state = {str(index): torch.empty(5000, device=DEVICE) for index in range(4)}
     for index, value in enumerate(state.values()):
         value.copy_(torch.full((5000,), float(index + 1)), non_blocking=True)
     SAVES[way](state, tmp_path / "c")

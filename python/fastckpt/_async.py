@@ -266,6 +266,8 @@ class _Job:
     def __init__(self, pending: PendingSave, flat: Flat, metadata: str, settings: dict[str, Any]) -> None:
         self.pending = pending
         self.keep = flat.keep
+        self.movers = flat.movers
+        self.rest = b"\1" * len(flat.keep)
         self.settings = settings
         self.threads = settings["threads"]
         self.progress = settings.pop("progress")
@@ -285,20 +287,22 @@ class _Job:
         for device in self.devices:
             self.memory.pin(device)
         if not lazy:
-            self.stage(range(len(self.keep)), last=True)
+            self.stage(self.rest, last=True)
+            self.keep.clear()
+            self.movers.clear()
             return
         # Only tensors have a guard that waits for them.
-        now = [index for index, value in enumerate(self.keep) if isinstance(value, (np.ndarray, bytes, bytearray))]
+        now = bytes(isinstance(value, (np.ndarray, bytes, bytearray)) for value in self.keep)
         self.stage(now, last=False)
-        at_once = frozenset(now)
+        self.rest = bytes(not at_once for at_once in now)
         # Their memory must stay even if the tensors are given another.
-        self.keep = [None if index in at_once else value.detach() for index, value in enumerate(self.keep)]
+        self.keep = [value if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
 
-    def stage(self, wanted: Any, *, last: bool) -> None:
-        """Copy tensors into the snapshot."""
+    def stage(self, wanted: bytes, *, last: bool) -> None:
+        """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
         assert self.memory is not None  # noqa: S101 - prepare comes first
         began = time.perf_counter()
-        self.snapshot.stage(self.memory.arena, list(wanted), last=last, threads=self.threads)
+        self.snapshot.stage(self.memory.arena, wanted, last=last, threads=self.threads)
         self.staging += time.perf_counter() - began
 
     def run(self) -> None:
@@ -310,8 +314,7 @@ class _Job:
         try:
             self._stop_if_cancelled()
             if not pending._staged.is_open():
-                rest = [index for index, value in enumerate(self.keep) if value is not None]
-                self.stage(rest, last=True)
+                self.stage(self.rest, last=True)
                 pending._open_staged()
             self.let_go()
             self._stop_if_cancelled()
@@ -354,10 +357,11 @@ class _Job:
 
     def let_go(self) -> None:
         """Drop what the state gave us, little by little."""
-        keep = self.keep
-        while keep:
-            del keep[-_DROPPED:]
-            if keep:
+        while self.keep or self.movers:
+            del self.keep[-_DROPPED:]
+            for _ in range(min(len(self.movers), _DROPPED)):
+                self.movers.popitem()
+            if self.keep or self.movers:
                 time.sleep(0.0005)
 
     def release(self) -> None:
@@ -466,7 +470,6 @@ def _launch(job: _Job, max_in_flight: int, *, lazy: bool) -> None:
         pending.landed.open()
         raise
     if not lazy:
-        job.let_go()
         pending._open_staged()
     pending._held += time.perf_counter() - pending._began
     if not _flight.is_exiting():

@@ -110,8 +110,8 @@ class Snapshot:
         """Bytes copied so far."""
     def stop(self) -> None:
         """Make ``stage`` end soon, with KeyboardInterrupt."""
-    def stage(self, arena: Arena, wanted: Sequence[int], *, last: bool, threads: int | None) -> None:
-        """Copy the tensors of these ascending numbers, several threads at once; after the last, sources are let go."""
+    def stage(self, arena: Arena, wanted: bytes, *, last: bool, threads: int | None) -> None:
+        """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go."""
     def save(
         self,
         arena: Arena,

@@ -134,7 +134,7 @@ impl Snapshot {
         &self,
         py: Python<'_>,
         arena: &Arena,
-        wanted: Vec<usize>,
+        wanted: &[u8],
         last: bool,
         threads: Option<usize>,
     ) -> PyResult<()> {
@@ -143,10 +143,11 @@ impl Snapshot {
         let memory = memory.as_deref_mut().ok_or_else(gone)?;
         let mut state = lock(&self.state, "snapshot")?;
         let state = state.as_mut().ok_or_else(gone)?;
-        if wanted.iter().any(|&index| index >= self.sizes.len()) {
-            return Err(PyValueError::new_err("there is no such tensor"));
+        if wanted.len() != self.sizes.len() {
+            return Err(PyValueError::new_err("there must be one byte for each tensor"));
         }
         let outcome = py.detach(|| {
+            let wanted: Vec<usize> = (0..wanted.len()).filter(|&index| wanted[index] != 0).collect();
             let mut tick = tick(None, &self.raised);
             let (sizes, offsets) = (&self.sizes, &self.offsets);
             let mut tick = || tick(0, 0);
