@@ -134,7 +134,7 @@ class TorchCheckpointing:
 
     def __call__(self, state: State, path: Path) -> tuple[float, float]:
         began = time.perf_counter()
-        written = self.manager.save(str(path), state)
+        written = self.manager.save(str(path), {"state": state})
         stall = time.perf_counter() - began
         written.result()
         sync(path)

@@ -56,6 +56,8 @@ class Stream:
         threading.Thread(target=self._run, daemon=True, name="standin").start()
 
     def _run(self) -> None:
+        # Else it has the name of the thread that made it, which may be one of the core's.
+        ctypes.CDLL(None).prctl(15, NAME.encode())
         while True:
             task, always = self.tasks.get()
             if self.error is None or always:
