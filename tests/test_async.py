@@ -68,7 +68,8 @@ def test_what_was_there_at_the_call_is_saved(tmp_path):
 
 
 def test_torch_states_come_back_whole(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from same import same as same_state
 
     base = torch.arange(1 << 19, dtype=torch.float32)
@@ -302,7 +303,8 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
+    import torch
+
     state = {"t": torch.arange(12.0).view(3, 4).t()}
 
     def broken(*_):

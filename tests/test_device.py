@@ -6,19 +6,15 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import fastckpt
-from harness import needs
-
-torch = pytest.importorskip("torch")
-
-from harness import standin  # noqa: E402
-from same import same  # noqa: E402
+from fastckpt import _arenas, _device, _torch
+from harness import needs, standin
+from same import same
 
 if not standin.AVAILABLE:
     needs.missing("a torch that can set up a device from Python")
-
-from fastckpt import _arenas, _device, _torch  # noqa: E402
 
 DEVICE = torch.device("standin", 0)
 SAVES = {

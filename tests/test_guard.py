@@ -12,10 +12,9 @@ import time
 import weakref
 
 import pytest
+import torch
 
 import fastckpt
-
-torch = pytest.importorskip("torch")
 
 TURNS = 3000
 

@@ -27,22 +27,35 @@ const MOST_THREADS: usize = 8;
 /// How often the calling thread looks up from waiting.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Where in a snapshot tensors of so many bytes begin, and how many bytes the snapshot has. Nothing if it is beyond `u64`.
-#[must_use]
-pub fn layout(sizes: &[u64]) -> Option<(Vec<u64>, u64)> {
-    let mut end = 0u64;
-    let mut offsets = Vec::with_capacity(sizes.len());
-    for &size in sizes {
-        let offset = if size >= LARGE {
-            // The next address of that residue.
-            end.checked_add(PAGE - 1 - RESIDUE)? / PAGE * PAGE + RESIDUE
-        } else {
-            end.checked_next_multiple_of(SMALL)?
-        };
-        offsets.push(offset);
-        end = offset.checked_add(size)?;
+/// Where the tensors of a snapshot lie in its memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// Bytes of each tensor.
+    pub sizes: Vec<u64>,
+    /// Where each begins, ascending.
+    pub offsets: Vec<u64>,
+    /// Bytes of memory for all of them.
+    pub bytes: u64,
+}
+
+impl Layout {
+    /// A place for each tensor of so many bytes. Nothing if that is beyond `u64`.
+    #[must_use]
+    pub fn of(sizes: Vec<u64>) -> Option<Self> {
+        let mut bytes = 0u64;
+        let mut offsets = Vec::with_capacity(sizes.len());
+        for &size in &sizes {
+            let offset = if size >= LARGE {
+                // The next address of that residue.
+                bytes.checked_add(PAGE - 1 - RESIDUE)? / PAGE * PAGE + RESIDUE
+            } else {
+                bytes.checked_next_multiple_of(SMALL)?
+            };
+            offsets.push(offset);
+            bytes = offset.checked_add(size)?;
+        }
+        Some(Self { sizes, offsets, bytes })
     }
-    Some((offsets, end))
 }
 
 /// Seen and set from other threads while a copy runs.
@@ -74,23 +87,22 @@ struct Shared<'a> {
 
 /// Copies tensors into `memory`, each of `wanted` to its offset, in pieces and with several threads.
 ///
-/// `sizes` and `offsets` are those of [`layout`], `tick` is called now and then on the calling thread and answers whether to go
-/// on. What has been copied when it fails is of no use.
+/// `wanted` ascends; `tick` is called now and then on the calling thread and answers whether to go on. What has been copied when
+/// it fails is of no use.
 ///
 /// # Panics
-/// If `contents`, `sizes` and `offsets` differ in number.
+/// If there is not one content for each tensor of the layout.
 pub fn copy(
     contents: &[Content],
-    sizes: &[u64],
-    offsets: &[u64],
+    layout: &Layout,
     wanted: &[usize],
     memory: &mut [u8],
     options: &Options,
     progress: &Progress,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<()> {
-    assert!(contents.len() == sizes.len() && sizes.len() == offsets.len());
-    let (queue, total) = batches(sizes, offsets, wanted, memory)?;
+    assert_eq!(contents.len(), layout.sizes.len());
+    let (queue, total) = batches(layout, wanted, memory)?;
     let threads = options.threads.unwrap_or(options.cores.min(MOST_THREADS)).clamp(1, queue.len().max(1));
     let shared = Shared {
         contents,
@@ -135,11 +147,11 @@ pub fn copy(
 
 /// Cuts the tensors into pieces, and bundles small ones: taking one from the queue is not free.
 fn batches<'a>(
-    sizes: &[u64],
-    offsets: &[u64],
+    layout: &Layout,
     wanted: &[usize],
     memory: &'a mut [u8],
 ) -> Result<(Vec<Vec<Piece<'a>>>, u64)> {
+    let Layout { sizes, offsets, .. } = layout;
     let short = || Error::Invalid("the snapshot's memory is too small".to_owned());
     let mut all = Vec::new();
     let mut batch = Vec::new();
@@ -238,46 +250,37 @@ mod tests {
     #[test]
     fn large_tensors_begin_64_bytes_into_a_page_and_nothing_overlaps() {
         let sizes = [3, 0, 5 << 20, 1, LARGE, LARGE - 1, 4096 * 300, 64];
-        let (offsets, end) = layout(&sizes).unwrap();
+        let layout = Layout::of(sizes.to_vec()).unwrap();
         let mut last = 0;
-        for (&offset, &size) in offsets.iter().zip(&sizes) {
+        for (&offset, &size) in layout.offsets.iter().zip(&sizes) {
             assert!(offset >= last);
             assert!(offset - last < PAGE);
             assert_eq!(offset % if size >= LARGE { PAGE } else { 64 }, if size >= LARGE { 64 } else { 0 });
             last = offset + size;
         }
-        assert_eq!(end, last);
-        assert_eq!(layout(&[u64::MAX, 1]), None);
+        assert_eq!(layout.bytes, last);
+        assert_eq!(Layout::of(vec![u64::MAX, 1]), None);
     }
 
     #[test]
     fn every_byte_arrives_whatever_the_number_of_threads() {
-        let sizes = [(PIECE * 2 + 5) as u64, 3, 0, 70_000, LARGE];
+        let sizes = [PIECE * 2 + 5, 3, 0, 70_000, LARGE];
         let contents: Vec<_> = (0..sizes.len()).map(pattern).collect();
-        let (offsets, end) = layout(&sizes).unwrap();
+        let layout = Layout::of(sizes.to_vec()).unwrap();
         for threads in [1, 3] {
-            let mut memory = vec![0; end as usize];
+            let mut memory = vec![0; layout.bytes as usize];
             let progress = Progress::default();
             let mut calls = 0;
             for wanted in [&[1, 3][..], &[0, 2, 4]] {
-                copy(
-                    &contents,
-                    &sizes,
-                    &offsets,
-                    wanted,
-                    &mut memory,
-                    &options(threads),
-                    &progress,
-                    &mut || {
-                        calls += 1;
-                        true
-                    },
-                )
+                copy(&contents, &layout, wanted, &mut memory, &options(threads), &progress, &mut || {
+                    calls += 1;
+                    true
+                })
                 .unwrap();
             }
             assert!(calls > 0);
             assert_eq!(progress.done.into_inner(), sizes.iter().sum::<u64>());
-            for (tensor, (&offset, &size)) in offsets.iter().zip(&sizes).enumerate() {
+            for (tensor, (&offset, &size)) in layout.offsets.iter().zip(&sizes).enumerate() {
                 let found = &memory[offset as usize..(offset + size) as usize];
                 assert!(found.iter().enumerate().all(|(at, &byte)| byte == (at * 31 + tensor * 7 + 1) as u8));
             }
@@ -287,11 +290,11 @@ mod tests {
     #[test]
     fn a_failure_a_panic_and_a_stop_end_the_copy() {
         let sizes = [LARGE, LARGE];
-        let (offsets, end) = layout(&sizes).unwrap();
-        let mut memory = vec![0; end as usize];
+        let layout = Layout::of(sizes.to_vec()).unwrap();
+        let mut memory = vec![0; layout.bytes as usize];
         let mut run = |second: Content, progress: &Progress| {
             let contents = [pattern(0), second];
-            copy(&contents, &sizes, &offsets, &[0, 1], &mut memory, &options(2), progress, &mut || true)
+            copy(&contents, &layout, &[0, 1], &mut memory, &options(2), progress, &mut || true)
         };
         let failing = Content::Pull(Arc::new(|_, _| Err("no".to_owned())));
         assert!(matches!(run(failing, &Progress::default()), Err(Error::Callback(text)) if text == "no"));
@@ -304,19 +307,11 @@ mod tests {
 
     #[test]
     fn memory_that_is_too_small_is_refused() {
-        let (offsets, _) = layout(&[10, 10]).unwrap();
+        let layout = Layout::of(vec![10, 10]).unwrap();
         let contents = [pattern(0), pattern(1)];
         let mut memory = [0; 70];
-        let outcome = copy(
-            &contents,
-            &[10, 10],
-            &offsets,
-            &[0, 1],
-            &mut memory,
-            &options(1),
-            &Progress::default(),
-            &mut || true,
-        );
+        let outcome =
+            copy(&contents, &layout, &[0, 1], &mut memory, &options(1), &Progress::default(), &mut || true);
         assert!(matches!(outcome, Err(Error::Invalid(_))));
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use fastckpt_core::plan::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
-use fastckpt_core::snapshot::{self, Progress};
+use fastckpt_core::snapshot::{self, Layout, Progress};
 use fastckpt_core::source::Content;
 use fastckpt_core::sys::arena::Arena as Memory;
 use fastckpt_core::sys::priority::Priority;
@@ -73,10 +73,7 @@ struct State {
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Snapshot {
     state: Mutex<Option<State>>,
-    sizes: Vec<u64>,
-    offsets: Vec<u64>,
-    #[pyo3(get)]
-    nbytes: u64,
+    layout: Layout,
     #[pyo3(get)]
     total: u64,
     progress: Progress,
@@ -107,17 +104,14 @@ impl Snapshot {
             state.specs.push(spec);
             sizes.push(size);
         }
-        let (offsets, nbytes) =
-            snapshot::layout(&sizes).ok_or_else(|| PyValueError::new_err("the state is too large"))?;
-        Ok(Self {
-            total: sizes.iter().sum(),
-            state: Mutex::new(Some(state)),
-            sizes,
-            offsets,
-            nbytes,
-            progress: Progress::default(),
-            raised,
-        })
+        let total = sizes.iter().sum();
+        let layout = Layout::of(sizes).ok_or_else(|| PyValueError::new_err("the state is too large"))?;
+        Ok(Self { total, state: Mutex::new(Some(state)), layout, progress: Progress::default(), raised })
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.layout.bytes
     }
 
     #[getter]
@@ -143,18 +137,16 @@ impl Snapshot {
         let memory = memory.as_deref_mut().ok_or_else(gone)?;
         let mut state = lock(&self.state, "snapshot")?;
         let state = state.as_mut().ok_or_else(gone)?;
-        if wanted.len() != self.sizes.len() {
+        if wanted.len() != self.layout.sizes.len() {
             return Err(PyValueError::new_err("there must be one byte for each tensor"));
         }
         let outcome = py.detach(|| {
             let wanted: Vec<usize> = (0..wanted.len()).filter(|&index| wanted[index] != 0).collect();
             let mut tick = tick(None, &self.raised);
-            let (sizes, offsets) = (&self.sizes, &self.offsets);
             let mut tick = || tick(0, 0);
             let outcome = snapshot::copy(
                 &state.contents,
-                sizes,
-                offsets,
+                &self.layout,
                 &wanted,
                 memory,
                 &options,
@@ -197,9 +189,10 @@ impl Snapshot {
             let State { specs, contents: taken, structure, metadata } = state;
             drop(taken);
             let contents: Option<Vec<Content>> = self
+                .layout
                 .offsets
                 .iter()
-                .zip(&self.sizes)
+                .zip(&self.layout.sizes)
                 .map(|(&at, &size)| buffers::part(memory, at, size))
                 .collect();
             let contents =
