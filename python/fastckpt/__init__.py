@@ -7,13 +7,10 @@ state = fastckpt.load("step-1000")       # the same nested structure, tensors an
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from . import _core, exceptions
-from ._arenas import release_buffers
-from ._async import PendingSave, SaveProgress, save_async
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
-from ._flight import drain
-from ._guard import Guard, guard
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -27,6 +24,12 @@ from .exceptions import (
     StructureMismatchError,
     UnsupportedTypeError,
 )
+
+if TYPE_CHECKING:
+    from ._arenas import release_buffers
+    from ._async import PendingSave, SaveProgress, save_async
+    from ._flight import drain
+    from ._guard import Guard, guard
 
 __all__ = [
     "Checkpoint",
@@ -61,6 +64,28 @@ __all__ = [
 __version__ = _core.__version__
 
 logging.getLogger("fastckpt").addHandler(logging.NullHandler())
+
+
+#: What only asynchronous saves need is imported when it is first asked for.
+_LATER = {
+    "release_buffers": "_arenas",
+    "PendingSave": "_async",
+    "SaveProgress": "_async",
+    "save_async": "_async",
+    "drain": "_flight",
+    "Guard": "_guard",
+    "guard": "_guard",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - used here alone
+
+    found = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
+    return found
 
 
 def _warn_of_debug_build() -> None:

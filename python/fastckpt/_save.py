@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from . import _core, _flight
+from . import _core
 from ._flatten import flatten
 from ._options import check_bandwidth, check_engine, check_shard_size, path_of
 from ._outcome import conclude
@@ -72,7 +72,10 @@ def save(
     check_bandwidth("save", bandwidth_limit)
     flat = flatten(state)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
-    _flight.wait_for_path(target)
+    # Where nothing has been saved asynchronously, there is nothing to wait for and nothing to tell.
+    flights = sys.modules.get(f"{__package__}._flight")
+    if flights is not None:
+        flights.wait_for_path(target)
     with ticker("save", target, shown=progress) as tick:
         report = _core.save(
             target,
@@ -89,7 +92,8 @@ def save(
             tick=tick,
         )
     saved = conclude(SaveReport, target, began, report)
-    _warn_of_failures()
+    if flights is not None:
+        _warn_of_failures(flights)
     return saved
 
 
@@ -99,9 +103,11 @@ def step_of(metadata: Any) -> int | None:
     return step if type(step) is int and 0 <= step < 2**63 else None
 
 
-def _warn_of_failures() -> None:
+def _warn_of_failures(flights: Any) -> None:
     """Say what nobody asked for, after this save is safe: it may be the last act of a program that is failing."""
-    for failure in _flight.unasked():
+    import warnings  # noqa: PLC0415 - for a failure only
+
+    for failure in flights.unasked():
         warnings.warn(
             f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "
             f"{failure.error}",
