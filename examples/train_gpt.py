@@ -8,6 +8,9 @@ in the data, and the states of the random generators of torch, NumPy and Python.
 under ``OUT/step-000050``; a directory that has this name is a whole checkpoint, so ``--resume`` takes the newest and
 needs no marker file. Kill the program at any moment: on a CPU the resumed run repeats the losses of an uninterrupted
 one to the last bit (give both the same options; a sum's last bits depend on the number of threads).
+
+With ``--async`` training goes on while a checkpoint is written: the state is copied while the next forward and backward
+run, and the optimizer's step waits for the copy. SIGTERM then ends the run after the save in flight is durable.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -195,6 +199,42 @@ def prune(out: Path, keep: int) -> None:
         shutil.rmtree(deleted)
 
 
+class Saver:
+    """Saves at the end of a step: at once, or in the background."""
+
+    def __init__(self, options: argparse.Namespace, training: Training) -> None:
+        self.options, self.training = options, training
+        self.pending: fastckpt.PendingSave | None = None
+        if options.asynchronous:
+            # The optimizer is all that changes tensors of this state in place.
+            fastckpt.guard(training.optimizer)
+            signal.signal(signal.SIGTERM, self.stop)
+
+    def save(self, loss: float) -> None:
+        """Save; an asynchronous save waits for the one before, and reports on it."""
+        step = self.training.step
+        path = self.options.out / f"step-{step:06d}"
+        state, metadata = self.training.state_dict(), {"step": step, "loss": loss}
+        if self.options.asynchronous:
+            self.finish()
+            self.pending = fastckpt.save_async(state, path, lazy=True, metadata=metadata, threads=1, nice=10)
+        else:
+            print(fastckpt.save(state, path, metadata=metadata), flush=True)
+            prune(self.options.out, self.options.keep)
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Old checkpoints go only when it is durable."""
+        if self.pending is not None:
+            print(self.pending.result(), flush=True)
+            self.pending = None
+            prune(self.options.out, self.options.keep)
+
+    def stop(self, *_: object) -> None:
+        """End the run, as a scheduler asks before it kills."""
+        fastckpt.drain()
+        raise SystemExit(128 + signal.SIGTERM)
+
+
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train a small GPT, save with fastckpt, resume bit for bit.")
@@ -202,6 +242,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=50, help="steps between saves (default: %(default)s)")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints to keep (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="directory (default: %(default)s)")
+    parser.add_argument("--async", action="store_true", dest="asynchronous", help="train on while a save is written")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=12)
@@ -235,6 +276,7 @@ def main() -> None:
         training.load_state_dict(fastckpt.load(found[-1]))
         print(f"resumed from {found[-1]}")
 
+    saver = Saver(options, training)
     begin, first = time.perf_counter(), training.step
     while training.step < options.steps:
         loss = training.train_step()
@@ -247,9 +289,8 @@ def main() -> None:
             rate = training.schedule.get_last_lr()[0]
             print(f"step {step:5d}  loss {loss:.4f}  lr {rate:.2e}  {speed:.1f} steps/s", flush=True)
         if step % options.save_every == 0 or step == options.steps:
-            path = options.out / f"step-{step:06d}"
-            print(fastckpt.save(training.state_dict(), path, metadata={"step": step, "loss": loss}), flush=True)
-            prune(options.out, options.keep)
+            saver.save(loss)
+    saver.finish()
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def run(out: Path, *more: str) -> str:
     return done.stdout
 
 
-def run_and_kill(out: Path, delay: float) -> None:
+def run_and_kill(out: Path, delay: float, *more: str) -> None:
     """Run from wherever ``out`` stands; SIGKILL ``delay`` seconds after the next checkpoint appears."""
     before = steps_saved(out)
-    process = subprocess.Popen(command(out, "--resume"), env=environment(), stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command(out, "--resume", *more), env=environment(), stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while steps_saved(out) == before:
@@ -68,9 +68,10 @@ def run_and_kill(out: Path, delay: float) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--async",)])
+def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(tmp_path: Path, more: tuple[str, ...]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole)
+    run(whole)  # synchronous in both cases: an asynchronous save must not change what is computed
     expected = losses(whole)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
     assert all(float.fromhex(loss) > 0 for _, loss in expected)
@@ -79,8 +80,8 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(tmp_path: Path) -
     delays = [random.uniform(0, 0.15) for _ in range(2)]
     print(f"killing {delays} seconds after a checkpoint")
     for delay in delays:
-        run_and_kill(killed, delay)
-    printed = run(killed, "--resume")
+        run_and_kill(killed, delay, *more)
+    printed = run(killed, "--resume", *more)
     assert re.search(r"resumed from .*step-\d+", printed)
 
     found = losses(killed)
@@ -107,3 +108,24 @@ def test_a_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path)
     run(out, "--resume", "--steps", "2")
     assert [step for step, _ in losses(out)] == [1, 2]
     assert steps_saved(out) == [2]
+
+
+def test_sigterm_ends_an_asynchronous_run_with_a_durable_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(out, "--async", "--steps", "5000", "--save-every", "1"), env=environment(), stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(steps_saved(out)) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert [path.name for path in out.iterdir() if path.name.startswith(".step") and "tmp" in path.name] == []
+    printed = run(out, "--async", "--resume", "--steps", str(steps_saved(out)[-1] + 2))
+    assert "resumed from" in printed

@@ -67,6 +67,7 @@ def test_public_names():
             *(
                 "save",
                 "set_target",
+                *("save_async", "PendingSave", "SaveProgress", "guard", "Guard", "drain", "release_buffers"),
                 "load",
                 "open",
                 "verify",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, exceptions
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
-from ._doctor import Diagnosis, Finding, doctor
 from ._load import load
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -27,6 +26,11 @@ from .exceptions import (
 )
 
 if TYPE_CHECKING:
+    from ._arenas import release_buffers
+    from ._async import PendingSave, SaveProgress, save_async
+    from ._doctor import Diagnosis, Finding, doctor
+    from ._flight import drain
+    from ._guard import Guard, guard
     from ._plan.plan import Plan, plan
 
 __all__ = [
@@ -38,8 +42,11 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "FormatVersionError",
+    "Guard",
     "LoadReport",
+    "PendingSave",
     "Plan",
+    "SaveProgress",
     "SaveReport",
     "StructureMismatchError",
     "TensorInfo",
@@ -47,12 +54,16 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "doctor",
+    "drain",
     "exceptions",
+    "guard",
     "load",
     "open",
     "plan",
     "register_type",
+    "release_buffers",
     "save",
+    "save_async",
     "set_target",
     "verify",
 ]
@@ -62,14 +73,31 @@ __version__ = _core.__version__
 logging.getLogger("fastckpt").addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> Any:
-    # Who saves does not plan: the arithmetic is imported when it is asked for.
-    if name in ("plan", "Plan"):
-        from ._plan import plan as module  # noqa: PLC0415
+#: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
+_LATER = {
+    "release_buffers": "_arenas",
+    "PendingSave": "_async",
+    "SaveProgress": "_async",
+    "save_async": "_async",
+    "drain": "_flight",
+    "Guard": "_guard",
+    "guard": "_guard",
+    "Diagnosis": "_doctor",
+    "Finding": "_doctor",
+    "doctor": "_doctor",
+    "Plan": "_plan.plan",
+    "plan": "_plan.plan",
+}
 
-        globals().update(plan=module.plan, Plan=module.Plan)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - used here alone
+
+    found = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
+    return found
 
 
 def _warn_of_debug_build() -> None:

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
-__all__ = ["DEBUG_BUILD", "Reader", "__version__", "probe", "save", "set_target"]
+__all__ = [
+    "DEBUG_BUILD",
+    "Arena",
+    "Reader",
+    "Snapshot",
+    "__version__",
+    "probe",
+    "save",
+    "set_target",
+    "try_priority",
+]
 
 __version__: str
 DEBUG_BUILD: bool
@@ -19,6 +29,8 @@ class Report(TypedDict):
     engine: str
     fallback: str | None
     blocks: dict[str, int]
+    ways: dict[str, int]
+    copied: int
     shards: int
     tensors: int
 
@@ -121,6 +133,65 @@ def probe(directory: str, *, io: str) -> Probe:
     ``trouble`` is the step that cannot be done there at all, and its errno; then ``files`` is None. ``ValueError`` for
     an unknown engine.
     """
+
+def try_priority(nice: int | None, io_priority: str | None) -> None:
+    """Whether a thread may have this niceness and I/O priority: ``OSError`` if not, ``ValueError`` for no priority."""
+
+@final
+class Arena:
+    """Host memory for snapshots: huge pages, not inherited by a forked child, where it looks empty."""
+
+    def __new__(cls, nbytes: int) -> Arena: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def close(self) -> None:
+        """Unmap it."""
+
+@final
+class Snapshot:
+    """A state to be copied and then written from the copy. Each method refuses while another runs."""
+
+    def __new__(
+        cls,
+        tensors: Sequence[tuple[str, str, Sequence[int], int, tuple[str, Sequence[int]] | None]],
+        structure: str,
+        metadata: str,
+        fill: Callable[[int, int, int, int], None] | None,
+    ) -> Snapshot:
+        """Arguments as those of :func:`save`."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it needs."""
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+    @property
+    def staged(self) -> int:
+        """Bytes copied so far."""
+    def stop(self) -> None:
+        """Make ``stage`` end soon, with KeyboardInterrupt."""
+    def stage(self, arena: Arena, wanted: bytes, *, last: bool, threads: int | None) -> None:
+        """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go."""
+    def save(
+        self,
+        arena: Arena,
+        path: str,
+        *,
+        overwrite: bool,
+        shard_size: int,
+        io: str,
+        threads: int | None,
+        bandwidth_limit: int | None,
+        nice: int | None,
+        io_priority: str | None,
+        step: int | None,
+        tick: Callable[[int, int], None] | None,
+    ) -> Report:
+        """Write the copy, once; see :func:`save`."""
+    def close(self) -> None:
+        """Free what it knows."""
 
 @final
 class Reader:

@@ -219,9 +219,7 @@ class Into:
             return mover
         return _numpy.mover_in(given.value)
 
-    def settle(self) -> None:
-        """After the last byte: wait for the devices, and tell autograd."""
+    def changed(self) -> None:
+        """After the last byte: tell autograd."""
         if self.filled:
-            torch = torch_for("a torch tensor")
-            torch.settle(self.filled)
-            torch.changed(self.filled)
+            torch_for("a torch tensor").changed(self.filled)

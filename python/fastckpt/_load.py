@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._collector import paused
-from ._dialects import Check, Real, Stored
+from ._dialects import Check, Real, Stored, torch_for
 from ._into import Into
 from ._options import check_engine, check_framework, path_of
 from ._outcome import conclude
@@ -35,6 +35,7 @@ def load(
     into: Any = None,
     keys: str | Sequence[str] | None = None,
     framework: str = "auto",
+    device: Any = None,
     verify: bool = True,
     io: str = "auto",
     threads: int | None = None,
@@ -52,6 +53,9 @@ def load(
             whole. A tied tensor has a name at each of its places, and comes back at those that match.
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
+        device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
+            its name, as ``cuda:0``; None for the CPU. They are read through pinned slabs, and copied while more is
+            read.
         verify: compare every byte with its checksum.
         io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set.
@@ -59,7 +63,7 @@ def load(
         progress: show a progress bar.
 
     Returns:
-        The state. New tensors are on the CPU.
+        The state. New tensors are on the CPU, or on ``device``.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message tells where.
@@ -75,10 +79,18 @@ def load(
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
+    if device is not None:
+        if into is not None:
+            raise ValueError("load: device is for new tensors: those of into stay where they are")
+        if framework == "numpy":
+            raise ValueError('load: framework="numpy" makes arrays, which are on no device')
+        device = torch_for("what is to go to a device").device_of(device)
     turn = 1
     while True:
         try:
-            return _load(source, into, keys, framework, verify=verify, io=io, threads=threads, progress=progress)
+            return _load(
+                source, into, keys, framework, device, verify=verify, io=io, threads=threads, progress=progress
+            )
         except FileNotFoundError:  # noqa: PERF203 - a loop of a few turns
             # A save replaced the checkpoint between its manifest and its shards: what has the name now is whole.
             if turn == _TURNS or not Path(source).is_dir():
@@ -91,6 +103,7 @@ def _load(
     into: Any,
     keys: Any,
     framework: str,
+    device: Any,
     *,
     verify: bool,
     io: str,
@@ -104,7 +117,7 @@ def _load(
     tokens = parse(reader.structure())
     check = Check(stored)
     unflatten(tokens, check)
-    targets = Targets(stored, framework)
+    targets = Targets(stored, framework, device)
     every, origin = tokens, None
     if keys is not None:
         places = aliases(tokens, [name for name, *_ in stored])
@@ -117,17 +130,22 @@ def _load(
         composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
     else:
         targets.make(check.found if origin is None else [token for token in tokens if is_tensor(token)])
-    with ticker("load", source, shown=progress) as tick:
-        report = reader.read(
-            targets.requests,
-            verify=bool(verify),
-            io=io,
-            threads=threads,
-            drain=targets.drain if targets.movers else None,
-            tick=tick,
-        )
+    try:
+        with ticker("load", source, shown=progress) as tick:
+            report = reader.read(
+                targets.requests,
+                verify=bool(verify),
+                io=io,
+                threads=threads,
+                drain=targets.drain if targets.movers else None,
+                tick=tick,
+            )
+    finally:
+        # Also after an error: a device must not write into memory that is somebody else's by then.
+        if targets.movers:
+            targets.settle()
     if given is not None:
-        given.settle()
+        given.changed()
     state = unflatten(tokens, Real(framework, targets.values(), composed))
     conclude(LoadReport, source, began, report)
     return state

@@ -8,6 +8,7 @@ from typing import Any
 _ENGINES = ("auto", "uring", "threads", "direct", "buffered")
 _FRAMEWORKS = ("auto", "torch", "numpy")
 _MOST_THREADS = 1024
+_MOST_NICE = 19
 
 
 def path_of(operation: str, path: str | os.PathLike[str]) -> str:
@@ -43,6 +44,18 @@ def check_shard_size(operation: str, shard_size: Any) -> None:
     """``shard_size=``."""
     if type(shard_size) is not int or not 1 <= shard_size < 2**63:
         raise ValueError(f"{operation}: shard_size must be an int of bytes, from 1 to 2**63 - 1, not {shard_size!r}")
+
+
+def check_in_flight(operation: str, most: Any) -> None:
+    """``max_in_flight=``."""
+    if type(most) is not int or most < 1:
+        raise ValueError(f"{operation}: max_in_flight must be an int, at least 1, not {most!r}")
+
+
+def check_nice(operation: str, nice: Any) -> None:
+    """``nice=``."""
+    if nice is not None and (type(nice) is not int or not 0 <= nice <= _MOST_NICE):
+        raise ValueError(f"{operation}: nice must be None or an int from 0 to {_MOST_NICE}, not {nice!r}")
 
 
 def check_bandwidth(operation: str, limit: Any) -> None:

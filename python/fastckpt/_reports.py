@@ -93,11 +93,12 @@ class Report:
         """Throughput in GB/s, GB being 10^9 bytes; 0.0 for an empty checkpoint."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
-    def _line(self, verb: str) -> str:
+    def _line(self, verb: str, more: str = "") -> str:
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
         why = f" ({self.fallback})" if self.fallback else ""
         return (
-            f"{verb} {size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s; {phases}): "
+            f"{verb} {size(self.bytes)} in {self.seconds:.3f} s "
+            f"({self.gigabytes_per_second:.2f} GB/s; {phases}{more}): "
             f"{count(self.tensors, 'tensor')}, {count(self.shards, 'shard')}, {count(self.threads, 'thread')}, "
             f"engine {self.engine}{why}: "
             f"{self.path}"
@@ -106,10 +107,28 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
-    """What one save did; see :class:`Report`."""
+    """What one save did; see :class:`Report`.
+
+    For an asynchronous save, ``phases`` begins with ``wait`` (for earlier saves) and ``stage``.
+
+    Attributes:
+        stall: seconds that the caller was held: for an asynchronous save in the call itself and in waits for the copy
+            (``wait_staged``, a guard); for a synchronous one all of them.
+        staging: seconds that the copy to the snapshot took; 0.0 for a synchronous save.
+        staged: bytes copied to the snapshot; 0 for a synchronous save.
+    """
+
+    stall: float = -1.0
+    staging: float = 0.0
+    staged: int = 0
+
+    def __post_init__(self) -> None:
+        Report.__post_init__(self)
+        if self.stall < 0:
+            object.__setattr__(self, "stall", self.seconds)
 
     def __str__(self) -> str:
-        return self._line("saved")
+        return self._line("saved", f", stall {self.stall:.3f} s" if self.staged else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from ._reports import SaveReport
 
 if TYPE_CHECKING:
     import os
+
+NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
 
 def save(
@@ -36,7 +39,7 @@ def save(
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
             once and come back tied.
-        path: the checkpoint's directory. Its parent must exist.
+        path: the checkpoint's directory. Its parent must exist. An asynchronous save to it in flight is waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
         shard_size: bytes a file, about: a tensor is never split. A large state is split over the workers at least,
@@ -58,6 +61,9 @@ def save(
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
         ValueError: an argument is out of range.
+
+    Warns:
+        RuntimeWarning: an earlier asynchronous save failed, and nobody has asked for its result.
     """
     began = time.perf_counter()
     target = path_of("save", path)
@@ -65,9 +71,11 @@ def save(
     check_shard_size("save", shard_size)
     check_bandwidth("save", bandwidth_limit)
     flat = flatten(state)
-    about = flatten(
-        metadata, operation="save: metadata", refuse_tensors="metadata cannot hold tensors: put them into the state"
-    )
+    about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
+    # Where nothing has been saved asynchronously, there is nothing to wait for and nothing to tell.
+    flights = sys.modules.get(f"{__package__}._flight")
+    if flights is not None:
+        flights.wait_for_path(target)
     with ticker("save", target, shown=progress) as tick:
         report = _core.save(
             target,
@@ -79,14 +87,30 @@ def save(
             io=io,
             threads=threads,
             bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
-            step=_step(metadata),
+            step=step_of(metadata),
             fill=flat.fill if flat.movers else None,
             tick=tick,
         )
-    return conclude(SaveReport, target, began, report)
+    saved = conclude(SaveReport, target, began, report)
+    if flights is not None:
+        _warn_of_failures(flights)
+    return saved
 
 
-def _step(metadata: Any) -> int | None:
+def step_of(metadata: Any) -> int | None:
     """The training step, where the metadata tells it: the live counters show it."""
     step = metadata.get("step") if isinstance(metadata, dict) else None
     return step if type(step) is int and 0 <= step < 2**63 else None
+
+
+def _warn_of_failures(flights: Any) -> None:
+    """Say what nobody asked for, after this save is safe: it may be the last act of a program that is failing."""
+    import warnings  # noqa: PLC0415 - for a failure only
+
+    for failure in flights.unasked():
+        warnings.warn(
+            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "
+            f"{failure.error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,10 @@ class Targets:
         movers: by request number.
     """
 
-    def __init__(self, stored: Sequence[Stored], framework: str) -> None:
+    def __init__(self, stored: Sequence[Stored], framework: str, device: Any = None) -> None:
         self.stored = stored
         self.framework = framework
+        self.device = device
         self.requests: list[tuple[int, int, int, int]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
@@ -41,6 +43,13 @@ class Targets:
     def drain(self, request: int, start: int, address: int, nbytes: int) -> None:
         """The core's callback for requests without an address."""
         self.movers[request](start, address, nbytes)
+
+    def settle(self) -> None:
+        """Wait until what movers have copied to devices is there."""
+        if f"{__package__}._device" in sys.modules:
+            from . import _device  # noqa: PLC0415 - it is there already
+
+            _device.settle()
 
     def ask(self, index: int, nbytes: int, address: int, mover: _memory.Mover | None = None) -> None:
         """Ask for the whole of a tensor."""
@@ -96,13 +105,18 @@ class Targets:
                 raise self._malformed(index, str(error)) from error
         if tag == "array" and self.framework == "torch":
             array = self._array(index)
-            torch = torch_for("a numpy array that is to become a torch tensor")
-            if torch.from_array(array[:0] if array.ndim else array) is None:
-                raise self._lacks(index, "torch", "numpy")
-            if array.dtype.isnative:
-                return torch.from_array(array)
-            return _Pending(lambda: torch.from_array(array))
+            return self._array_as_tensor(index, array)
         return self._array(index)
+
+    def _array_as_tensor(self, index: int, array: np.ndarray[Any, Any]) -> Any:
+        torch = torch_for("a numpy array that is to become a torch tensor")
+        if torch.from_array(array[:0] if array.ndim else array) is None:
+            raise self._lacks(index, "torch", "numpy")
+        if self.device is not None:
+            return _Pending(lambda: torch.from_array(array).to(self.device))
+        if array.dtype.isnative:
+            return torch.from_array(array)
+        return _Pending(lambda: torch.from_array(array))
 
     def _tensor(self, index: int) -> Any:
         _, dtype, shape, _, offset, nbytes, true = self.stored[index]
@@ -115,6 +129,12 @@ class Targets:
         found, itemsize, empty = known
         if true is not None or not nbytes:
             shape = self.shape(index, itemsize)
+        if self.device is not None:
+            torch = torch_for("a torch tensor")
+            tensor = torch.empty_on(self.device, shape, found)
+            if nbytes:
+                self.ask(index, nbytes, 0, torch.mover_in(tensor))
+            return tensor
         tensor = empty(shape, found, offset, nbytes)
         if nbytes:
             self.requests.append((index, 0, nbytes, tensor.data_ptr()))

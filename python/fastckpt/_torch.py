@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import _memory
+from . import _device, _memory
 from ._dtypes import PLAIN_NAMES, TORCH_PREFIX
 from ._flatten import Describe, Parts, Stored
 from ._places import Part
@@ -135,7 +135,6 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
 def _describe_strided(value: Tensor, flags: str) -> Stored:
     name, true = _STORED[value.dtype]
     shape = value.shape
-    _settle(value.device)
     address = value.data_ptr()
     tie = (
         (address, value.dtype, shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
@@ -216,18 +215,6 @@ def _refuse(value: Tensor) -> Parts:
 # Bytes in and out of any tensor, in pieces.
 
 
-def _settle(device: torch.device) -> None:
-    """Wait until what the caller has asked of ``device`` is done: other threads will copy, in streams of their own."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def settle(tensors: Sequence[Tensor]) -> None:
-    """Wait for the devices of ``tensors``."""
-    for device in {tensor.device for tensor in tensors}:
-        _settle(device)
-
-
 def _bare(value: Tensor) -> tuple[Tensor, Callable[[Bytes], None] | None]:
     """The bits as they lie in memory, and what must be done to them for a conj or neg view."""
     value = value.detach()
@@ -270,6 +257,8 @@ def _over(contiguous: Bytes, like: Tensor) -> Tensor:
 def mover_out(value: Tensor) -> Mover:
     """Copies ranges of a strided tensor out, whatever its device and strides."""
     raw, flip = _bare(value)
+    if not value.is_cpu:
+        return _device.Download(torch, raw, flip)
 
     def copy(index: Index, contiguous: Bytes) -> None:
         part = _sub(raw, index)
@@ -284,6 +273,8 @@ def mover_in(value: Tensor) -> Mover:
     """Copies ranges into a strided tensor, whatever its device and strides."""
     raw, flip = _bare(value)
     inference = value.is_inference()
+    if not value.is_cpu:
+        return _device.Upload(torch, raw, flip, inference=inference)
 
     def copy(index: Index, contiguous: Bytes) -> None:
         if flip is not None:
@@ -300,6 +291,20 @@ def mover_in(value: Tensor) -> Mover:
             flip(contiguous)
 
     return partial(_memory.copy_in, tuple(raw.shape), raw.element_size(), copy, back)
+
+
+def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
+    """Pin host memory for copies from ``device``; returns what undoes it."""
+    return _device.pin(torch, device, address, nbytes)
+
+
+def device_of(name: Any) -> torch.device | None:
+    """The device that ``load(device=)`` names, or None for host memory; ValueError where there is none of that name."""
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"load: device must be a torch.device or its name, not {name!r}: {error}") from error
+    return None if found.type == "cpu" else found
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
@@ -322,6 +327,11 @@ def dtype_of(dtype: str, true: str | None) -> torch.dtype | None:
         raise ValueError(f"{true[:100]!r} is no torch dtype")
     found = DTYPES.get(true.removeprefix(TORCH_PREFIX))
     return found if found in _STORED else None
+
+
+def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor on ``device``."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:
@@ -386,7 +396,7 @@ def coo(token: list[Any], parts: list[Any]) -> Tensor:
         raise ValueError("not a boolean")
     return with_flags(
         torch.sparse_coo_tensor(
-            indices, values, tuple(integers(sizes)), is_coalesced=coalesced, check_invariants=True, device="cpu"
+            indices, values, tuple(integers(sizes)), is_coalesced=coalesced, check_invariants=True, device=values.device
         ),
         flags,
     )
@@ -404,7 +414,7 @@ def compressed(token: list[Any], parts: list[Any]) -> Tensor:
             tuple(integers(sizes)),
             layout=_COMPRESSED[layout][0],
             check_invariants=True,
-            device="cpu",
+            device=values.device,
         ),
         flags,
     )
@@ -421,6 +431,9 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     pack = _PACKED.get(name)
     expected = shape if pack is None else (-(-math.prod(shape) // pack),)
     (stored,) = _tensors([stored])
+    home = stored.device
+    # It is put together in host memory, where every kind of it can be.
+    stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
         raise ValueError("stored integers that do not fit")
     make: Callable[[Sequence[int]], Tensor]
@@ -436,15 +449,15 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
             raise ValueError("scales that do not fit")
         make = partial(
             torch._empty_per_channel_affine_quantized,
-            scales=scale,
-            zero_points=zero,
+            scales=scale.cpu(),
+            zero_points=zero.cpu(),
             axis=axis,
             dtype=kind,
             device="cpu",
         )
     tensor = make(shape)
     if pack is None:
-        return tensor.set_(stored.untyped_storage(), stored.storage_offset(), shape, stored.stride())
-    if stored.numel():
+        tensor = tensor.set_(stored.untyped_storage(), stored.storage_offset(), shape, stored.stride())
+    elif stored.numel():
         _memory.at(tensor.data_ptr(), stored.numel())[:] = stored.numpy()
-    return tensor
+    return tensor.to(home)

@@ -21,6 +21,7 @@ pub mod probe;
 pub mod read;
 pub mod report;
 pub mod save;
+pub mod snapshot;
 pub mod source;
 pub mod sys;
 pub mod telemetry;

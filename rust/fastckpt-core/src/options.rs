@@ -7,6 +7,7 @@ use crate::align::{self, PAGE};
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
 use crate::manifest;
+use crate::sys::priority::Priority;
 
 /// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2).
 pub const BLOCK_SIZE: u64 = 4 << 20;
@@ -85,6 +86,8 @@ pub struct Options {
     pub cores: usize,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
+    /// How much the worker threads stand back behind others.
+    pub priority: Priority,
     /// The training step, for the live counters.
     pub step: Option<i64>,
     /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`block_size`] decides.
@@ -105,6 +108,7 @@ impl Default for Options {
             threads: None,
             cores: cores(),
             bandwidth_limit: None,
+            priority: Priority::default(),
             step: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,

@@ -314,6 +314,7 @@ fn attempt<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) {
 
 /// The life of one worker.
 fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Result<()> {
+    let _ = options.priority.apply(); // whoever sets one has probed it
     let mut depth = 1;
     let mut backend: Box<dyn Backend> = match engine {
         Engine::Uring => match uring::open() {

@@ -28,6 +28,13 @@ pub(crate) fn content(
     Ok(Content::Pull(fill))
 }
 
+/// The `nbytes` from `offset` on of a snapshot's memory, or nothing where it ends before.
+pub(crate) fn part(memory: &[u8], offset: u64, nbytes: u64) -> Option<Content> {
+    let part = memory.get(offset as usize..offset.checked_add(nbytes)? as usize)?;
+    // SAFETY: the caller borrows the memory, so that nobody writes to it, until the save is over; no `Source` outlives it.
+    Some(Content::Memory(unsafe { Source::new(part.as_ptr(), part.len()) }))
+}
+
 /// Where request `index` of `nbytes` is to be put; address 0 asks `drain`.
 pub(crate) fn destination(
     index: usize,

@@ -9,6 +9,7 @@ mod probe;
 mod reader;
 mod report;
 mod save;
+mod snapshot;
 
 #[pymodule]
 #[pyo3(name = "_core")]
@@ -17,5 +18,6 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     save::register(module)?;
     probe::register(module)?;
+    snapshot::register(module)?;
     reader::register(module)
 }

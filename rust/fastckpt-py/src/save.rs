@@ -17,7 +17,7 @@ use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 
 /// Name, stored dtype, stored shape, address, true dtype and shape where they differ.
-type Tensor = (String, String, Vec<u64>, usize, Option<(String, Vec<u64>)>);
+pub(crate) type Tensor = (String, String, Vec<u64>, usize, Option<(String, Vec<u64>)>);
 
 /// See `_core.pyi`.
 #[pyfunction]

@@ -1,11 +1,13 @@
 //! The border to the kernel: the only place in this crate with unsafe code.
 #![allow(unsafe_code)]
 
+pub mod arena;
 pub mod buf;
 pub mod cachestat;
 pub mod file;
 pub mod gather;
 pub mod pagemap;
+pub mod priority;
 pub mod probe;
 pub mod ring;
 pub mod shm;

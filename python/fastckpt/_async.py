@@ -1,0 +1,505 @@
+"""Asynchronous saves: the state may change again while its snapshot is written."""
+
+# ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _arenas, _core, _flight
+from ._flatten import Flat, flatten
+from ._gate import Gate
+from ._options import check_bandwidth, check_engine, check_in_flight, check_nice, check_shard_size, path_of
+from ._outcome import logger, report_of, tell
+from ._progress import ticker
+from ._reports import SaveReport
+from ._save import NO_TENSORS, step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+#: References to so many tensors are dropped at a time, with a pause for whoever wants the GIL.
+_DROPPED = 500
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far an asynchronous save is.
+
+    Attributes:
+        phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
+        staged: bytes of tensors copied to the snapshot.
+        written: bytes of files written, as of the last 0.1 s.
+        total: bytes of all tensors.
+    """
+
+    phase: str
+    staged: int
+    written: int
+    total: int
+
+
+class PendingSave(_flight.Flight):
+    """A save that goes on in the background; made by :func:`fastckpt.save_async`.
+
+    Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
+    to cancel the task that waits does not cancel the save.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+    """
+
+    def __init__(self, path: str, began: float) -> None:
+        self.path = path
+        self.caller = threading.get_ident()
+        self.launched = False
+        self.landed = Gate()
+        self._staged = Gate()
+        self.process = os.getpid()
+        self._began = began
+        self._snapshot: _core.Snapshot | None = None
+        self._total = 0
+        self._written = 0
+        self._cancelled = False
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[PendingSave], object]] = []
+        # Seconds that the caller was held, and since when it is held by whom.
+        self._held = 0.0
+        self._holding: dict[object, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<fastckpt.PendingSave {self.path!r}: {self._phase()}>"
+
+    # What others ask.
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may change: it has been copied, or the save is over. What failed is told by `result`.
+
+        At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: the copy is not done in time. It goes on.
+        """
+        if self._staged.is_open():
+            return
+        self._same_process()
+        token = object()
+        self._holding[token] = time.perf_counter()
+        try:
+            if not self._staged.wait(timeout):
+                raise FutureTimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
+        finally:
+            since = self._holding.pop(token, None)  # unless the copying thread has counted it
+            if since is not None:
+                self._held += time.perf_counter() - since
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable and return what was done.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was cancelled.
+            Exception: it failed: what :func:`fastckpt.save` would have raised.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        assert self._report is not None  # noqa: S101 - one of the two is there
+        return self._report
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until it is over and return why it failed, or None.
+
+        Raises:
+            TimeoutError: it is not over in time. It goes on.
+            CancelledError: it was cancelled.
+        """
+        if not self.landed.is_open():
+            self._same_process()
+            if not self.landed.wait(timeout):
+                raise FutureTimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
+        if isinstance(self._error, CancelledError):
+            raise CancelledError(str(self._error))
+        if self._error is not None:
+            _flight.asked(self._error)
+        return self._error
+
+    def done(self) -> bool:
+        """Whether it is over: durable, failed or cancelled."""
+        return self.landed.is_open()
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before it was durable."""
+        return isinstance(self._error, CancelledError)
+
+    def progress(self) -> SaveProgress:
+        """How far it is."""
+        snapshot = self._snapshot
+        staged = self._total if snapshot is None else snapshot.staged
+        return SaveProgress(self._phase(), staged, self._written, self._total)
+
+    def cancel(self) -> bool:
+        """Stop it, and wait until nothing is left of it: no new checkpoint, no temporary file, the old one untouched.
+
+        Returns:
+            Whether that came in time; False if it is durable, or has failed. The answer stays the same.
+        """
+        if not self.landed.is_open():
+            self._same_process()
+            self._cancelled = True
+            snapshot = self._snapshot
+            if snapshot is not None:
+                snapshot.stop()
+            self.landed.wait()
+        return self.cancelled()
+
+    def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
+        """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
+
+        What it raises is logged.
+        """
+        self._callbacks.append(function)
+        if self.landed.is_open():
+            self._call_back()
+
+    def __await__(self) -> Generator[Any, None, SaveReport]:
+        import asyncio  # noqa: PLC0415 - whoever awaits has it
+
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def landed(_: PendingSave) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(landed)
+        yield from future.__await__()
+        return self.result()
+
+    # What happens.
+
+    def _phase(self) -> str:
+        if not self.landed.is_open():
+            return "writing" if self._staged.is_open() else "staging"
+        if self._error is None:
+            return "done"
+        return "cancelled" if self.cancelled() else "failed"
+
+    def _same_process(self) -> None:
+        if self.process != os.getpid():
+            raise RuntimeError(f"the save to {self.path} belongs to the process that this one was forked from")
+
+    def _call_back(self) -> None:
+        while True:
+            try:
+                function = self._callbacks.pop(0)
+            except IndexError:
+                return
+            try:
+                function(self)
+            except Exception:  # noqa: BLE001 - logged
+                logger.exception("%s: a callback of the save raised", self.path)
+
+    def _open_staged(self) -> None:
+        """Let waiters go, and count how long they waited, so that the report knows it whoever runs first."""
+        now = time.perf_counter()
+        for token in tuple(self._holding):
+            since = self._holding.pop(token, None)
+            if since is not None:
+                self._held += now - since
+        self._staged.open()
+
+    def _land(self, error: BaseException | None) -> None:
+        """It is over."""
+        if error is not None:
+            if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
+                error = CancelledError(f"the save to {self.path} was cancelled")
+            else:
+                # The frames below this one would keep the state alive.
+                traceback.clear_frames(error.__traceback__)
+                _flight.failed(_flight.Failure(self.path, error))
+            self._error = error
+        self._snapshot = None
+        if not self._staged.is_open():
+            self._open_staged()
+        _flight.leave(self)
+        self.landed.open()
+        # Only now: a signal handler that waits for this save may sit on top of somebody who holds the log's lock.
+        if self._report is not None:
+            tell(self._report)
+        elif self.cancelled():
+            logger.info("the asynchronous save to %s was cancelled", self.path)
+        else:
+            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+        self._call_back()
+
+    def _tick(self, done: int) -> None:
+        self._written = done
+        if self._cancelled:
+            raise CancelledError
+
+
+class _Job:
+    """One snapshot, from tensors to a checkpoint."""
+
+    def __init__(self, pending: PendingSave, flat: Flat, metadata: str, settings: dict[str, Any]) -> None:
+        self.pending = pending
+        self.keep = flat.keep
+        self.movers = flat.movers
+        self.rest = b"\1" * len(flat.keep)
+        self.settings = settings
+        self.threads = settings["threads"]
+        self.progress = settings.pop("progress")
+        self.inline = False
+        self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, flat.fill if flat.movers else None)
+        self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
+        # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
+        flat.tokens.clear()
+        flat.tensors.clear()
+        self.memory: _arenas.Memory | None = None
+        self.waited = 0.0
+        self.staging = 0.0
+
+    def prepare(self, *, lazy: bool) -> None:
+        """Get memory, and copy what must be copied at the call."""
+        self.memory = _arenas.take(self.snapshot.nbytes)
+        for device in self.devices:
+            self.memory.pin(device)
+        if not lazy:
+            self.stage(self.rest, last=True)
+            self.keep.clear()
+            self.movers.clear()
+            return
+        # Only tensors have a guard that waits for them.
+        now = bytes(isinstance(value, (np.ndarray, bytes, bytearray)) for value in self.keep)
+        self.stage(now, last=False)
+        self.rest = bytes(not at_once for at_once in now)
+        # Their memory must stay even if the tensors are given another.
+        self.keep = [value if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
+
+    def stage(self, wanted: bytes, *, last: bool) -> None:
+        """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
+        assert self.memory is not None  # noqa: S101 - prepare comes first
+        began = time.perf_counter()
+        self.snapshot.stage(self.memory.arena, wanted, last=last, threads=self.threads)
+        self.staging += time.perf_counter() - began
+
+    def run(self) -> None:
+        """The life of the background thread: the rest of the copy, then the writing."""
+        pending = self.pending
+        # Not before: a signal handler can interrupt the start of a thread, and must not wait for what that holds up.
+        pending.launched = True
+        error: BaseException | None = None
+        try:
+            self._stop_if_cancelled()
+            if not pending._staged.is_open():
+                self.stage(self.rest, last=True)
+                pending._open_staged()
+            self.let_go()
+            self._stop_if_cancelled()
+            pending._report = self._write()
+        except BaseException as caught:  # noqa: BLE001 - it is told to whoever asks
+            error = caught
+        finally:
+            self.release()
+        pending._land(error)
+
+    def _stop_if_cancelled(self) -> None:
+        if self.pending._cancelled:
+            raise CancelledError
+
+    def _write(self) -> SaveReport:
+        pending = self.pending
+        assert self.memory is not None  # noqa: S101 - prepare comes first
+        with ticker("save", pending.path, shown=True) if self.progress else nullcontext() as bar:
+
+            def tick(done: int, total: int) -> None:
+                pending._tick(done)
+                if bar is not None:
+                    bar(done, total)
+
+            core = self.snapshot.save(self.memory.arena, pending.path, tick=tick, **self.settings)
+        pending._written = core["bytes"]
+        # What the core did not see counts as planning, but for what is known.
+        known = {"wait": self.waited, "stage": self.staging}
+        core["phases"] = {**known, **core["phases"]}
+        core["seconds"] += sum(known.values())
+        return report_of(
+            SaveReport,
+            pending.path,
+            pending._began,
+            core,
+            stall=time.perf_counter() - pending._began if self.inline else pending._held,
+            staging=self.staging,
+            staged=pending._total,
+        )
+
+    def let_go(self) -> None:
+        """Drop what the state gave us, little by little."""
+        while self.keep or self.movers:
+            del self.keep[-_DROPPED:]
+            for _ in range(min(len(self.movers), _DROPPED)):
+                self.movers.popitem()
+            if self.keep or self.movers:
+                time.sleep(0.0005)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.snapshot.close()
+        if self.memory is not None:
+            _arenas.give(self.memory)
+            self.memory = None
+        self.let_go()
+
+
+def save_async(  # noqa: PLR0913 - one more than save has
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    lazy: bool = False,
+    max_in_flight: int = 1,
+    overwrite: bool = True,
+    metadata: Any = None,
+    shard_size: int = 5 * 10**9,
+    io: str = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | None = None,
+    nice: int | None = None,
+    io_priority: str | None = None,
+    progress: bool = False,
+) -> PendingSave:
+    """Write ``state`` to the directory ``path`` in the background; the state may change when this returns.
+
+    The tensors are copied to host memory first, and written from there: durable and whole when ``result()`` of the
+    returned handle returns. The memory is one copy of the state for each save in flight; it is kept for the next save
+    (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
+
+    A failure is logged (``fastckpt``, ERROR) when it happens, and raised by ``result()``. If nobody asks, the next
+    ``save_async`` raises it and does nothing else; call again to save. If there is none, it is told on stderr
+    at the end of the process.
+
+    Args:
+        state: as for :func:`fastckpt.save`.
+        path: as for :func:`fastckpt.save`. A save to the same path that is in flight is waited for.
+        lazy: return before torch tensors are copied; everything else is copied all the same. They must not
+            change until ``wait_staged()`` of the handle returns: see :func:`fastckpt.guard`. If they do, the
+            checkpoint holds a mixture of old and new values, and nothing tells.
+        max_in_flight: wait until fewer saves than this are in flight.
+        overwrite: as for :func:`fastckpt.save`.
+        metadata: as for :func:`fastckpt.save`.
+        shard_size: as for :func:`fastckpt.save`.
+        io: as for :func:`fastckpt.save`.
+        threads: threads that copy, then threads that write; by default as many as this process may use cores, within
+            limits.
+        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on.
+        nice: niceness of the writing threads, 0 to 19; None for that of the process.
+        io_priority: I/O priority of the writing threads: ``idle``, or ``best-effort:0`` (first) to ``best-effort:7``;
+            None for that of the process. Some I/O schedulers know no priorities.
+        progress: show a progress bar. (The log has no progress lines, as other operations have.)
+
+    Returns:
+        A handle on the save.
+
+    Raises:
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        Exception: an earlier asynchronous save failed, and nobody had asked; or the copy failed.
+        ValueError: an argument is out of range.
+    """
+    began = time.perf_counter()
+    target = path_of("save_async", path)
+    check_engine("save_async", io, threads)
+    check_shard_size("save_async", shard_size)
+    check_bandwidth("save_async", bandwidth_limit)
+    check_in_flight("save_async", max_in_flight)
+    check_nice("save_async", nice)
+    nice, io_priority = _priority(nice, io_priority)
+    _flight.raise_unasked("this call did nothing: call again to save")
+    flat = flatten(state, operation="save_async")
+    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
+    settings = {
+        "overwrite": bool(overwrite),
+        "shard_size": shard_size,
+        "io": io,
+        "threads": threads,
+        "bandwidth_limit": None if bandwidth_limit is None else int(bandwidth_limit),
+        "nice": nice,
+        "io_priority": io_priority,
+        "step": step_of(metadata),
+        "progress": progress,
+    }
+    pending = PendingSave(target, began)
+    job = _Job(pending, flat, about.structure(), settings)
+    pending._snapshot, pending._total = job.snapshot, job.snapshot.total
+    del flat, about
+    _launch(job, max_in_flight, lazy=lazy)
+    return pending
+
+
+def _launch(job: _Job, max_in_flight: int, *, lazy: bool) -> None:
+    """Prepare the snapshot and start the thread that writes it."""
+    pending = job.pending
+    began = time.perf_counter()
+    _flight.admit(pending, max_in_flight)
+    job.waited = time.perf_counter() - began
+    try:
+        job.prepare(lazy=lazy)
+    except BaseException:
+        job.release()
+        _flight.leave(pending)
+        pending.landed.open()
+        raise
+    if not lazy:
+        pending._open_staged()
+    pending._held += time.perf_counter() - pending._began
+    if not _flight.is_exiting():
+        try:
+            # No daemon: the interpreter waits for it at its end, while everything still works.
+            threading.Thread(target=job.run, name="fastckpt-save", daemon=False).start()
+        except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
+            logger.warning("%s: no thread for the save, so the caller does it: %s", pending.path, error)
+        else:
+            return
+    job.settings.update(nice=None, io_priority=None)
+    job.inline = True
+    job.run()
+
+
+_tried: dict[tuple[int | None, str | None], bool] = {}
+
+
+def _priority(nice: int | None, io_priority: str | None) -> tuple[int | None, str | None]:
+    """The priorities that the kernel grants; what it refuses is told once and left out."""
+    granted: list[Any] = []
+    for key in ((nice, None), (None, io_priority)):
+        if key not in _tried:
+            try:
+                _core.try_priority(*key)
+                _tried[key] = True
+            except OSError as error:
+                _tried[key] = False
+                logger.warning(
+                    "save_async: %s: the kernel refuses: %s", f"nice={nice}" if key[0] else "io_priority", error
+                )
+        granted.append((key[0] if key[0] is not None else key[1]) if _tried[key] else None)
+    return granted[0], granted[1]

@@ -1,0 +1,171 @@
+"""Saves in flight: how many, to which path, what became of them, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ._gate import Gate
+
+
+class Flight:
+    """A save on its way.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+        caller: the thread that called.
+        launched: whether another thread has taken over.
+        landed: opens when all is over.
+    """
+
+    path: str
+    caller: int
+    launched: bool
+    landed: Gate
+
+    def holds_others(self) -> bool:
+        """Whether it can be waited for: not while the waiting thread itself, below a signal handler, prepares it."""
+        return self.launched or self.caller != get_ident()
+
+
+class Failure(NamedTuple):
+    """A failed save."""
+
+    path: str
+    error: BaseException
+
+
+# Both lists change in atomic steps, so that a signal handler finds them whole.
+_in_flight: list[Flight] = []
+_unasked: list[Failure] = []
+# Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
+# for them on top of its holder would wait for ever.
+_admission = RLock()
+_exiting = False
+_registered = False
+
+
+def admit(flight: Flight, most: int) -> None:
+    """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in."""
+    global _registered  # noqa: PLW0603 - once a process
+    if not _registered:
+        _registered = True
+        atexit.register(_at_exit)
+    while True:
+        with _admission:
+            others = [other for other in _in_flight if other.holds_others()]
+            # Of two saves to one path the later must win.
+            same = [other for other in others if other.path == flight.path]
+            if not same and len(others) < most:
+                _in_flight.append(flight)
+                return
+            first = (same or others)[0]
+        first.landed.wait()
+
+
+def leave(flight: Flight) -> None:
+    """It is over, one way or another."""
+    _in_flight.remove(flight)
+
+
+def in_flight() -> tuple[Flight, ...]:
+    """All that are on their way."""
+    return tuple(_in_flight)
+
+
+def wait_for_path(path: str) -> None:
+    """Wait for saves to ``path`` in flight."""
+    for flight in in_flight():
+        if flight.path == path and flight.holds_others():
+            flight.landed.wait()
+
+
+def failed(failure: Failure) -> None:
+    """Note a failure that nobody has asked for."""
+    _unasked.append(failure)
+
+
+def asked(error: BaseException) -> None:
+    """Somebody has been told of ``error``."""
+    for failure in tuple(_unasked):
+        if failure.error is error:
+            _unasked.remove(failure)
+
+
+def unasked() -> tuple[Failure, ...]:
+    """Failures that nobody has asked for."""
+    return tuple(_unasked)
+
+
+def raise_unasked(consequence: str) -> None:
+    """Raise the first failure that nobody asked for, if there is one; it counts as told then."""
+    try:
+        failure = _unasked.pop(0)
+    except IndexError:
+        return
+    error = failure.error
+    note = f"fastckpt: this is the failure of the asynchronous save to {failure.path}; {consequence}"
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
+    raise error
+
+
+def drain(timeout: float | None = None) -> None:
+    """Wait until every asynchronous save that is in flight is durable.
+
+    It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: what
+    that has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
+    Python's threads cannot be started there reliably; ``save`` can be called.)
+
+    Args:
+        timeout: seconds; None for as long as it takes.
+
+    Raises:
+        TimeoutError: not all are done in time. They go on.
+        Exception: the failure of a save whose result nobody has asked for, the first of them; call again for others.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for flight in in_flight():
+        if flight.holds_others() and not flight.landed.wait(
+            None if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
+            raise FutureTimeoutError(f"drain: the save to {flight.path} is not done after {timeout} s; it goes on")
+    raise_unasked("drain() raised it because nobody had asked for its result")
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter is past the point where it waits for threads."""
+    return _exiting
+
+
+def _at_exit() -> None:
+    """The interpreter has waited for the writing threads by now, if nothing came between."""
+    global _exiting  # noqa: PLW0603 - once a process
+    _exiting = True
+    for flight in in_flight():
+        flight.landed.wait()
+    for failure in unasked():
+        kind = type(failure.error)
+        print(  # noqa: T201 - the last chance to tell
+            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody asked for its result: "
+            f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
+            f"{kind.__qualname__}: {failure.error}",
+            file=sys.stderr,
+        )
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads: nothing to wait for, nothing to tell."""
+    global _admission  # noqa: PLW0603 - another thread of the parent may have held it
+    _admission = RLock()
+    _in_flight.clear()
+    _unasked.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,99 @@
+"""Guards: what is about to change tensors waits until they have been copied."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from . import _flight
+from ._async import PendingSave
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+_guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
+
+
+class Guard:
+    """Hooks on one optimizer or module; made by :func:`fastckpt.guard`. As a context manager it removes itself."""
+
+    def __init__(self, target: Any) -> None:
+        # No reference to the target: its hooks refer to the guard.
+        self._follows = False
+        self._pending: PendingSave | None = None
+        self._handles: list[Any] = []
+        if hasattr(target, "register_step_pre_hook"):
+            self._handles.append(target.register_step_pre_hook(self._hook))
+        elif hasattr(target, "register_forward_pre_hook"):
+            # Forward changes buffers alone, such as the statistics of BatchNorm: who has none need not wait.
+            for module in target.modules():
+                if any(True for _ in module.buffers(recurse=False)):
+                    self._handles.append(module.register_forward_pre_hook(self._hook))
+        else:
+            raise TypeError(
+                f"guard: neither an optimizer nor a module: {type(target).__qualname__}; "
+                "call wait_staged() of the pending save before you change tensors"
+            )
+
+    def _hook(self, *_: Any) -> None:
+        if self._follows:
+            for flight in _flight.in_flight():
+                if isinstance(flight, PendingSave) and flight.holds_others():
+                    flight.wait_staged()
+        elif self._pending is not None:
+            pending, self._pending = self._pending, None
+            if pending.process == os.getpid():
+                pending.wait_staged()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for target, guard in tuple(_guards.items()):
+            if guard is self:
+                del _guards[target]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def guard(target: Any, pending: PendingSave | None = None) -> Guard:
+    """Let an optimizer's next step, or a module's next forward, wait until a lazy save has copied the state.
+
+    Needed with ``save_async(..., lazy=True)``: without it tensors change under the copy, and the checkpoint holds a
+    mixture that no checksum can tell. There is one guard for each target, however often this is called, so it may be
+    called after every save::
+
+        pending = fastckpt.save_async(state, path, lazy=True)
+        fastckpt.guard(optimizer, pending)
+
+    or once before training, without ``pending``: then it waits for whatever save is being copied at each step.
+
+    Args:
+        target: a ``torch.optim.Optimizer`` (its ``step`` waits), or a ``torch.nn.Module``: ``forward`` of each of its
+            submodules that has buffers waits, since it may change them, as BatchNorm does. What changes tensors
+            otherwise (an average of weights, code that assigns to parameters) must call ``wait_staged()`` itself.
+        pending: the save to wait for; None for all, now and later.
+
+    Returns:
+        The guard: ``remove()`` takes it off; it is a context manager that does.
+
+    Raises:
+        TypeError: the target is neither.
+    """
+    known = _guards.get(target)
+    if known is None:
+        known = _guards[target] = Guard(target)
+    if pending is None:
+        known._follows = True  # noqa: SLF001 - made here
+    else:
+        known._pending = pending  # noqa: SLF001
+    return known

@@ -1,0 +1,238 @@
+"""Lazy saves: the copy runs beside forward and backward, and a guard holds back what would change it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import fastckpt
+
+TURNS = 3000
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    fastckpt.drain(60)
+    fastckpt.release_buffers()
+
+
+@pytest.fixture
+def slow_copy(monkeypatch):
+    """The copy of strided tensors dawdles at random between pieces, and so does whatever it competes with."""
+    from fastckpt import _memory
+
+    rng = random.Random(0)
+    real = _memory.copy_out
+    stats = {"pieces": 0}
+
+    def copy_out(*arguments):
+        dawdle = rng.random()
+        if dawdle < 0.3:
+            time.sleep(dawdle * 0.002)
+        stats["pieces"] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(_memory, "copy_out", copy_out)
+    return stats
+
+
+def clone(state):
+    return {key: clone(value) if isinstance(value, dict) else value.clone() for key, value in state.items()}
+
+
+def make(width=6):
+    """A model whose every tensor is strided, so that the (instrumented) Python road copies each."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1))
+    for module in model:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            strided = torch.randn(*parameter.shape, 2)[..., 0]
+            assert not strided.is_contiguous() or strided.numel() < 2
+            setattr(module, name, torch.nn.Parameter(strided))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.dim():
+                setattr(module, name, torch.ones(*buffer.shape, 2)[..., 0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer
+
+
+def step(model, optimizer, rng):
+    if rng.random() < 0.3:
+        time.sleep(rng.random() * 0.001)
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().sum().clamp(max=10).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if rng.random() < 0.3:
+        time.sleep(rng.random() * 0.001)
+    optimizer.step()
+
+
+def train(tmp_path, turns, *, guarded, seed=0):
+    """Save lazily, train on, and compare what was saved with a copy taken at the call; the number that differ."""
+    rng = random.Random(seed)
+    model, optimizer = make()
+    step(model, optimizer, rng)
+    if guarded == "once":
+        fastckpt.guard(optimizer)
+        fastckpt.guard(model)
+    wrong = 0
+    for _ in range(turns):
+        state = {
+            "model": model.state_dict(),
+            "momentum": {str(index): entry["momentum_buffer"] for index, entry in enumerate(optimizer.state.values())},
+        }
+        expected = clone(state)
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True, io="threads", threads=rng.choice([1, 2]))
+        if guarded == "each":
+            fastckpt.guard(optimizer, pending)
+            fastckpt.guard(model, pending)
+        for _ in range(rng.choice([1, 1, 2])):
+            step(model, optimizer, rng)
+        pending.result(60)
+        found = fastckpt.load(tmp_path / "c", verify=False)
+        wrong += not all(
+            torch.equal(found[part][name], expected[part][name]) for part in expected for name in expected[part]
+        )
+    return wrong, model, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guarded", ["each", "once"])
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, slow_copy, guarded):
+    """Thousands of interleavings of a slow copy with a loop that changes every tensor in place."""
+    wrong, model, optimizer = train(tmp_path, TURNS // 2, guarded=guarded)
+    assert wrong == 0
+    assert slow_copy["pieces"] > TURNS
+    # One hook, however many saves.
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == [0, 0, 1, 0]
+
+
+def test_without_the_guard_values_differ(tmp_path, slow_copy):
+    """Not a promise, but what the documentation warns of: so that nobody takes the guard for decoration."""
+    wrong, *_ = train(tmp_path, 100, guarded="no")
+    assert wrong > 10
+
+
+def test_a_guard_waits_for_the_copy_and_not_for_the_writing(tmp_path, monkeypatch):
+    from fastckpt import _memory
+
+    release = threading.Event()
+    real = _memory.copy_out
+
+    def held(*arguments):
+        release.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(_memory, "copy_out", held)
+    model, optimizer = make()
+    step(model, optimizer, random.Random(0))
+    pending = fastckpt.save_async(
+        {"m": model.state_dict(), "more": torch.zeros(1 << 18)}, tmp_path / "c", lazy=True, bandwidth_limit=2e6
+    )
+    fastckpt.guard(optimizer, pending)
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).sum().backward()  # nothing holds it, for the guard is the optimizer's alone
+    assert pending.progress().phase == "staging"
+    with pytest.raises(TimeoutError):
+        pending.wait_staged(0.01)
+    threading.Timer(0.3, release.set).start()
+    began = time.perf_counter()
+    optimizer.step()
+    waited = time.perf_counter() - began
+    assert waited > 0.2
+    assert pending.progress().phase == "writing"
+    report = pending.result(60)
+    assert waited * 0.8 < report.stall < waited + 0.2
+    assert report.stall < report.seconds
+
+
+def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path, monkeypatch):
+    model, optimizer = make()
+    fastckpt.guard(optimizer)
+
+    def broken(*_):
+        time.sleep(0.05)
+        raise RuntimeError("cannot copy")
+
+    monkeypatch.setattr("fastckpt._memory.copy_out", broken)
+    failing = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
+    step(model, optimizer, random.Random(0))
+    assert isinstance(failing.exception(), RuntimeError)
+    monkeypatch.undo()
+    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True, bandwidth_limit=1e5)
+    pending.cancel()
+    step(model, optimizer, random.Random(0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thousand_guards_leave_one_hook_and_keep_nothing_alive(tmp_path):
+    model, optimizer = make()
+    for _ in range(1000):
+        guard = fastckpt.guard(optimizer)
+        assert fastckpt.guard(model) is not guard
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert fastckpt.guard(optimizer) is guard
+    guard.remove()
+    guard.remove()
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+    with fastckpt.guard(optimizer) as other:
+        assert other is not guard
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+    fastckpt.guard(optimizer)
+    gone = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_only_modules_that_have_buffers_wait():
+    model, _ = make()
+    fastckpt.guard(model)
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == [0, 0, 1, 0]
+    with pytest.raises(TypeError, match=r"wait_staged\(\)"):
+        fastckpt.guard(torch.zeros(3))
+
+
+def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, slow_copy):
+    """``p.data = other`` frees what a lazy copy may still have to read."""
+    parameters = [torch.nn.Parameter(torch.full((1 << 18,), float(index))) for index in range(16)]
+    blocker = torch.zeros(300, 2)[:, 0]
+    for _ in range(5):
+        pending = fastckpt.save_async({"b": blocker, "p": parameters}, tmp_path / "c", lazy=True, threads=1)
+        for index, parameter in enumerate(parameters):
+            parameter.data = torch.full((1 << 18,), -1.0)
+            assert parameter[0] == -1, index
+        pending.result(60)
+        loaded = fastckpt.load(tmp_path / "c")["p"]
+        assert all((found == index).all() for index, found in enumerate(loaded))
+        for index, parameter in enumerate(parameters):
+            parameter.data = torch.full((1 << 18,), float(index))
+
+
+def test_a_forked_child_steps_without_waiting(tmp_path):
+    code = """
+import os, sys, torch, fastckpt
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pending = fastckpt.save_async({"m": torch.zeros(1 << 20), **model.state_dict()}, sys.argv[1], lazy=True)
+fastckpt.guard(optimizer, pending)
+if not os.fork():
+    optimizer.step()
+    os._exit(0)
+assert os.wait()[1] == 0
+optimizer.step()
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=60, env={**os.environ})
+    assert fastckpt.verify(tmp_path / "c").ok
