@@ -227,7 +227,7 @@ def test_pictures(tmp_path):
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["model", "one", "numpy", "optimizer", "small"])
+@pytest.mark.parametrize("kind", ["model", "one", "huge", "numpy", "optimizer", "small"])
 def test_states_are_the_same_each_time_and_of_their_size(kind):
     if importlib.util.find_spec("torch") is None:
         needs.missing("torch")

@@ -139,6 +139,8 @@ def test_hot_checkpoint_comes_from_the_page_cache_and_a_cold_one_does_not(tmp_pa
     hot = ways()
     assert set(hot.ways) == {"buffered: in the page cache"}, hot
     assert (hot.engine, hot.fallback) == ("buffered", None)
+    # A verification is to see the disk, not what the cache remembers of it.
+    assert fastckpt.verify(tmp_path / "c").blocks["buffered"] == 0
     # An engine that was named is not second-guessed.
     for engine in ("uring", "threads", "direct"):
         assert ways(io=engine).blocks["buffered"] == 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Notes = dict[str, Any]
 
-FLAT = frozenset({"model", "one", "many", "small"})
+FLAT = frozenset({"model", "one", "huge", "many", "small"})
 NESTED = FLAT | {"optimizer"}
 TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
 

@@ -16,7 +16,7 @@ from bench import GB, MB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KINDS = ("model", "one", "many", "numpy", "optimizer", "small")
+KINDS = ("model", "one", "huge", "many", "numpy", "optimizer", "small")
 SMALL_SIZES = (1 * MB, 10 * MB, 100 * MB)
 
 
@@ -46,7 +46,7 @@ class Workload:
         """Return the state."""
         if self.kind == "many":
             return many_state(self.count, self.size)
-        makers = {"one": one_state, "numpy": numpy_state, "optimizer": optimizer_state}
+        makers = {"one": one_state, "huge": huge_state, "numpy": numpy_state, "optimizer": optimizer_state}
         return makers.get(self.kind, model_state)(self.size)
 
     def make_blank(self) -> Any:
@@ -62,7 +62,7 @@ class Workload:
         return state
 
 
-# -- the five kinds ----------------------------------------------------------------------------------------------------
+# -- the kinds --------------------------------------------------------------------------------------------------------
 
 
 def llama_shapes(size: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -117,6 +117,16 @@ def one_state(size: int) -> dict[str, Any]:
     import torch
 
     return {"weight": random_tensor((max(1, size // 4096), 1024), torch.float32, np.random.SFC64(size))}
+
+
+def huge_state(size: int) -> dict[str, Any]:
+    """Return one tensor of float32 in huge pages: NumPy asks the kernel for them from 4 MiB on, torch does not."""
+    import numpy as np
+    import torch
+
+    tensor = torch.from_numpy(np.empty((max(1, size // 4096), 1024), np.float32))
+    tensor.copy_(one_state(size)["weight"])
+    return {"weight": tensor}
 
 
 def many_state(count: int, size: int) -> dict[str, Any]:

@@ -57,8 +57,9 @@ def load(
             its name, as ``cuda:0``; None for the CPU. They are read through pinned slabs, and copied while more is
             read.
         verify: compare every byte with its checksum.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works. It takes from the page cache what is there.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
 

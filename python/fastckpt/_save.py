@@ -44,8 +44,9 @@ def save(
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
         shard_size: bytes a file, about: a tensor is never split. A large state is split over the workers at least,
             so that the number of files depends on the machine.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set. The report tells which engine ran.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works. The report tells which ran.
         threads: worker threads; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on; None for
             no limit.

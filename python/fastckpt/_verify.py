@@ -22,8 +22,9 @@ def verify(
 
     Args:
         path: the checkpoint's directory.
-        io: ``auto``, ``uring``, ``threads`` or ``buffered``; ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
 

@@ -349,9 +349,11 @@ impl Job for ReadJob<'_> {
             };
             if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
-        // Where there is a choice, what the page cache holds comes from there.
-        let hot =
-            self.io == Io::Auto && file.is_direct() && file.is_cached(read.start, read.end, shard.bytes);
+        // Where there is a choice, what the page cache holds comes from there; but a verification is to see the disk.
+        let hot = matches!(self.outcome, Outcome::Raise)
+            && self.io == Io::Auto
+            && file.is_direct()
+            && file.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
         let (start, end) = if direct {
             (align::down(read.start, PAGE), align::up(read.end, PAGE))
