@@ -10,8 +10,10 @@ import ctypes
 import mmap
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -234,3 +236,40 @@ def test_settings_for_measurements_are_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(1 << 20))
     fastckpt.save({"w": memory(3 * MIB, 64)}, tmp_path / "c")
     assert manifest.read_manifest(tmp_path / "c")["block_size"] == 1 << 20
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "direct"])
+def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
+    """The kernel takes 1,024 stretches at once; a block of 64 MiB may have more."""
+    monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 * MIB))
+    monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
+    size, count = 74_512, 800
+    whole = memory(size * count, 0)
+    state = {f"t.{i:03}": whole[i * size : (i + 1) * size] for i in range(count)}
+    report = fastckpt.save(state, tmp_path / "c", io=engine)
+    assert report.blocks == {"direct": 1, "staged": 0, "buffered": 0}
+    assert report.fallback is None
+    assert same(fastckpt.load(tmp_path / "c", io=engine), state)
+    blank = np.zeros_like(whole)
+    into = {name: blank[i * size : (i + 1) * size] for i, name in enumerate(state)}
+    assert same(fastckpt.load(tmp_path / "c", io=engine, into=into), state)
+
+
+def test_waiting_for_a_limit_can_be_interrupted(tmp_path):
+    class RungError(Exception):
+        pass
+
+    def ring(*_):
+        raise RungError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        with pytest.raises(RungError):
+            fastckpt.save({"w": memory(MIB, 64)}, tmp_path / "c", bandwidth_limit=50_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 10, "the limit alone takes 20 s"
+    assert list(tmp_path.iterdir()) == []

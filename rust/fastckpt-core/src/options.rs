@@ -21,8 +21,12 @@ pub const SHARD_SIZE: u64 = 5_000_000_000;
 pub const SPLIT_ABOVE: u64 = 256 << 20;
 /// Operations a ring keeps in flight: 8 blocks of 4 MiB saturate what was measured, more only adds latency.
 pub const QUEUE_DEPTH: usize = 8;
-/// Bytes of staging slabs in one save or load, all workers together.
+/// The most that can be asked for.
+pub const MOST_DEPTH: usize = 32;
+/// Bytes of staging slabs in one save, all workers together.
 pub const STAGING_BUDGET: u64 = 96 << 20;
+/// And in one load, which needs most of its memory for what it loads.
+pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
 /// Bytes of a block of a checkpoint of `total` bytes.
 #[must_use]
@@ -128,7 +132,9 @@ impl Options {
         {
             self.block_size = Some(bytes);
         }
-        if let Some(depth) = setting("FASTCKPT_QUEUE_DEPTH", |&depth| (1..=32).contains(&depth))? {
+        if let Some(depth) =
+            setting("FASTCKPT_QUEUE_DEPTH", |&depth| (1..=MOST_DEPTH as u64).contains(&depth))?
+        {
             self.queue_depth = depth as usize;
         }
         if let Some(flag) = setting("FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {

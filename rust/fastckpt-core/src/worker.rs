@@ -15,7 +15,7 @@ use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
 use crate::io::{Backend, Engine, Op, uring};
 use crate::limit::Limiter;
-use crate::options::{self, Io, Options, STAGING_BUDGET};
+use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
 use crate::report::{Blocks, Fallback, Way};
 use crate::sys::buf::{self, Slab};
 use crate::sys::file::DataFile;
@@ -129,7 +129,7 @@ impl Crew {
             Engine::Uring => options.cores.min(RING_THREADS),
             Engine::Threads | Engine::Buffered => options.cores.max(BLOCKING_THREADS),
         });
-        Self { engine, fallback, threads: threads.clamp(1, most_workers(options::BLOCK_SIZE)) }
+        Self { engine, fallback, threads: threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize) }
     }
 
     /// The errno for which another engine was left.
@@ -144,9 +144,9 @@ impl Crew {
     }
 }
 
-/// How many workers the budget has slabs for, each one of `slab` bytes.
-fn most_workers(slab: u64) -> usize {
-    ((STAGING_BUDGET / slab) as usize).max(1)
+/// Bytes of staging slabs for the workers of a save, or of a load.
+const fn budget(write: bool) -> u64 {
+    if write { STAGING_BUDGET } else { LOAD_STAGING_BUDGET }
 }
 
 /// What the workers of one job share.
@@ -187,12 +187,13 @@ pub fn run<J: Job>(
     tick: Tick<'_>,
 ) -> Result<Moved> {
     let slab = buf::slab_size(job.largest()) as u64;
-    crew.threads = crew.threads.min(job.blocks()).clamp(1, most_workers(slab));
-    let per_worker = STAGING_BUDGET / (crew.threads as u64 * slab);
+    let slabs = budget(J::WRITE) / slab;
+    crew.threads = crew.threads.min(job.blocks()).clamp(1, slabs.max(1) as usize);
+    let per_worker = slabs / crew.threads as u64;
     let depth = match crew.engine {
         // Whoever waits for the limit should not have completions lie unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
-        Engine::Uring => (per_worker as usize).clamp(1, options.queue_depth),
+        Engine::Uring => (per_worker as usize).clamp(1, options.queue_depth.clamp(1, options::MOST_DEPTH)),
         Engine::Threads | Engine::Buffered => 1,
     };
     let total = job.total();
@@ -214,8 +215,9 @@ pub fn run<J: Job>(
     };
     let caller = thread::current();
     let (mut started, mut refused) = (0, None);
-    if job.blocks() <= 1 && crew.engine != Engine::Uring {
-        // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile.
+    if job.blocks() <= 1 && crew.engine != Engine::Uring && shared.limiter.is_none() {
+        // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a
+        // limit).
         started = 1;
         attempt(&shared, crew.engine, options);
         if !tick(operation.done.load(Ordering::Relaxed), total) {
@@ -369,14 +371,18 @@ impl<J: Job> Worker<'_, '_, J> {
                 if block >= self.shared.job.blocks() || self.shared.stop.load(Ordering::Relaxed) {
                     break;
                 }
-                self.start(token, block)?;
+                if !self.start(token, block)? {
+                    // It has run already: what it read is to be summed while it is in cache.
+                    break;
+                }
             }
             let Some(done) = self.backend.wait().map_err(backend_failed)? else { return Ok(()) };
             self.land(done)?;
         }
     }
 
-    fn start(&mut self, token: usize, block: usize) -> Result<()> {
+    /// Starts a block, and tells whether it is in flight past the page cache.
+    fn start(&mut self, token: usize, block: usize) -> Result<bool> {
         let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
         let mut slab = |len: usize| {
@@ -407,7 +413,8 @@ impl<J: Job> Worker<'_, '_, J> {
             cached: !direct,
         });
         let op = Op { token, file, direct, write: J::WRITE, offset, range, buf };
-        self.backend.submit(op).map_err(backend_failed)
+        self.backend.submit(op).map_err(backend_failed)?;
+        Ok(direct)
     }
 
     /// Waits until the bandwidth limit lets so many bytes go.
@@ -430,21 +437,22 @@ impl<J: Job> Worker<'_, '_, J> {
         let Some(mut flight) = self.flights[op.token].take() else { return Ok(()) };
         self.lane.landed(flight.submitted);
         let outcome = match result {
-            Ok(0) if flight.need > flight.moved => Err(if J::WRITE {
-                io::Error::from(io::ErrorKind::WriteZero)
-            } else {
-                io::Error::from(io::ErrorKind::UnexpectedEof)
-            }),
+            Ok(0) if flight.need > flight.moved => Err(nothing_moved::<J>()),
             Ok(moved) => {
                 // A short direct transfer that did not get past a page would be the same again for ever.
-                if op.direct && moved < flight.need - flight.moved && moved < PAGE as usize {
+                let stuck = op.direct && moved < flight.need - flight.moved && moved < PAGE as usize;
+                if stuck && !self.shared.strict {
                     (flight.cached, flight.way) = (true, Way::Remainder);
                 }
                 flight.moved += moved;
                 if flight.moved < flight.need {
                     self.lane.short();
                 }
-                Ok(flight.moved >= flight.need)
+                if stuck && self.shared.strict {
+                    Err(nothing_moved::<J>())
+                } else {
+                    Ok(flight.moved >= flight.need)
+                }
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => {
@@ -491,6 +499,11 @@ impl<J: Job> Worker<'_, '_, J> {
         self.slabs.extend(transfer.buf.into_slab());
         Ok(())
     }
+}
+
+/// A transfer that does not get on.
+fn nothing_moved<J: Job>() -> io::Error {
+    if J::WRITE { io::ErrorKind::WriteZero.into() } else { io::ErrorKind::UnexpectedEof.into() }
 }
 
 /// The backend itself failed, not an operation.

@@ -3,7 +3,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::{Checkpoint, Request};
 use crate::align::{self, PAGE, STRAIGHT};
@@ -72,7 +72,7 @@ pub(super) struct ReadJob<'a> {
     direct: bool,
     io: Io,
     zero_copy: Option<bool>,
-    pages: Option<PageMap>,
+    pages: OnceLock<Option<PageMap>>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
     blocks: Vec<ReadBlock>,
@@ -163,7 +163,7 @@ impl<'a> ReadJob<'a> {
             direct,
             io: options.io,
             zero_copy: options.zero_copy,
-            pages: PageMap::open(),
+            pages: OnceLock::new(),
             outcome,
             files: OpenFiles::new(counts),
             blocks,
@@ -254,12 +254,12 @@ impl<'a> ReadJob<'a> {
         let (mut at, mut staged) = (start, 0);
         let mut reason = (0, Way::Small);
         for piece in pieces {
-            let range = match self.straight(piece, direct) {
-                Ok(range) if apart => range,
-                other => {
-                    if piece.len > reason.0 {
-                        reason = (piece.len, other.err().unwrap_or(Way::Small));
-                    }
+            // One destination of bytes that are wanted twice gets them from the slab, as does the other.
+            let found = if apart { self.straight(piece, direct) } else { Err(Way::Small) };
+            let range = match found {
+                Ok(range) => range,
+                Err(way) => {
+                    reason = if piece.len > reason.0 { (piece.len, way) } else { reason };
                     continue;
                 }
             };
@@ -284,6 +284,11 @@ impl<'a> ReadJob<'a> {
         (parts, staged, reason.1)
     }
 
+    /// Whether direct I/O was demanded and this is its refusal, which says nothing of the bytes.
+    fn refuses(&self, error: &io::Error) -> bool {
+        self.io == Io::Direct && error.raw_os_error() == Some(libc::EINVAL)
+    }
+
     /// Which bytes of the file can be read straight into the memory of a piece, or why none.
     fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Way> {
         let region = match &piece.destination {
@@ -304,7 +309,10 @@ impl<'a> ReadJob<'a> {
             let small = (piece.len as u64) < STRAIGHT + 2 * PAGE;
             return Err(if small { Way::Small } else { Way::Incongruent });
         }
-        let huge = || pagemap::is_huge(self.pages.as_ref(), region.address(), region.len());
+        let huge = || {
+            let map = self.pages.get_or_init(PageMap::open).as_ref();
+            pagemap::is_huge(map, region.address(), region.len())
+        };
         if direct && !self.zero_copy.unwrap_or_else(huge) { Err(Way::SmallPages) } else { Ok(range) }
     }
 }
@@ -395,7 +403,9 @@ impl Job for ReadJob<'_> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 (transfer.offset + transfer.moved as u64, "the file is too short to hold it".to_owned())
             }
-            Err(error) if matches!(self.outcome, Outcome::Collect(_)) => (0, error.to_string()),
+            Err(error) if matches!(self.outcome, Outcome::Collect(_)) && !self.refuses(&error) => {
+                (0, error.to_string())
+            }
             Err(error) => {
                 let path = self.checkpoint.path_of(&shard.file);
                 return Err(Error::transfer("read", &path, error, self.io == Io::Direct));

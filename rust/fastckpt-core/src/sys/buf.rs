@@ -120,15 +120,14 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
 
 /// A slab of at least `len` bytes, reused where one is free.
 pub fn take_slab(len: usize) -> io::Result<Slab> {
-    let fits = with_pool(|pool| {
+    let (fits, _unmapped) = with_pool(|pool| {
         let fits = smallest_fit(pool, len);
         // One that is too small goes for each new one, or the pool would only grow.
-        if fits.is_none() {
-            drop(pool.pop());
-        }
-        fits
-    });
-    fits.flatten().map_or_else(|| Slab::new(len), Ok)
+        let small = if fits.is_none() { pool.pop() } else { None };
+        (fits, small)
+    })
+    .unwrap_or_default();
+    fits.map_or_else(|| Slab::new(len), Ok)
 }
 
 /// Takes the smallest of `slabs` that holds `len` bytes.
@@ -206,7 +205,7 @@ pub struct Region {
 
 // SAFETY: whoever made the region promised exclusive access from any thread.
 unsafe impl Send for Region {}
-// SAFETY: through a shared region only its address and length can be read.
+// SAFETY: through a shared region there are only reads, of memory that its owner promised is nobody else's.
 unsafe impl Sync for Region {}
 
 impl Region {

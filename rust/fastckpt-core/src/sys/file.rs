@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
-use super::cachestat::cached_pages;
+use super::cachestat::cached_bytes;
 use crate::align::PAGE;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
@@ -174,21 +174,18 @@ impl DataFile {
     #[must_use]
     pub fn is_cached(&self, start: u64, end: u64, len: u64) -> bool {
         let whole = *self.residency.get_or_init(|| {
-            let pages = cached_pages(self.cached.as_fd(), 0, len).ok()?;
-            Some(match pages {
+            let bytes = cached_bytes(self.cached.as_fd(), 0, len).ok()?;
+            Some(match bytes {
                 0 => Residency::None,
-                _ if pages >= len.div_ceil(PAGE) => Residency::All,
+                _ if bytes >= len => Residency::All,
                 _ => Residency::Some,
             })
         });
         match whole {
             None | Some(Residency::None) => false,
             Some(Residency::All) => true,
-            Some(Residency::Some) => {
-                let of = end.div_ceil(PAGE) - start / PAGE;
-                cached_pages(self.cached.as_fd(), start, end - start)
-                    .is_ok_and(|pages| pages * 100 >= of * MOSTLY_CACHED)
-            }
+            Some(Residency::Some) => cached_bytes(self.cached.as_fd(), start, end - start)
+                .is_ok_and(|bytes| bytes * 100 >= (end - start) * MOSTLY_CACHED),
         }
     }
 

@@ -56,13 +56,13 @@ impl PageMap {
     pub fn is_huge(&self, address: usize, len: usize) -> Option<bool> {
         let (start, end) = (align::down(address as u64, PAGE), align::up((address + len) as u64, PAGE));
         let mut stretches = [Stretch::default(); STRETCHES];
-        let argument = ScanArgument {
+        let mut argument = ScanArgument {
             size: size_of::<ScanArgument>() as u64,
             flags: 0,
             start,
             end,
             walk_end: 0,
-            vec: stretches.as_mut_ptr().addr() as u64,
+            vec: stretches.as_mut_ptr().expose_provenance() as u64,
             vec_len: STRETCHES as u64,
             max_pages: 0,
             category_inverted: 0,
@@ -72,7 +72,7 @@ impl PageMap {
         };
         // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches, both alive through the call and
         // laid out as it expects (a size it does not know is an error); it only looks at the memory that `start` and `end` name.
-        let found = unsafe { libc::ioctl(self.0.as_raw_fd(), SCAN, &raw const argument) };
+        let found = unsafe { libc::ioctl(self.0.as_raw_fd(), SCAN, &raw mut argument) };
         let found = stretches.get(..usize::try_from(found).ok()?)?;
         let huge: u64 = found.iter().map(|stretch| stretch.end - stretch.start).sum();
         Some(huge * 100 >= (end - start) * MOSTLY)

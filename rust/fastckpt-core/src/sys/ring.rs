@@ -11,6 +11,9 @@ use crate::io::{Done, Op};
 /// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
 const ENTRIES: u32 = 32;
 
+/// The most stretches of memory of one operation (`UIO_MAXIOV`).
+const MOST_VECTORS: usize = 1024;
+
 /// An operation in flight, and the list of its stretches of memory where there are several.
 struct Flight {
     op: Op,
@@ -63,12 +66,13 @@ impl Ring {
         let slot = self.flights.iter().position(Option::is_none).expect("queue depth below ring entries");
         let fd = types::Fd(op.file.fd(op.direct).as_raw_fd());
         let range = op.range.clone();
+        // More than the kernel takes at once are a short transfer, and the rest follows.
         let vectors: Vec<libc::iovec> = if op.write {
             let slices = op.buf.slices(range);
-            slices.iter().map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
+            slices.iter().take(MOST_VECTORS).map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
         } else {
             let mut slices = op.buf.slices_mut(range);
-            slices.iter_mut().map(|s| vector(s.as_mut_ptr(), s.len())).collect()
+            slices.iter_mut().take(MOST_VECTORS).map(|s| vector(s.as_mut_ptr(), s.len())).collect()
         };
         let count = u32::try_from(vectors.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let entry = match (op.write, vectors.as_slice()) {
