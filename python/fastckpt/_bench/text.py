@@ -22,15 +22,14 @@ _HEAD = ("", "GB/s", "min", "max", "seconds", "min", "max", "slowest rank", "a t
 def summary(document: Mapping[str, Any]) -> str:
     """The result in one line."""
     save, load, tier = document["scores"]["save"], document["scores"]["load"], document["tier"]
-    gpus = count(tier["gpus"], "GPU")
+    judged = f"{tier['name']} tier for {count(tier['gpus'], 'GPU')} {'met' if tier['met'] else 'not met'}"
     asked = ", ".join(
         f"{tier[kind]['reached']:.3g} of {tier[kind]['needed']:g} GB/s {verb}"
         for kind, verb in (("write", "written"), ("read", "read"))
     )
     return (
         f"saved {size(save['bytes'])} at {save['gb_per_s']['median']:.3g} GB/s ({save['of_raw']:.2f} of raw), "
-        f"loaded at {load['gb_per_s']['median']:.3g} GB/s ({load['of_raw']:.2f} of raw): {tier['name']} tier for {gpus} "
-        f"{'met' if tier['met'] else 'not met'} (per GPU {asked})"
+        f"loaded at {load['gb_per_s']['median']:.3g} GB/s ({load['of_raw']:.2f} of raw): {judged} (per GPU {asked})"
     )
 
 
