@@ -414,6 +414,57 @@ def test_a_rank_that_comes_back_with_other_bytes_ends_the_run(where, monkeypatch
         loading(time.monotonic())
 
 
+def test_caches_are_dropped_before_what_has_to_be_cold(monkeypatch):
+    from fastckpt._bench import rounds
+
+    for may in (True, False):
+        done = []
+        monkeypatch.setattr(rounds.caches, "drop", lambda may=may, done=done: done.append("drop") or may)
+        monkeypatch.setattr(rounds.os, "sync", lambda done=done: done.append("sync"))
+        ranks = type(
+            "Fake", (), {"ask": lambda _, request, done=done: done.append((request.operation, request.forget))}
+        )
+        measured = rounds.Measured()
+        for operation in OPERATIONS:
+            rounds._once(ranks(), operation, 1, measured)
+        cold = [[step for part in ("raw_read", "load") for step in ("sync", "drop", (part, not may))]]
+        expected = [
+            "sync",
+            ("raw_write", False),
+            *cold[0][:3],
+            "sync",
+            ("save", False),
+            *cold[0][3:],
+            "sync",
+            ("hot", False),
+        ]
+        assert done == expected
+        assert ("drop_caches (" not in measured.caches) == may or "posix_fadvise" in measured.caches
+
+
+def test_a_rank_forgets_its_files_and_warms_them(where):
+    from fastckpt._bench import caches, rank, shapes
+
+    one = rank._Rank(rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light"))
+    one.prepare(rank.Request("save", 1))(time.monotonic())
+    caches.warm(where)
+    assert caches.resident(where) == 1.0
+    assert one.prepare(rank.Request("load", 1))(time.monotonic())["resident"] == 1.0
+    os.sync()
+    assert one.prepare(rank.Request("load", 1, forget=True))(time.monotonic())["resident"] < 0.05
+    assert one.prepare(rank.Request("hot", 1))(time.monotonic())["resident"] == 1.0
+
+
+def test_the_ranks_are_ended_before_their_directory_goes(where):
+    from fastckpt._bench import rounds
+
+    seen = []
+    with rounds._scratch(where) as (path, ending):
+        ending.callback(lambda: seen.append(path.exists()))
+    assert seen == [True]
+    assert os.listdir(where) == []
+
+
 # -- the raw device ----------------------------------------------------------------------------------------------------
 
 
@@ -449,7 +500,7 @@ device.write(Path({str(tmp_path / "plain")!r}), 6 * raw.BLOCK).run(time.monotoni
 device.read(Path({str(tmp_path / "plain")!r})).run(time.monotonic())
 """
     log = tmp_path / "log"
-    trace = ["strace", "-f", "-o", str(log), "-e", "openat,fallocate,pwritev,pwritev2,preadv,fdatasync"]
+    trace = ["strace", "-f", "-o", str(log), "-e", "openat,fallocate,pwritev,pwritev2,preadv,preadv2,fdatasync"]
     subprocess.run([*trace, sys.executable, "-c", code], check=True, timeout=120, env=zygote.environment())
     calls = [
         line
