@@ -1,7 +1,8 @@
 """The command ``fastckpt``: look into checkpoints, verify and convert them, and plan them.
 
-Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings), 2 for any other error. With
-``--json``, standard output holds one JSON document, for an error too; everything else goes to standard error.
+Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
+slower than its tier), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
+too; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 import fastckpt
 
 from . import _core
+from ._bench import command as _measure
 from ._doctor import command as _doctor
 from ._load import suggest
 from ._plan import command as _plan
@@ -99,9 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         command("plan", "reckon how big checkpoints are, how often they are due, how fast storage has to be")
     )
 
-    bench = command("bench", "simulate months of training with failures, and find the best interval")
-    bench.add_argument("--simulate", action="store_true", help="simulate; nothing is written")
+    bench = command(
+        "bench",
+        "measure how fast checkpoints are saved and loaded in a directory, or simulate months of training",
+        "Exits with 1 if --check is given and the storage is slower than its tier.",
+    )
+    bench.add_argument("--simulate", action="store_true", help="simulate a job with failures; nothing is written")
     _simulate.add_options(bench)
+    _measure.add_options(bench)
 
     _doctor.register(command)
     return parser
@@ -244,9 +251,13 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
 
 
 def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """A simulation: the only benchmark so far."""
+    """A measurement of a directory, or a simulation."""
     if not options.simulate:
-        raise UsageError("bench: give --simulate; this version measures no storage; see 'fastckpt bench --help'")
+        if options.path is None:
+            raise UsageError("bench: give DIR, to measure there, or give --simulate; see 'fastckpt bench --help'")
+        return _measure.run(options)
+    if others := _measure.given(options):
+        raise UsageError(f"bench --simulate writes nothing: leave out {', '.join(others)}")
     return _simulate.run(options)
 
 

@@ -187,6 +187,11 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
     return found
 
 
+def file_system(directory: str | os.PathLike[str]) -> dict[str, str | None]:
+    """Return type, source, mount point and options of the file system of a directory, None where nobody says."""
+    return _mount(os.path.realpath(directory), _text(Path("/proc/self/mountinfo")) or "")
+
+
 def _mount(path: str, mountinfo: str) -> dict[str, str | None]:
     """Return type, source, mount point and options of the mount that ``path`` lies in (proc_pid_mountinfo(5))."""
     found: dict[str, str | None] = dict.fromkeys(("type", "source", "mount", "options"))

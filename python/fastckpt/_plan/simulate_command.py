@@ -8,6 +8,8 @@ from .command import add_job_options, job
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
+    from pathlib import Path
 
     from .simulate import Point, Simulation
 
@@ -16,6 +18,8 @@ EXAMPLE = """example:
     fastckpt bench --simulate --params 405B --gpus 16384 --tp 8 --pp 16 --node-write 4 --restart 5min
   Checkpoints of 50 s on 24,000 GPUs, 124 minutes between failures:
     fastckpt bench --simulate --cost 50s --gpus 24000 --mttf-cluster 124min"""
+
+_MEASURED = (("write", "save"), ("read", "load"))
 
 #: How many of the simulated points the table shows.
 _EVERY = 4
@@ -33,6 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cost", metavar="TIME", help="how long a checkpoint stops training, instead of a size and speed"
     )
+    group.add_argument(
+        "--from",
+        metavar="FILE",
+        dest="measured",
+        type=Path,
+        help="what one node writes and reads, as 'fastckpt bench DIR --json' measured it",
+    )
     group.add_argument("--days", metavar="N", type=float, default=90.0, help="days of each run (default: 90)")
     group.add_argument("--runs", metavar="N", type=int, default=100, help="how many runs (default: 100)")
     group.add_argument("--seed", metavar="N", type=int, default=0, help="of the random numbers (default: 0)")
@@ -46,6 +57,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plot", metavar="FILE", type=Path, help="draw goodput over the interval; needs matplotlib")
 
 
+def given(options: argparse.Namespace) -> list[str]:
+    """The options of the simulation and of its job that were given."""
+    names = [f"--{name.replace('_', '-')}" for name in job(options)]
+    own = {"days": 90.0, "runs": 100, "seed": 0, "weibull": 1.0, "cost": None}
+    names += [f"--{name}" for name, default in own.items() if getattr(options, name) != default]
+    return names + ["--from"] * (options.measured is not None)
+
+
+def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
+    """What one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``.
+
+    Args:
+        file: what its ``--json`` printed.
+        known: what else is said of the job.
+
+    Returns:
+        ``node_write`` and ``node_read``, in GB/s of 10^9 bytes.
+
+    Raises:
+        ValueError: it is no such file, or the job says the same otherwise.
+        OSError: it cannot be read.
+    """
+    import json  # noqa: PLC0415
+
+    others = [f"--{name.replace('_', '-')}" for name in ("node_write", "node_read", "tier") if name in known]
+    if others:
+        raise ValueError(f"bench --simulate: --from says what a node writes and reads: leave out {', '.join(others)}")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["scores"]
+        return {f"node_{kind}": float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"bench --simulate: {file} is no result of 'fastckpt bench DIR --json': make one ({error!r})"
+        ) from None
+
+
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Simulate a job: exit status, document, lines."""
     from .plan import mttf_of, plan  # noqa: PLC0415 - imported here, so that the other commands start without it
@@ -57,6 +104,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
         plots.check(options.plot)
     known = job(options)
+    if options.measured is not None:
+        known = {**measured(options.measured, known), **known}
     if options.cost is None:
         planned = plan(**known)
         gpus, mttf = planned.layout.gpus, planned.mttf

@@ -1,0 +1,127 @@
+"""All ranks, seen from the parent: started together, told what to do together, and ended together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from multiprocessing import connection as pipes
+from typing import TYPE_CHECKING, Any
+
+from fastckpt.exceptions import CheckpointError
+
+from .rank import Failure, Request, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+    from .rank import Spec
+
+#: Seconds from the word to the beginning: it must have reached every rank by then.
+_LEAD = 0.01
+#: A rank that was killed and is still there after so many seconds waits for a device.
+_STUCK = 60
+
+
+class RankError(CheckpointError):
+    """A rank failed or died: the run is over."""
+
+
+class Ranks:
+    """The processes of a run; :meth:`close` leaves none behind."""
+
+    def __init__(self, what: str, specs: Sequence[Spec]) -> None:
+        self._what = what
+        self._specs = specs
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+
+    def start(self) -> None:
+        """Start them; each has its state when this returns. :meth:`close` is called whatever happens."""
+        # Not by fork: what a parent's threads hold at that moment a child would hold for ever.
+        context = multiprocessing.get_context("spawn")
+        # A Ctrl-C while they import is not theirs: they start with it blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for spec in self._specs:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs, spec), daemon=True)
+                self._pipes.append(ours)
+                self._processes.append(process)
+                try:
+                    process.start()
+                finally:
+                    # With the only other end in the rank, its death is the end of the pipe.
+                    theirs.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._answers("starting")
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def ask(self, request: Request) -> list[dict[str, Any]]:
+        """Have all ranks prepare, then begin at the same moment; their samples, by rank.
+
+        Raises:
+            RankError: one of them failed or died.
+        """
+        doing = f"{request.operation.replace('_', ' ')} in round {request.round}"
+        self._tell(request)
+        self._answers(doing)
+        self._tell(time.monotonic() + _LEAD)
+        return self._answers(doing)
+
+    def remove(self, number: int) -> None:
+        """Have all ranks remove what they wrote in a round."""
+        self._tell(Request("remove", number))
+        self._answers("removing the files")
+
+    def _tell(self, message: Any) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(message)
+            except OSError:  # noqa: PERF203 - one a rank
+                self._died(rank, "waiting")
+
+    def _answers(self, doing: str) -> list[Any]:
+        """One answer from each rank, whoever is first; the first that fails ends it."""
+        answers: list[Any] = [None] * len(self._pipes)
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            for pipe in pipes.wait(list(waiting)):
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    self._died(rank, doing)
+                if isinstance(answers[rank], Failure):
+                    raise RankError(f"{self._what}: rank {rank}: {answers[rank].reason}")
+        return answers
+
+    def _died(self, rank: int, doing: str) -> None:
+        process = self._processes[rank]
+        process.join(_STUCK)
+        code = process.exitcode
+        how = f"ended with status {code}"
+        if code is None:
+            how = "does not answer"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        why = ": short of memory? See the kernel's log, and give a smaller --size" if code == -signal.SIGKILL else ""
+        raise RankError(f"{self._what}: rank {rank} (process {process.pid}) {how} while {doing}{why}")
+
+    def close(self) -> None:
+        """End them all, in the middle of whatever they do."""
+        for process in self._processes:
+            if process.pid is not None:
+                process.kill()
+        for process in self._processes:
+            if process.pid is not None:
+                process.join(_STUCK)
+        for pipe in self._pipes:
+            pipe.close()

@@ -1,0 +1,145 @@
+"""The raw device: the same bytes written and read plainly, with direct I/O and nothing else.
+
+A few threads have a large block in flight each, in huge pages, into a file that is allocated beforehand; a write ends
+with ``fdatasync``. The interpreter's lock is released in each of these calls. It is what fio does with io_uring and
+direct I/O at the same block size and depth; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .shapes import stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: Bytes of a block, and how many are in flight.
+BLOCK, IN_FLIGHT = 4 << 20, 8
+#: Memory that a :class:`Device` takes, in bytes.
+MEMORY = BLOCK * IN_FLIGHT
+#: What direct I/O asks of lengths and addresses on every device met so far.
+_ALIGNMENT = 4096
+_HUGE = 2 << 20
+
+
+class Device:
+    """Buffers full of random bytes, which every transfer uses."""
+
+    def __init__(self) -> None:
+        self._mapping = mmap.mmap(-1, MEMORY + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            # With small pages the device gets small requests.
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._mapping, np.uint8)
+        skip = -int(whole.__array_interface__["data"][0]) % _HUGE
+        memory = whole[skip : skip + MEMORY]
+        memory[:] = np.random.SFC64().random_raw(MEMORY // 8).view(np.uint8)
+        self._blocks = [memory[start : start + BLOCK] for start in range(0, MEMORY, BLOCK)]
+
+    def write(self, path: Path, size: int) -> Transfer:
+        """Prepare to write a new file of ``size`` bytes, rounded up to whole pages, and to make it durable."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        fd, direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            with contextlib.suppress(OSError):
+                # Where it cannot be done, the file grows as it is written.
+                os.posix_fallocate(fd, 0, size)
+
+            def move(number: int, length: int, offset: int) -> int:
+                block = self._blocks[number][:length]
+                # Storage that finds equal pages must gain nothing.
+                stamp(block)
+                return os.pwritev(fd, [block.data], offset)
+
+            return Transfer("raw write", path, fd, size, move, direct=direct, end=lambda: os.fdatasync(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read(self, path: Path) -> Transfer:
+        """Prepare to read a file that :meth:`write` wrote."""
+        fd, direct = _open(path, os.O_RDONLY)
+        size = os.fstat(fd).st_size
+
+        def move(number: int, length: int, offset: int) -> int:
+            return os.preadv(fd, [self._blocks[number][:length].data], offset)
+
+        return Transfer("raw read", path, fd, size, move, direct=direct)
+
+
+class Transfer:
+    """A file that is open and ready to be written or read once."""
+
+    def __init__(
+        self,
+        what: str,
+        path: Path,
+        fd: int,
+        size: int,
+        move: Callable[[int, int, int], int],
+        *,
+        direct: bool,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._what, self._path, self._fd, self._size, self._move, self._end = what, path, fd, size, move, end
+        self.direct = direct
+        self._failure: BaseException | None = None
+        # A range's iterator is advanced in one step of the interpreter.
+        self._offsets = iter(range(0, size, BLOCK))
+        self._begin = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), daemon=True)
+            for number in range(max(1, min(IN_FLIGHT, -(-size // BLOCK))))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, began: float) -> dict[str, Any]:
+        """Move everything, once; what it took since ``began`` (``time.monotonic``)."""
+        try:
+            self._begin.set()
+            for thread in self._threads:
+                thread.join()
+            if self._failure is not None:
+                raise self._failure
+            if self._end is not None:
+                self._end()
+            return {"bytes": self._size, "seconds": time.monotonic() - began, "direct": self.direct}
+        finally:
+            os.close(self._fd)
+
+    def _work(self, number: int) -> None:
+        self._begin.wait()
+        try:
+            for offset in self._offsets:
+                length = min(BLOCK, self._size - offset)
+                moved = self._move(number, length, offset)
+                if moved != length:
+                    short = f"{self._what} of {self._path} at {offset} moved {moved} of {length} bytes"
+                    raise OSError(errno.EIO, f"{short}: look into the kernel's log")  # noqa: TRY301
+                if self._failure is not None:
+                    return
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            self._failure = error
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Open for direct I/O, or, where the file system has none, for plain I/O; which of them."""
+    flags |= os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # The file may have been made all the same.
+        return os.open(path, flags & ~os.O_EXCL, 0o600), False
