@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _async, _core, _flight
+from fastckpt import _arenas, _async, _core, _flight
 from harness.states import numbered, same, which
 
 SLOW = 2_000_000  # bytes a second: a megabyte takes half a second
@@ -211,6 +211,33 @@ def test_more_can_be_in_flight_but_never_two_to_one_path(tmp_path):
     assert which(fastckpt.load(tmp_path / "2")) == 2
 
 
+def test_whichever_ends_first_makes_room(tmp_path):
+    slow = fastckpt.save_async(numbered(1), tmp_path / "1", bandwidth_limit=SLOW)
+    fastckpt.save_async(numbered(2, 4096), tmp_path / "2", max_in_flight=2)
+    third = fastckpt.save_async(numbered(3, 4096), tmp_path / "3", max_in_flight=2)
+    assert not slow.done()
+    third.result(60)
+    slow.result(60)
+    assert _flight._waiting == []
+
+
+def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
+    """Also while its thread has not yet come to run."""
+    real = _async._Job.run
+
+    def late(job):
+        time.sleep(0.2)
+        real(job)
+
+    monkeypatch.setattr(_async._Job, "run", late)
+    first = fastckpt.save_async(numbered(1), tmp_path / "c")
+    second = fastckpt.save_async(numbered(2), tmp_path / "c")
+    assert first.done()
+    fastckpt.drain(60)
+    assert second.done()
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+
+
 def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path):
     fastckpt.save_async(numbered(1), tmp_path / "c", bandwidth_limit=SLOW)
     fastckpt.save(numbered(2), tmp_path / "c")
@@ -318,9 +345,40 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     pending.wait_staged(60)
     with pytest.raises(RuntimeError, match="cannot copy"):
         pending.result(60)
+    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 48)
     assert entries(tmp_path) == []
     monkeypatch.undo()
     fastckpt.save_async(state, tmp_path / "c").result(60)
+
+
+def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch):
+    """Wherever the exception comes from the save goes on or there is none: nothing waits for it for ever."""
+
+    def interrupted(real, *, before):
+        def call(*arguments, **named):
+            if before:
+                raise KeyboardInterrupt
+            real(*arguments, **named)
+            raise KeyboardInterrupt
+
+        return call
+
+    places = [(_flight, "admit"), (_async._Job, "prepare"), (_async._Job, "start"), (_async.threading.Thread, "start")]
+    for place, name in places:
+        for before in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, interrupted(getattr(place, name), before=before))
+                with pytest.raises(KeyboardInterrupt):
+                    fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+            # Another thread, for which nothing below a signal handler is an exception.
+            thread = threading.Thread(target=fastckpt.drain, args=(60,))
+            thread.start()
+            thread.join()
+            assert _flight.in_flight() == ()
+            fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
+            assert entries(tmp_path) == ["c"]
+            assert which(fastckpt.load(tmp_path / "c")) == 2
+            assert len(_arenas._free) == 1
 
 
 def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):

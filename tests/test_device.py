@@ -226,7 +226,7 @@ def test_elements_that_a_block_cuts_arrive_whole(tmp_path):
     into = _torch.mover_in(target)
     for start, end in ((0, 3), (3, 4001), (4001, 7999), (7999, 8000)):
         into(start, out.ctypes.data + start, end - start)
-    _device.settle()
+    _device.settle([into])
     assert torch.equal(target.cpu(), value)
 
 
@@ -237,7 +237,6 @@ def test_an_upload_that_fails_fails_the_load(tmp_path, late):
         setattr(late, fault, late.copies + number)
         with pytest.raises(RuntimeError, match="standin: "):
             fastckpt.load(tmp_path / "c", device=DEVICE)
-        assert _device._uploading == []
         late.reset(late=0.002)
         fastckpt.release_buffers()
     assert same(to_host(fastckpt.load(tmp_path / "c", device=DEVICE)), to_host(state))
@@ -285,6 +284,49 @@ def test_loads_and_saves_in_many_threads_share_the_lanes(tmp_path):
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_threads_select_the_device_first(tmp_path, way, late):
+    moved = on_device(host_state())
+    late.reset()
+    problems = []
+
+    def body():
+        try:
+            SAVES[way](moved, tmp_path / "c")
+            fastckpt.load(tmp_path / "c", device=DEVICE)
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert problems == []
+    assert late.copies
+    assert late.astray == 0
+
+
+def test_a_load_waits_for_its_copies_whoever_else_loads(tmp_path, late, monkeypatch):
+    """Another load begins and ends in the middle of its copies, and has not waited for the rest of them."""
+    state = {"w": torch.randint(0, 1 << 30, (100_000,), dtype=torch.int32)}
+    fastckpt.save(state, tmp_path / "c")
+    fastckpt.save({"w": torch.zeros(10)}, tmp_path / "other")
+    real = _device.Upload._send
+    others = []
+
+    def send(self, *arguments):
+        real(self, *arguments)
+        if not others:
+            others.append(threading.Thread(target=fastckpt.load, args=(tmp_path / "other",), kwargs={"device": DEVICE}))
+            others[0].start()
+            others[0].join()
+
+    monkeypatch.setattr(_device.Upload, "_send", send)
+    late.reset(late=0.1)
+    loaded = fastckpt.load(tmp_path / "c", device=DEVICE)
+    assert same(to_host(loaded), state)
+    assert others
 
 
 def test_pinned_memory_is_unpinned_before_it_is_unmapped(tmp_path, pinned):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -236,3 +237,104 @@ optimizer.step()
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=60, env={**os.environ})
     assert fastckpt.verify(tmp_path / "c").ok
+
+
+@pytest.fixture
+def held_copy(monkeypatch):
+    """The copy of strided tensors begins when the event is set."""
+    from fastckpt import _memory
+
+    release = threading.Event()
+    real = _memory.copy_out
+
+    def held(*arguments):
+        assert release.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(_memory, "copy_out", held)
+    yield release
+    release.set()
+
+
+def one_parameter():
+    parameter = torch.nn.Parameter(torch.ones(300, 2)[:, 0])
+    parameter.grad = torch.ones(300)
+    return parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_a_guard_waits_for_each_save_it_was_given(tmp_path, held_copy):
+    parameter, optimizer = one_parameter()
+    first = fastckpt.save_async({"w": parameter}, tmp_path / "1", lazy=True)
+    fastckpt.guard(optimizer, first)
+    second = fastckpt.save_async({"w": torch.zeros(3)}, tmp_path / "2", lazy=True, max_in_flight=2)
+    fastckpt.guard(optimizer, second)
+    second.result(60)
+    threading.Timer(0.2, held_copy.set).start()
+    optimizer.step()
+    first.result(60)
+    assert (fastckpt.load(tmp_path / "1")["w"] == 1).all()
+    assert (parameter == 0).all()
+
+
+def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_copy, monkeypatch):
+    parameter, optimizer = one_parameter()
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+    fastckpt.guard(optimizer, pending)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pending), "wait_staged", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    threading.Timer(0.2, held_copy.set).start()
+    optimizer.step()
+    pending.result(60)
+    assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
+
+
+def test_a_guard_that_is_never_asked_keeps_few_saves(tmp_path):
+    _, optimizer = one_parameter()
+    for follows in (False, True):
+        if follows:
+            fastckpt.guard(optimizer)
+        for _ in range(5):
+            pending = fastckpt.save_async({"w": torch.zeros(3)}, tmp_path / "c", lazy=True)
+            fastckpt.guard(optimizer, pending)
+            pending.result(60)
+        assert len(fastckpt.guard(optimizer)._pending) <= 1
+
+
+def test_other_hooks_of_a_module_come_after_the_guard(tmp_path, held_copy):
+    """Spectral norm of the old kind changes its buffers in a hook, not in forward."""
+    model = torch.nn.utils.spectral_norm(torch.nn.Linear(30, 30))
+    model.weight_u = torch.stack([model.weight_u, model.weight_u], 1)[:, 0]
+    before = model.weight_u.clone()
+    pending = fastckpt.save_async({"u": model.weight_u}, tmp_path / "c", lazy=True)
+    fastckpt.guard(model, pending)
+    threading.Timer(0.2, held_copy.set).start()
+    model(torch.randn(2, 30))
+    pending.result(60)
+    assert torch.equal(fastckpt.load(tmp_path / "c")["u"], before)
+    assert not torch.equal(model.weight_u, before)
+
+
+def test_data_parallel_modules_wait_before_they_spread_their_buffers():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        spread = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(3))
+        fastckpt.guard(spread)
+        assert [len(module._forward_pre_hooks) for module in spread.modules()] == [1, 1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_guarded_module_can_be_copied_while_a_save_goes_on(tmp_path, held_copy):
+    model = torch.nn.BatchNorm1d(3)
+    pending = fastckpt.save_async({"w": torch.ones(300, 2)[:, 0]}, tmp_path / "c", lazy=True)
+    fastckpt.guard(model, pending)
+    copy.deepcopy(model)(torch.randn(4, 3))  # its tensors are in no save: nothing to wait for
+    assert not pending.done()
+    held_copy.set()
+    pending.result(60)

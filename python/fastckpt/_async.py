@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +68,7 @@ class PendingSave(_flight.Flight):
         self._began = began
         self._snapshot: _core.Snapshot | None = None
         self._total = 0
+        self._copied = 0
         self._written = 0
         self._cancelled = False
         self._report: SaveReport | None = None
@@ -101,7 +101,7 @@ class PendingSave(_flight.Flight):
         self._holding[token] = time.perf_counter()
         try:
             if not self._staged.wait(timeout):
-                raise FutureTimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
+                raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
         finally:
             since = self._holding.pop(token, None)  # unless the copying thread has counted it
             if since is not None:
@@ -134,7 +134,7 @@ class PendingSave(_flight.Flight):
         if not self.landed.is_open():
             self._same_process()
             if not self.landed.wait(timeout):
-                raise FutureTimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
+                raise TimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
         if isinstance(self._error, CancelledError):
             raise CancelledError(str(self._error))
         if self._error is not None:
@@ -152,7 +152,7 @@ class PendingSave(_flight.Flight):
     def progress(self) -> SaveProgress:
         """How far it is."""
         snapshot = self._snapshot
-        staged = self._total if snapshot is None else snapshot.staged
+        staged = self._copied if snapshot is None else snapshot.staged
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
     def cancel(self) -> bool:
@@ -240,7 +240,9 @@ class PendingSave(_flight.Flight):
                 traceback.clear_frames(error.__traceback__)
                 _flight.failed(_flight.Failure(self.path, error))
             self._error = error
-        self._snapshot = None
+        if self._snapshot is not None:
+            self._copied = self._snapshot.staged
+            self._snapshot = None
         if not self._staged.is_open():
             self._open_staged()
         _flight.leave(self)
@@ -253,6 +255,12 @@ class PendingSave(_flight.Flight):
         else:
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
         self._call_back()
+
+    def _abandon(self) -> None:
+        """The call itself failed, so that nobody has this handle but who waits already."""
+        _flight.leave(self)
+        self._staged.open()
+        self.landed.open()
 
     def _tick(self, done: int) -> None:
         self._written = done
@@ -272,6 +280,8 @@ class _Job:
         self.threads = settings["threads"]
         self.progress = settings.pop("progress")
         self.inline = False
+        # Taken by the thread that begins, or by the caller who gives up before that.
+        self.unclaimed = [True]
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, flat.fill if flat.movers else None)
         self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
@@ -305,8 +315,32 @@ class _Job:
         self.snapshot.stage(self.memory.arena, wanted, last=last, threads=self.threads)
         self.staging += time.perf_counter() - began
 
+    def claim(self) -> bool:
+        """Whether the caller of this, the first one, is to bring the save to its end."""
+        try:
+            self.unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def start(self) -> bool:
+        """Start the background thread; whether there is one."""
+        if _flight.is_exiting():
+            return False
+        try:
+            # No daemon: the interpreter waits for it at its end, while everything still works.
+            threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
+        except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
+            logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
+            return False
+        # The thread says so itself when it gets to run, but whoever saves or drains next must know now.
+        self.pending.launched = True
+        return True
+
     def run(self) -> None:
         """The life of the background thread: the rest of the copy, then the writing."""
+        if not self.claim():
+            return
         pending = self.pending
         # Not before: a signal handler can interrupt the start of a thread, and must not wait for what that holds up.
         pending.launched = True
@@ -460,26 +494,23 @@ def _launch(job: _Job, max_in_flight: int, *, lazy: bool) -> None:
     """Prepare the snapshot and start the thread that writes it."""
     pending = job.pending
     began = time.perf_counter()
-    _flight.admit(pending, max_in_flight)
-    job.waited = time.perf_counter() - began
     try:
+        _flight.admit(pending, max_in_flight)
+        job.waited = time.perf_counter() - began
         job.prepare(lazy=lazy)
-    except BaseException:
-        job.release()
-        _flight.leave(pending)
-        pending.landed.open()
-        raise
-    if not lazy:
-        pending._open_staged()
-    pending._held += time.perf_counter() - pending._began
-    if not _flight.is_exiting():
-        try:
-            # No daemon: the interpreter waits for it at its end, while everything still works.
-            threading.Thread(target=job.run, name="fastckpt-save", daemon=False).start()
-        except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
-            logger.warning("%s: no thread for the save, so the caller does it: %s", pending.path, error)
-        else:
+        if not lazy:
+            pending._open_staged()
+        pending._held += time.perf_counter() - pending._began
+        if job.start():
             return
+    except BaseException:
+        # A signal handler may have raised it, also while the thread starts.
+        if job.claim():
+            job.release()
+            pending._abandon()
+        else:
+            pending.launched = True
+        raise
     job.settings.update(nice=None, io_priority=None)
     job.inline = True
     job.run()
@@ -499,7 +530,7 @@ def _priority(nice: int | None, io_priority: str | None) -> tuple[int | None, st
             except OSError as error:
                 _tried[key] = False
                 logger.warning(
-                    "save_async: %s: the kernel refuses: %s", f"nice={nice}" if key[0] else "io_priority", error
+                    "save_async: %s: the kernel refuses: %s", "io_priority" if key[0] is None else f"nice={nice}", error
                 )
         granted.append((key[0] if key[0] is not None else key[1]) if _tried[key] else None)
     return granted[0], granted[1]

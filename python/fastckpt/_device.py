@@ -21,10 +21,10 @@ from . import _memory
 from ._pieces import Index, elements, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import ModuleType
 
-    from ._memory import Bytes
+    from ._memory import Bytes, Mover
 
     Flip = Callable[[Bytes], None] | None
 
@@ -82,7 +82,18 @@ class Lane:
     def settle(self) -> None:
         """Wait for all copies."""
         if self.stream is not None:
-            self.stream.synchronize()
+            with _selected(self.module, self.device):
+                self.stream.synchronize()
+
+
+def _selected(module: ModuleType, device: Any) -> Any:
+    """Inside, ``device`` is the thread's own.
+
+    A new thread has the first device, and CUDA would set that up for this process, with memory of its own, when the
+    thread asks for anything at all.
+    """
+    select = getattr(module, "device", None)
+    return contextlib.nullcontext() if select is None else select(device)
 
 
 def _host_memory(torch: ModuleType, device: Any, nbytes: int) -> Any:
@@ -95,25 +106,24 @@ def _host_memory(torch: ModuleType, device: Any, nbytes: int) -> Any:
 #: Lanes that nobody uses, by device. A lane belongs to a thread only while that copies one range: the core's threads
 #: come and go with each operation. They change in atomic steps.
 _free: dict[Any, list[Lane]] = {}
-#: Lanes whose copies to the device have not been waited for.
-_uploading: list[Lane] = []
 
 
 @contextlib.contextmanager
 def _lane(torch: ModuleType, device: Any) -> Any:
-    free = _free.setdefault(device, [])
-    try:
-        lane = free.pop()
-    except IndexError:
-        lane = Lane(torch, device)
-    try:
-        yield lane
-    except BaseException:
-        # Its copies may still run: nobody may get the slabs before they have ended.
-        with contextlib.suppress(Exception):
-            lane.settle()
-        raise
-    free.append(lane)
+    with _selected(torch.get_device_module(device), device):
+        free = _free.setdefault(device, [])
+        try:
+            lane = free.pop()
+        except IndexError:
+            lane = Lane(torch, device)
+        try:
+            yield lane
+        except BaseException:
+            # Its copies may still run: nobody may get the slabs before they have ended.
+            with contextlib.suppress(Exception):
+                lane.settle()
+            raise
+        free.append(lane)
 
 
 def release() -> None:
@@ -122,17 +132,17 @@ def release() -> None:
         lanes.clear()
 
 
-def settle() -> None:
-    """Wait until everything that was copied to devices is there; the first error of any, after all have ended."""
+def settle(movers: Iterable[Mover]) -> None:
+    """Wait until everything that ``movers`` have copied to devices is there.
+
+    Raises:
+        Exception: the first error of any, after all have ended.
+    """
     first = None
-    while _uploading:
-        try:
-            lane = _uploading.pop()
-        except IndexError:  # another thread does the same
-            break
+    for lane in {lane for mover in movers if isinstance(mover, Upload) for lane in mover.lanes}:
         try:
             lane.settle()
-        except Exception as error:  # noqa: BLE001 - raised below
+        except Exception as error:  # noqa: BLE001, PERF203 - raised below
             first = first or error
     if first is not None:
         raise first
@@ -280,6 +290,8 @@ class Upload(_Ranges):
     def __init__(self, torch: ModuleType, raw: Any, flip: Flip, *, inference: bool) -> None:
         super().__init__(torch, raw, flip)
         self.inference = inference
+        #: Those with copies that have not been waited for.
+        self.lanes: set[Lane] = set()
 
     def __call__(self, start: int, address: int, nbytes: int) -> None:
         """See :data:`._memory.Mover`."""
@@ -289,7 +301,7 @@ class Upload(_Ranges):
             if not whole:
                 self._cut(lane, start, address, nbytes)
                 return
-            _uploading.append(lane)
+            self.lanes.add(lane)
             for begin, end in self._steps(first, last):
                 number = lane.slab()
                 data = lane.slabs[number].numpy()[: (end - begin) * self.size]

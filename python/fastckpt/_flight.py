@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from ._gate import Gate
+from ._gate import Gate
 
 
 class Flight:
@@ -41,8 +40,10 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-# Both lists change in atomic steps, so that a signal handler finds them whole.
+# The lists change in atomic steps, so that a signal handler finds them whole.
 _in_flight: list[Flight] = []
+#: One gate for each caller who wants to be admitted: any departure opens them all.
+_waiting: list[Gate] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
 # for them on top of its holder would wait for ever.
@@ -58,20 +59,27 @@ def admit(flight: Flight, most: int) -> None:
         _registered = True
         atexit.register(_at_exit)
     while True:
+        # Before the count, or somebody may leave between the two.
+        departure = Gate()
+        _waiting.append(departure)
         with _admission:
             others = [other for other in _in_flight if other.holds_others()]
             # Of two saves to one path the later must win.
-            same = [other for other in others if other.path == flight.path]
-            if not same and len(others) < most:
+            if len(others) < most and all(other.path != flight.path for other in others):
                 _in_flight.append(flight)
-                return
-            first = (same or others)[0]
-        first.landed.wait()
+                break
+        departure.wait()
+    with contextlib.suppress(ValueError):
+        _waiting.remove(departure)
 
 
 def leave(flight: Flight) -> None:
-    """It is over, one way or another."""
-    _in_flight.remove(flight)
+    """It is over, one way or another; nothing happens where it was never admitted."""
+    with contextlib.suppress(ValueError):
+        _in_flight.remove(flight)
+    while _waiting:
+        with contextlib.suppress(IndexError):  # another thread has taken the last
+            _waiting.pop().open()
 
 
 def in_flight() -> tuple[Flight, ...]:
@@ -135,7 +143,7 @@ def drain(timeout: float | None = None) -> None:
         if flight.holds_others() and not flight.landed.wait(
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
-            raise FutureTimeoutError(f"drain: the save to {flight.path} is not done after {timeout} s; it goes on")
+            raise TimeoutError(f"drain: the save to {flight.path} is not done after {timeout} s; it goes on")
     raise_unasked("drain() raised it because nobody had asked for its result")
 
 
@@ -165,6 +173,7 @@ def _forget() -> None:
     global _admission  # noqa: PLW0603 - another thread of the parent may have held it
     _admission = RLock()
     _in_flight.clear()
+    _waiting.clear()
     _unasked.clear()
 
 

@@ -19,6 +19,8 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 #: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
+#: Columns that are copied together: as many cache lines fit the smallest caches.
+_STRIP = 256
 _OVERLAP_WORK = 1_000_000
 
 _split_elements = Lock()
@@ -115,6 +117,18 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
         _copy_each(shape, itemsize, back, first, last, whole_elements)
         whole_elements[skip : skip + nbytes] = source
         _copy_each(shape, itemsize, copy, first, last, whole_elements)
+
+
+def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    """Copy a strided array into a contiguous one, in the calling thread alone and without the GIL.
+
+    A matrix that lies by columns is copied in strips: their cache lines stay until each row has taken its element.
+    """
+    if source.ndim == 2 and abs(source.strides[0]) < abs(source.strides[1]):  # noqa: PLR2004
+        for start in range(0, source.shape[1], _STRIP):
+            np.copyto(target[:, start : start + _STRIP], source[:, start : start + _STRIP])
+    else:
+        np.copyto(target, source)
 
 
 def _copy_each(shape: Sequence[int], itemsize: int, copy: Copy, first: int, last: int, contiguous: Bytes) -> None:

@@ -49,7 +49,7 @@ class Targets:
         if f"{__package__}._device" in sys.modules:
             from . import _device  # noqa: PLC0415 - it is there already
 
-            _device.settle()
+            _device.settle(self.movers.values())
 
     def ask(self, index: int, nbytes: int, address: int, mover: _memory.Mover | None = None) -> None:
         """Ask for the whole of a tensor."""

@@ -261,8 +261,9 @@ def mover_out(value: Tensor) -> Mover:
         return _device.Download(torch, raw, flip)
 
     def copy(index: Index, contiguous: Bytes) -> None:
-        part = _sub(raw, index)
-        _over(contiguous, part).copy_(part)
+        # By numpy: torch would bring all of its own threads, whatever the caller's budget is.
+        part = _sub(raw, index).numpy()
+        _memory.copy_strided(contiguous.view(part.dtype).reshape(part.shape), part)
         if flip is not None:
             flip(contiguous)
 

@@ -40,6 +40,7 @@ class Faults:
         self.late = late
         self.copies = 0
         self.largest = 0
+        self.astray = 0
         self.fail_at: int | None = None
         self.refuse_at: int | None = None
 
@@ -47,10 +48,17 @@ class Faults:
 faults = Faults()
 
 
+def _use() -> None:
+    """Whoever asks for something must have selected the device, but for the program itself."""
+    if threading.current_thread() is not threading.main_thread() and not getattr(_local, "selected", False):
+        faults.astray += 1
+
+
 class Stream:
     """Does one thing after the other, in a thread of its own."""
 
     def __init__(self, device: Any = None) -> None:
+        _use()
         self.error: BaseException | None = None
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="standin").start()
@@ -94,6 +102,7 @@ class Event:
         self.stream.submit(self.done.set, always=True)
 
     def synchronize(self) -> None:
+        _use()
         if not self.done.wait(60):
             raise AssertionError("an event never came")
         if self.stream is not None and self.stream.error is not None:
@@ -117,6 +126,16 @@ def _stream(stream: Stream) -> Any:
         _local.stream = before
 
 
+@contextmanager
+def _device(device: Any) -> Any:
+    before = getattr(_local, "selected", False)
+    _local.selected = True
+    try:
+        yield
+    finally:
+        _local.selected = before
+
+
 class _Module:
     """What ``torch.standin`` is."""
 
@@ -124,6 +143,7 @@ class _Module:
     Event = Event
     current_stream = staticmethod(current_stream)
     stream = staticmethod(_stream)
+    device = staticmethod(_device)
 
     def is_initialized(self) -> bool:
         return True
