@@ -37,7 +37,7 @@ def fio(path: Path, size: int, kind: str) -> float:
     command = ["fio", *options, f"--filename={path}", "--output-format=json"]
     # With small pages the device gets smaller requests, and is a third slower on some: not what it can do.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     if done.returncode:
         raise OSError(f"fio failed to {kind} {path}: {done.stderr or done.stdout}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
