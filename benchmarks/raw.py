@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,7 +38,13 @@ def fio(path: Path, size: int, kind: str) -> float:
     command = ["fio", *options, f"--filename={path}", "--output-format=json"]
     # With small pages the device gets smaller requests, and is a third slower on some: not what it can do.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    try:
+        done = run()
+    except subprocess.TimeoutExpired:
+        # Seen once: fio waited for its own job for ever, without using the processor.
+        print(f"fio did not come back from its {kind}; once more", file=sys.stderr)
+        done = run()
     if done.returncode:
         raise OSError(f"fio failed to {kind} {path}: {done.stderr or done.stdout}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]

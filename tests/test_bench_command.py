@@ -521,11 +521,11 @@ device.read(Path({str(tmp_path / "plain")!r})).run(time.monotonic())
 
 def test_the_raw_figure_is_fios(tmp_path):
     """Within 10 % in rounds of a gigabyte on a machine that has nothing else to do (benchmarks/raw.py); here, small and
-    among other tests, only that both speak of the same device."""
+    among other tests, only that both measure at all, and speak of the same device."""
     needs.tool("fio", "fio")
     script = Path(__file__).parents[1] / "benchmarks" / "raw.py"
     done = subprocess.run(
-        [sys.executable, script, tmp_path, "--size", "128MiB", "--rounds", "5", "--within", "1"],
+        [sys.executable, script, tmp_path, "--size", "128MiB", "--rounds", "3", "--within", "9"],
         capture_output=True,
         text=True,
         timeout=240,
