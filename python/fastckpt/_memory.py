@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from . import _core
 from ._pieces import Index, elements, pieces
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -19,6 +20,7 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 #: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
+_HUGE_PAGE = 2 << 20
 #: Columns that are copied together: as many cache lines fit the smallest caches.
 _STRIP = 256
 _OVERLAP_WORK = 1_000_000
@@ -81,8 +83,17 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
     """
     if nbytes < CONGRUENT or offset % itemsize:
         return np.empty(nbytes, np.uint8)
-    memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
-    skip = (offset - address_of(memory)) % _PAGE
+    if nbytes < 2 * _HUGE_PAGE:
+        memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
+        skip = (offset - address_of(memory)) % _PAGE
+        return memory[skip : skip + nbytes]
+    # What begins at a huge page is in huge pages, all but its end, which would take one for a few bytes. The room for
+    # that is address space: nobody touches it.
+    memory = np.empty(nbytes + _HUGE_PAGE, np.uint8)
+    skip = (offset % _PAGE - address_of(memory)) % _HUGE_PAGE
+    end = address_of(memory) + skip + nbytes
+    if end % _HUGE_PAGE:
+        _core.small_pages(end - end % _HUGE_PAGE, end % _HUGE_PAGE)
     return memory[skip : skip + nbytes]
 
 
