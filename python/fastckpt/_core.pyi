@@ -12,7 +12,6 @@ __all__ = [
     "probe",
     "save",
     "set_target",
-    "small_pages",
     "try_priority",
 ]
 
@@ -193,9 +192,6 @@ class Snapshot:
         """Write the copy, once; see :func:`save`."""
     def close(self) -> None:
         """Free what it knows."""
-
-def small_pages(address: int, nbytes: int) -> None:
-    """Ask for small pages under these bytes: the end of a buffer would else take a huge page for itself."""
 
 @final
 class Reader:

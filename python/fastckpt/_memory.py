@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import _core
 from ._pieces import Index, elements, pieces
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -87,14 +88,19 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
         memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
         skip = (offset - address_of(memory)) % _PAGE
         return memory[skip : skip + nbytes]
-    # What begins at a huge page is in huge pages, all but its end, which would take one for a few bytes. The room for
-    # that is address space: nobody touches it.
-    memory = np.empty(nbytes + _HUGE_PAGE, np.uint8)
-    skip = (offset % _PAGE - address_of(memory)) % _HUGE_PAGE
-    end = address_of(memory) + skip + nbytes
-    if end % _HUGE_PAGE:
-        _core.small_pages(end - end % _HUGE_PAGE, end % _HUGE_PAGE)
-    return memory[skip : skip + nbytes]
+    # What begins at a huge page is in huge pages, all but its end, which would take one for a few bytes. A mapping of
+    # its own, because malloc's notes before it would take another. The room is address space: nobody touches it.
+    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapping, np.uint8)
+    first = address_of(memory)
+    skip = (offset % _PAGE - first) % _HUGE_PAGE
+    end = skip + nbytes
+    ragged = (first + end) % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        if ragged:
+            mapping.madvise(mmap.MADV_NOHUGEPAGE, (end - ragged) // _PAGE * _PAGE)
+    return memory[skip:end]
 
 
 def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, address: int, nbytes: int) -> None:

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::read::{Checkpoint, Request};
-use fastckpt_core::sys::buf;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -128,13 +127,6 @@ impl Reader {
     }
 }
 
-/// See `_core.pyi`.
-#[pyfunction]
-fn small_pages(address: usize, nbytes: usize) {
-    buf::small_pages(address, nbytes);
-}
-
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(small_pages, module)?)?;
     module.add_class::<Reader>()
 }

@@ -150,15 +150,6 @@ pub fn give_slabs(slabs: Vec<Slab>, keep: usize) {
     });
 }
 
-/// Asks the kernel to back the whole pages around the `len` bytes at `address` with small pages. Advice only.
-pub fn small_pages(address: usize, len: usize) {
-    let start = align::down(address as u64, PAGE) as usize;
-    let end = align::up((address + len) as u64, PAGE) as usize;
-    // SAFETY: the advice changes how pages are backed from now on, and no content, whosever they are; of what is not mapped
-    // it is an error.
-    let _ = unsafe { madvise(std::ptr::without_provenance_mut(start), end - start, Advice::LinuxNoHugepage) };
-}
-
 /// Read-only memory of the caller's: where a tensor lies.
 #[derive(Debug, Clone, Copy)]
 pub struct Source {
