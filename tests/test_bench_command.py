@@ -230,16 +230,13 @@ def test_importing_fastckpt_does_not_bring_it():
 
 def test_every_rank_shows_in_the_monitor_while_it_runs(where):
     counted = where.parent / "counters"
-    with subprocess.Popen(
-        command(where, "--ranks", "2", "--size", "60MB", "--rounds", "6", "--tier", "medium"),
-        stdout=subprocess.PIPE,
-        env=environment(where),
-    ) as bench:
-        top = [sys.executable, "-m", "fastckpt_top", "--dir", str(counted), "--json", "--interval", "0.1"]
-        with subprocess.Popen(top, stdout=subprocess.PIPE, text=True) as monitor:
-            bench.communicate(timeout=120)
-            monitor.send_signal(signal.SIGINT)
-            ticks = [json.loads(line) for line in monitor.communicate(timeout=30)[0].splitlines()[:-1]]
+    top = [sys.executable, "-m", "fastckpt_top", "--dir", str(counted), "--json", "--interval", "0.1"]
+    with subprocess.Popen(top, stdout=subprocess.PIPE, text=True) as monitor:
+        monitor.stdout.readline()  # it is there
+        options = ["--ranks", "2", "--size", "60MB", "--rounds", "6", "--tier", "medium"]
+        subprocess.run(command(where, *options), env=environment(where), capture_output=True, timeout=120, check=True)
+        monitor.send_signal(signal.SIGINT)
+        ticks = [json.loads(line) for line in monitor.communicate(timeout=30)[0].splitlines()[:-1]]
     ticks = [tick for tick in ticks if tick["kind"] == "tick" and tick["ranks"]]
     assert all(tick["node"]["job"].startswith("fastckpt-bench") for tick in ticks)
     seen = [rank for tick in ticks for rank in tick["ranks"]]

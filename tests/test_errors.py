@@ -138,7 +138,8 @@ def test_short_count_is_gone_on_from(children, tmp_path, engine, call, count):
     """
     parent = tmp_path / "parent"
     parent.mkdir()
-    options = {"io": engine, "threads": 1, "env": {"FASTCKPT_TOP": "0"}}
+    # One block, and large enough to be written from where it lies.
+    options = {"io": engine, "threads": 1, "nbytes": 3 << 20, "env": {"FASTCKPT_TOP": "0"}}
     # Several stretches of memory and slab in one call, or one.
     options["env"]["FASTCKPT_ZERO_COPY"] = "1" if call == "pwritev" else "0"
     child = children.start("save_held", path=str(parent / "step"), index=1, **options)

@@ -27,10 +27,11 @@ from .exceptions import (
 
 if TYPE_CHECKING:
     from ._arenas import release_buffers
-    from ._async import PendingSave, SaveProgress, save_async
+    from ._async import save_async
     from ._doctor import Diagnosis, Finding, doctor
     from ._flight import drain
     from ._guard import Guard, guard
+    from ._pending import PendingSave, SaveProgress
     from ._plan.plan import Plan, plan
 
 __all__ = [
@@ -76,8 +77,8 @@ logging.getLogger("fastckpt").addHandler(logging.NullHandler())
 #: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
 _LATER = {
     "release_buffers": "_arenas",
-    "PendingSave": "_async",
-    "SaveProgress": "_async",
+    "PendingSave": "_pending",
+    "SaveProgress": "_pending",
     "save_async": "_async",
     "drain": "_flight",
     "Guard": "_guard",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from . import _flight
-from ._async import PendingSave
+from ._pending import PendingSave
 
 if TYPE_CHECKING:
     from types import TracebackType

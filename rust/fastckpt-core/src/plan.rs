@@ -9,7 +9,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::align::{self, PAGE};
 use crate::error::{Error, Result};
-use crate::options::SPLIT_ABOVE;
+use crate::options::{SINGLE, SPLIT_ABOVE};
 
 /// The largest header that safetensors readers take, in bytes.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -106,6 +106,14 @@ pub struct Shard {
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
+}
+
+impl Shard {
+    /// Whether copying its data takes less time than asking what memory it lies in.
+    #[must_use]
+    pub fn is_short(&self) -> bool {
+        self.bytes - (self.header.len() as u64) < SINGLE
+    }
 }
 
 /// A part of one tensor that lies in one block.
@@ -287,7 +295,13 @@ fn lay_out(tensors: &[TensorSpec], sizes: &[u64], members: &[usize], file: Strin
         placements.push(Placement { tensor, offset: at, bytes: sizes[tensor] });
         at = end;
     }
-    let header = header(entries, &file, residue(tensors, sizes, &order))?;
+    // Where memory lies does not matter to a short file, which is copied. To end where a page does saves cutting it to its length.
+    let residue = if at < SINGLE {
+        (align::up(at, PAGE) - at) / DATA_ALIGNMENT * DATA_ALIGNMENT
+    } else {
+        residue(tensors, sizes, &order)
+    };
+    let header = header(entries, &file, residue)?;
     let data = header.len() as u64;
     for placement in &mut placements {
         placement.offset += data;
@@ -350,8 +364,7 @@ mod tests {
         let shard = &plan.shards[0];
         let names: Vec<_> = shard.placements.iter().map(|p| tensors[p.tensor].name.as_str()).collect();
         assert_eq!(names, ["page", "pages", "none", "wide", "odd"]);
-        assert_eq!(shard.header.len(), 4096);
-        assert_eq!(shard.bytes, 4096 + 4096 + 16384 + 24 + 3);
+        assert_eq!(shard.bytes, shard.header.len() as u64 + 4096 + 16384 + 24 + 3);
     }
 
     #[test]
@@ -364,12 +377,28 @@ mod tests {
             let plan = plan(&tensors.collect::<Vec<_>>(), u64::MAX, 1, BLOCK).unwrap();
             plan.shards[0].header.len() as u64 % PAGE
         };
-        assert_eq!(residues(&[(8192, 16), (12288, 64), (4096, 16)]), 16);
-        assert_eq!(residues(&[(8192, 16), (12288 + 4096, 64)]), 64);
+        let page = SINGLE;
+        assert_eq!(residues(&[(2 * page, 16), (3 * page, 64), (page, 16)]), 16);
+        assert_eq!(residues(&[(2 * page, 16), (3 * page + 4096, 64)]), 64);
         // What has no whole pages, or would leave the file's elements unaligned, has no say.
-        assert_eq!(residues(&[(8193, 16), (4096, 64), (0, 32)]), 64);
-        assert_eq!(residues(&[(1 << 20, 8)]), 0);
-        assert_eq!(residues(&[(4096, 4096 + 32)]), 32);
+        assert_eq!(residues(&[(2 * page + 1, 16), (page, 64), (0, 32)]), 64);
+        assert_eq!(residues(&[(page, 8)]), 0);
+        assert_eq!(residues(&[(page, 4096 + 32)]), 32);
+    }
+
+    #[test]
+    fn a_short_file_ends_where_a_page_does() {
+        let file = |bytes, residue| {
+            let tensor = TensorSpec { residue: Some(residue), ..spec("t", Dtype::U8, &[bytes]) };
+            plan(&[tensor], u64::MAX, 1, BLOCK).unwrap().shards.remove(0)
+        };
+        for bytes in [0, 16, 4096, 1 << 20, SINGLE - 16] {
+            assert_eq!(file(bytes, 64).bytes % PAGE, 0, "{bytes}");
+        }
+        // Unless its elements would be unaligned for it.
+        let odd = file(SINGLE - 1, 64);
+        assert_eq!((odd.header.len() as u64 % DATA_ALIGNMENT, odd.bytes % PAGE), (0, PAGE - 1));
+        assert!(odd.is_short() && !file(SINGLE, 64).is_short());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, Re
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use crate::io::uring;
-use crate::options::{Options, STAGING_BUDGET};
+use crate::options::{self, Options, STAGING_BUDGET};
 use crate::report::Fallback;
 use crate::sys::buf::{Slab, give_slabs, take_slab};
 use crate::sys::cachestat::cached_pages;
@@ -118,7 +118,7 @@ pub fn run(directory: &Path, options: &Options) -> Probe {
     Probe {
         ring: Ring { refused: uring::open().err(), setup, enter, register },
         crew: Crew::choose(options, u64::MAX),
-        cores: options.cores,
+        cores: options::cores(),
         huge_pages,
         populate,
         staging: STAGING_BUDGET,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::align::PAGE;
 use crate::error::{Error, Result};
-use crate::options::Options;
+use crate::options::{self, Options};
 use crate::source::Content;
 
 /// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to go past the caches, small enough for
@@ -103,7 +103,8 @@ pub fn copy(
 ) -> Result<()> {
     assert_eq!(contents.len(), layout.sizes.len());
     let (queue, total) = batches(layout, wanted, memory)?;
-    let threads = options.threads.unwrap_or(options.cores.min(MOST_THREADS)).clamp(1, queue.len().max(1));
+    let threads =
+        options.threads.unwrap_or_else(|| options::cores().min(MOST_THREADS)).clamp(1, queue.len().max(1));
     let shared = Shared {
         contents,
         queue: Mutex::new(queue),

@@ -15,7 +15,7 @@ use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
 use crate::io::{Backend, Engine, Op, uring};
 use crate::limit::Limiter;
-use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
+use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, SINGLE, STAGING_BUDGET};
 use crate::report::{Blocks, Fallback, Way};
 use crate::sys::buf::{self, Slab};
 use crate::sys::file::DataFile;
@@ -28,9 +28,6 @@ const TICK: Duration = Duration::from_millis(100);
 const BLOCKING_THREADS: usize = 4;
 /// More ring threads than this were never faster: copying, not submitting, is what they share.
 const RING_THREADS: usize = 8;
-
-/// What is smaller than this, in bytes, is one block, or nearly so.
-const SINGLE: u64 = options::BLOCK_SIZE / 2;
 
 /// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
 pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
@@ -125,9 +122,10 @@ impl Crew {
             Io::Threads => (Engine::Threads, None),
             Io::Buffered => (Engine::Buffered, None),
         };
-        let threads = options.threads.unwrap_or(match engine {
-            Engine::Uring => options.cores.min(RING_THREADS),
-            Engine::Threads | Engine::Buffered => options.cores.max(BLOCKING_THREADS),
+        let threads = options.threads.unwrap_or_else(|| match engine {
+            _ if bytes < SINGLE => 1,
+            Engine::Uring => options::cores().min(RING_THREADS),
+            Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
         });
         Self { engine, fallback, threads: threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize) }
     }

@@ -3,6 +3,7 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use serde_json::value::RawValue;
@@ -22,7 +23,7 @@ use crate::sys::buf::{Slab, Source};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::pagemap::{self, PageMap};
-use crate::telemetry::{Lane, State};
+use crate::telemetry::{Lane, Operation, State};
 use crate::worker::{Crew, Job, Transfer};
 
 fn too_short() -> Error {
@@ -57,7 +58,7 @@ pub(super) struct WriteJob<'a> {
     direct: bool,
     strict: bool,
     zero_copy: Option<bool>,
-    pages: Option<PageMap>,
+    pages: OnceLock<Option<PageMap>>,
     begin: Instant,
     files: OpenFiles,
     /// Number of the first block of each shard, and one more.
@@ -66,6 +67,8 @@ pub(super) struct WriteJob<'a> {
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
+    /// The shard of a checkpoint of one block, once it is written.
+    unsynced: OnceLock<Arc<DataFile>>,
     /// When the last block was on the device, nanoseconds after `begin`; what came later was syncing.
     pub(super) written: AtomicU64,
 }
@@ -105,13 +108,14 @@ impl<'a> WriteJob<'a> {
             direct: crew.direct(),
             strict: options.io == Io::Direct,
             zero_copy: options.zero_copy,
-            pages: PageMap::open(),
+            pages: OnceLock::new(),
             begin,
             files: OpenFiles::new(blocks),
             extent_crcs: zeros(&first_extent),
             block_crcs: zeros(&first_block),
             first_block,
             first_extent,
+            unsynced: OnceLock::new(),
             written: AtomicU64::new(0),
         }
     }
@@ -123,11 +127,16 @@ impl<'a> WriteJob<'a> {
     }
 
     /// How an extent is to be written, past the page cache or through it: what of it from where it lies, or why nothing is.
-    fn straight(&self, extent: &Extent, direct: bool) -> Result<std::result::Result<Straight, Way>> {
+    fn straight(
+        &self,
+        shard: &Shard,
+        extent: &Extent,
+        direct: bool,
+    ) -> Result<std::result::Result<Straight, Way>> {
         let Content::Memory(source) = &self.request.contents[extent.tensor] else {
             return Ok(Err(Way::Elsewhere));
         };
-        if extent.len < STRAIGHT {
+        if extent.len < STRAIGHT || (direct && shard.is_short()) {
             return Ok(Err(Way::Small));
         }
         if direct && self.zero_copy == Some(false) {
@@ -148,8 +157,10 @@ impl<'a> WriteJob<'a> {
 
     /// Whether a device is faster writing `memory` itself than a copy of it in a slab: only huge pages make up for the copy.
     fn is_worth_it(&self, memory: &Source) -> bool {
-        self.zero_copy
-            .unwrap_or_else(|| pagemap::is_huge(self.pages.as_ref(), memory.address(), memory.bytes().len()))
+        self.zero_copy.unwrap_or_else(|| {
+            let map = self.pages.get_or_init(PageMap::open).as_ref();
+            pagemap::is_huge(map, memory.address(), memory.bytes().len())
+        })
     }
 
     /// Makes the `need` bytes of `shard` from `offset` on ready to be written, and takes note of their checksums: what cannot be
@@ -168,7 +179,7 @@ impl<'a> WriteJob<'a> {
         // Why the largest of what goes through the slab does.
         let mut reason = (0, Way::Small);
         for extent in extents {
-            let straight = self.straight(&extent, direct)?;
+            let straight = self.straight(shard, &extent, direct)?;
             if let Err(way) = straight {
                 reason = if extent.len > reason.0 { (extent.len, way) } else { reason };
             }
@@ -250,6 +261,16 @@ impl<'a> WriteJob<'a> {
                 Ok(checksum::of(to))
             }
         }
+    }
+
+    /// Makes durable what the workers left for the end.
+    pub(super) fn sync(&self, operation: &Operation) -> Result<()> {
+        let (Some(file), Some(shard)) = (self.unsynced.get(), self.plan.shards.first()) else {
+            return Ok(());
+        };
+        file.sync().map_err(|error| Error::io("sync", &self.workspace.path_of(&shard.file))(error))?;
+        operation.durable(shard.bytes);
+        Ok(())
     }
 
     /// The manifest, once all blocks are written.
@@ -359,8 +380,14 @@ impl Job for WriteJob<'_> {
         lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
-            file.finish(shard.bytes).map_err(|error| Error::io("sync", &path())(error))?;
-            lane.operation().durable(shard.bytes);
+            file.cut(shard.bytes).map_err(|error| Error::io("cut to its length", &path())(error))?;
+            if self.block_crcs.len() == 1 {
+                // Its manifest follows at once, and a file system that has both makes them durable in one go.
+                let _ = self.unsynced.set(file);
+            } else {
+                file.sync().map_err(|error| Error::io("sync", &path())(error))?;
+                lane.operation().durable(shard.bytes);
+            }
         }
         Ok(())
     }

@@ -9,8 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 use self::job::WriteJob;
-use crate::align::{self, PAGE};
-use crate::commit::Workspace;
+use crate::commit::{SmallFile, Workspace};
 use crate::error::{Error, Result};
 use crate::manifest::{self, Saved};
 use crate::options::{self, Options};
@@ -19,7 +18,7 @@ use crate::report::Report;
 use crate::source::Content;
 use crate::sys::file::DataFile;
 use crate::telemetry::{self, Kind, Operation, Phase};
-use crate::worker::{self, Crew, Tick};
+use crate::worker::{self, Crew, Job as _, Tick};
 
 /// What is to be saved, beside the tensors' content.
 #[derive(Debug)]
@@ -65,32 +64,40 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     let plan = plan::plan(request.tensors, request.shard_size, crew.threads, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
     for shard in &plan.shards {
-        // The last block is written whole, so its end must be inside the allocation too.
-        DataFile::create(workspace.directory(), &shard.file, align::up(shard.bytes, PAGE))
+        DataFile::create(workspace.directory(), &shard.file, shard.bytes)
             .map_err(Error::io("allocate", &workspace.path_of(&shard.file)))?;
     }
     let planned = begin.elapsed().as_secs_f64();
 
     let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
-    let moved = worker::run(&job, &mut crew, options, plan.block_size, operation, tick)?;
+    let moved = worker::run(&job, &mut crew, options, plan.block_size, operation, &mut *tick)?;
     operation.phase(Phase::Fsync);
     operation.phase(Phase::Commit);
-    let synced = begin.elapsed().as_secs_f64();
-    let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, synced);
+    let moving = begin.elapsed().as_secs_f64();
+    let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, moving);
 
     let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
     let saved = Saved {
         engine: crew.engine.name().to_owned(),
         fallback: crew.fallback.as_ref().map(|fallback| fallback.reason.clone()),
         threads: crew.threads as u64,
-        seconds: synced,
-        gigabytes_per_second: bytes as f64 / synced.max(1e-9) / 1e9,
+        seconds: moving,
+        gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
     };
     let body = job.body(created, saved, structure, metadata);
+    let mut small = Vec::new();
     if body.shards.len() > 1 {
-        workspace.write_file(manifest::INDEX_FILE, &manifest::encode_index(&body)?)?;
+        small.push(workspace.write_file(manifest::INDEX_FILE, &manifest::encode_index(&body)?)?);
     }
-    workspace.write_file(manifest::FILE, &manifest::encode(&body)?)?;
+    small.push(workspace.write_file(manifest::FILE, &manifest::encode(&body)?)?);
+    let rest = Instant::now();
+    job.sync(operation)?;
+    let rest = rest.elapsed().as_secs_f64();
+    small.iter().try_for_each(SmallFile::sync)?;
+    // From here on it is quick, and cannot be stopped half-way.
+    if !tick(job.total(), job.total()) {
+        return Err(Error::Interrupted);
+    }
     let shards = plan.shards.iter().map(|shard| (shard.file.as_str(), shard.bytes));
     workspace.commit(shards)?;
     let seconds = begin.elapsed().as_secs_f64();
@@ -99,8 +106,8 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
         phases: vec![
             ("plan", planned),
             ("write", written - planned),
-            ("fsync", synced - written),
-            ("commit", seconds - synced),
+            ("fsync", moving - written + rest),
+            ("commit", seconds - moving - rest),
         ],
         seconds,
         threads: crew.threads,

@@ -9,7 +9,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveF
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
-use crate::align::PAGE;
+use crate::align::{self, PAGE};
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
@@ -100,9 +100,10 @@ enum Residency {
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates `name` inside `directory` (it must not exist) with `size` bytes allocated, so that no write extends it and a full
-    /// file system is noticed before the first byte. The mode is 0666 less the umask.
-    pub fn create(directory: BorrowedFd<'_>, name: &str, size: u64) -> io::Result<()> {
+    /// Creates `name` inside `directory` (it must not exist) with the pages of `len` bytes allocated, so that no write extends it
+    /// (the last one writes a whole page) and a full file system is noticed before the first byte. The mode is 0666 less the umask.
+    pub fn create(directory: BorrowedFd<'_>, name: &str, len: u64) -> io::Result<()> {
+        let size = align::up(len, PAGE);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
         match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, size)) {
@@ -220,23 +221,27 @@ impl DataFile {
             }
         }
         let written = write(self.cached.as_fd(), bufs, offset)?;
-        self.start_write_back(offset, written as u64);
+        start_write_back(self.cached.as_fd(), offset, written as u64);
         Ok(written)
     }
 
-    /// Asks the kernel to begin writing a range back, so that the final fsync finds little to do. Pacing only, never durability.
-    fn start_write_back(&self, offset: u64, len: u64) {
-        let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-        // SAFETY: a system call on a descriptor that we hold, without pointers.
-        unsafe { libc::sync_file_range(self.cached.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
+    /// Cuts a file made by [`DataFile::create`] to its `len` bytes. To cut a page, a file system reads it and writes it again.
+    pub fn cut(&self, len: u64) -> io::Result<()> {
+        if align::is(len, PAGE) { Ok(()) } else { Ok(retry_on_intr(|| fs::ftruncate(&self.cached, len))?) }
     }
 
-    /// Cuts the file to `len` bytes and makes its data and size durable. A failure is final: the kernel may have dropped the dirty
-    /// pages and would report success the next time. (An interrupted call has not failed.)
-    pub fn finish(&self, len: u64) -> io::Result<()> {
-        retry_on_intr(|| fs::ftruncate(&self.cached, len))?;
+    /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report success the
+    /// next time. (An interrupted call has not failed.)
+    pub fn sync(&self) -> io::Result<()> {
         Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
     }
+}
+
+/// Asks the kernel to begin writing a range back, so that the sync to come finds little to do. Pacing only, never durability.
+pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    // SAFETY: a system call without pointers, on a descriptor that is borrowed for as long as it lasts.
+    unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
 /// Writes `bufs`, one after another, at `offset`.

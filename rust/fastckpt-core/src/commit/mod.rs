@@ -1,76 +1,29 @@
-//! Durability and visibility. This file alone knows them; nothing else renames, locks, removes or syncs a directory.
+//! Durability and visibility. This module alone knows them; nothing else renames, locks, removes or syncs a directory.
 //!
 //! A checkpoint is built in a directory with a name of its own beside the target (`docs/format.md`, 6), made durable from the
-//! inside out, and then takes the target's name in one step: shards (synced by the workers), index, manifest, the directory,
+//! inside out, and then takes the target's name in one step: shards (synced by the save), index, manifest, the directory,
 //! rename, the parent. Until the rename, nothing under the target's name has changed.
+
+mod leftovers;
+mod names;
 
 use std::ffi::OsStr;
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use rustix::fs::{self, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::{Errno, retry_on_intr};
-use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::checksum;
+pub use self::leftovers::open_checkpoint;
+use self::leftovers::{recover, sweep};
+use self::names::temporary_name;
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
-use crate::sys::file::{open_directory, open_regular};
-
-/// How long a load waits for a commit that has moved the old checkpoint away and not yet put the new one there.
-const COMMIT_WAIT: Duration = Duration::from_secs(5);
+use crate::sys::file::{open_directory, open_regular, start_write_back};
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
 const TURNS: usize = 100;
-
-/// Who writes: parts of the temporary names, and with the lock the proof of life.
-struct Identity {
-    host: String,
-    boot: String,
-}
-
-impl Identity {
-    fn here() -> Self {
-        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let boot: String = boot.chars().filter(char::is_ascii_hexdigit).take(8).collect();
-        let host: String = name.chars().take(64).map(plain).collect();
-        Self { host: if host.is_empty() { "_".into() } else { host }, boot: format!("{boot:0<8}") }
-    }
-}
-
-/// What every temporary name for checkpoint `name` begins with.
-fn stem(name: &OsStr) -> Vec<u8> {
-    let mut stem = b".".to_vec();
-    let bytes = name.as_bytes();
-    if bytes.len() <= 120 {
-        stem.extend_from_slice(bytes);
-    } else {
-        stem.extend_from_slice(&bytes[..120]);
-        stem.extend_from_slice(checksum::to_hex(checksum::of(bytes)).as_bytes());
-    }
-    stem
-}
-
-/// A new temporary name.
-fn temporary_name(name: &OsStr, kind: &str) -> std::ffi::OsString {
-    let Identity { host, boot } = Identity::here();
-    let mut random = [0u8; 4];
-    if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
-        // A name already taken is refused by mkdir and tried again, so this need not be unpredictable.
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        random = now.map_or(0, |now| now.subsec_nanos()).to_be_bytes();
-    }
-    let random = u32::from_be_bytes(random);
-    let mut all = stem(name);
-    let owner = format!("{host}-{boot}-{}-{random:08x}", std::process::id());
-    all.extend_from_slice(format!(".{kind}-{owner}").as_bytes());
-    std::ffi::OsString::from_vec(all)
-}
 
 /// Splits the target into its parent and its own name.
 fn split(path: &Path) -> Result<(PathBuf, std::ffi::OsString)> {
@@ -207,15 +160,16 @@ impl Workspace {
         self.parent_path.join(&self.temporary).join(file)
     }
 
-    /// Writes a small file and makes it durable.
-    pub fn write_file(&self, file: &str, bytes: &[u8]) -> Result<()> {
+    /// Writes a small file. It is durable after [`SmallFile::sync`].
+    pub fn write_file(&self, file: &str, bytes: &[u8]) -> Result<SmallFile> {
         let path = self.path_of(file);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = retry_on_intr(|| fs::openat(&self.directory, file, flags, Mode::from_raw_mode(0o666)))
             .map_err(Error::io("create", &path))?;
         let mut file = std::fs::File::from(fd);
         file.write_all(bytes).map_err(Error::io("write", &path))?;
-        retry_on_intr(|| fs::fsync(&file)).map_err(Error::io("sync", &path))
+        start_write_back(file.as_fd(), 0, bytes.len() as u64);
+        Ok(SmallFile { file, path })
     }
 
     /// Gives the finished checkpoint the target's name. All its files are durable by now: `shards`, by name and size, and what
@@ -327,6 +281,21 @@ impl Workspace {
     }
 }
 
+/// A file of a [`Workspace`] that is written, on its way to the disk.
+#[derive(Debug)]
+#[must_use = "it is not durable yet"]
+pub struct SmallFile {
+    file: std::fs::File,
+    path: PathBuf,
+}
+
+impl SmallFile {
+    /// Makes it durable.
+    pub fn sync(&self) -> Result<()> {
+        retry_on_intr(|| fs::fsync(&self.file)).map_err(Error::io("sync", &self.path))
+    }
+}
+
 impl Drop for Workspace {
     fn drop(&mut self) {
         if !self.committed {
@@ -396,132 +365,23 @@ fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
     }
 }
 
-/// What a temporary name says.
-struct Temporary<'a> {
-    /// See [`stem`].
-    stem: &'a [u8],
-    /// `tmp` or `old`.
-    kind: &'a [u8],
-    host: &'a [u8],
-}
-
-impl<'a> Temporary<'a> {
-    /// Takes a name apart that [`temporary_name`] made; any other is none.
-    fn parse(name: &'a [u8]) -> Option<Self> {
-        // From the end, because a checkpoint's own name may hold anything.
-        let mut parts = name.rsplitn(5, |&byte| byte == b'-');
-        let hex8 = |part: &[u8]| part.len() == 8 && part.iter().all(u8::is_ascii_hexdigit);
-        let random = parts.next().filter(|part| hex8(part));
-        let pid = parts.next().filter(|part| !part.is_empty() && part.iter().all(u8::is_ascii_digit));
-        let boot = parts.next().filter(|part| hex8(part));
-        random.and(pid).and(boot)?;
-        let host = parts.next()?;
-        let begin = parts.next()?;
-        let (stem, kind) = begin.split_at_checked(begin.len().checked_sub(4)?)?;
-        let kind = kind.strip_prefix(b".")?;
-        (stem.len() > 1 && stem.starts_with(b".") && [b"tmp", b"old"].iter().any(|known| kind == *known))
-            .then_some(Self { stem, kind, host })
-    }
-
-    /// Whether it belongs to checkpoint `name`.
-    fn is_of(&self, name: &OsStr) -> bool {
-        stem(name) == self.stem
-    }
-}
-
-/// Removes what dead writers left in the target's parent. A writer is dead when it ran on this host and its lock can be taken;
-/// age proves nothing, and neither does a process number, which another container may not see.
-fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
-    let host = Identity::here().host;
-    let mut synced = false;
-    for (found, kind) in entries(parent).unwrap_or_default() {
-        let found = OsStr::from_bytes(found.to_bytes());
-        let Some(temporary) = Temporary::parse(found.as_bytes()) else { continue };
-        // An old checkpoint of another name may be the only one: that is for its own recovery to say.
-        let sweepable = temporary.kind == b"tmp" || temporary.is_of(name);
-        if kind != FileType::Directory || temporary.host != host.as_bytes() || !sweepable {
-            continue;
-        }
-        let Ok(directory) = open_child(parent, found) else { continue };
-        if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_err() {
-            continue;
-        }
-        // Its writer may have died since the recovery, between its two renames: then this is all there is.
-        if temporary.kind == b"old" && fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_err() {
-            continue;
-        }
-        // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
-        if !synced && retry_on_intr(|| fs::fsync(parent)).is_err() {
-            return;
-        }
-        synced = true;
-        let _ = remove(parent, found);
-    }
-}
-
-/// Puts an old checkpoint back whose writer died between the two plain renames.
-/// Returns the name under which it can be read if that fails (a read-only mount).
-fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
-    let give_up = Instant::now() + COMMIT_WAIT;
-    loop {
-        if fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
-            return None;
-        }
-        let mut busy = false;
-        for (found, _) in entries(parent).unwrap_or_default() {
-            let old = OsStr::from_bytes(found.to_bytes());
-            if !Temporary::parse(old.as_bytes()).is_some_and(|t| t.kind == b"old" && t.is_of(name)) {
-                continue;
-            }
-            let Ok(directory) = open_child(parent, old) else { continue };
-            if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-                busy = true;
-            } else if has_magic(directory.as_fd()).unwrap_or(false) {
-                if fs::renameat(parent, old, parent, name).is_err() {
-                    return Some(parent_path.join(old));
-                }
-                let _ = retry_on_intr(|| fs::fsync(parent));
-                return None;
-            }
-        }
-        if !busy || Instant::now() > give_up {
-            return None;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
-pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
-    let open = |path: &Path| open_directory(path);
-    match open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let instead = split(path).ok().and_then(|(parent_path, name)| {
-                let parent = open_directory(&parent_path).ok()?;
-                recover(&parent_path, parent.as_fd(), &name)
-            });
-            open(instead.as_deref().unwrap_or(path))
-        }
-        other => other,
-    }
-    .map_err(Error::io("open checkpoint", path))
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
-    fn checkpoint(parent: &Path, name: &str, text: &str) -> PathBuf {
+    pub(super) fn checkpoint(parent: &Path, name: &str, text: &str) -> PathBuf {
         let path = parent.join(name);
         let workspace = Workspace::create(&path, true).unwrap();
-        workspace.write_file(manifest::FILE, format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
+        let file =
+            workspace.write_file(manifest::FILE, format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
+        file.sync().unwrap();
         workspace.commit([].into_iter()).unwrap();
         path
     }
 
-    fn content(path: &Path) -> String {
+    pub(super) fn content(path: &Path) -> String {
         std::fs::read_to_string(path.join(manifest::FILE)).unwrap()
     }
 
@@ -546,7 +406,7 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
         let workspace = Workspace::create(&path, true).unwrap();
-        workspace.write_file("model.safetensors", b"half").unwrap();
+        let _ = workspace.write_file("model.safetensors", b"half").unwrap();
         drop(workspace);
         assert!(content(&path).ends_with("one"));
         assert_eq!(names(parent.path()), ["c"]);
@@ -583,57 +443,6 @@ mod tests {
         std::fs::write(path.join("model-00001-of-00002.safetensors"), "ours, and stale").unwrap();
         checkpoint(parent.path(), "c", "two");
         assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
-    }
-
-    #[test]
-    fn temporary_names_are_taken_apart_as_they_were_made() {
-        for name in ["c", "step-1000", "a.tmp-x", &"n".repeat(300)] {
-            let name = OsStr::new(name);
-            let made = temporary_name(name, "old");
-            let parsed = Temporary::parse(made.as_bytes()).unwrap();
-            assert!(parsed.is_of(name) && parsed.kind == b"old");
-            assert_eq!(parsed.host, Identity::here().host.as_bytes());
-        }
-        for other in
-            [".c.tmp-backup", "c.tmp-h-00000000-1-00000000", ".c.new-h-00000000-1-00000000", ".c.tmp-h-0-1-2"]
-        {
-            assert!(Temporary::parse(other.as_bytes()).is_none(), "{other}");
-        }
-        let nested = temporary_name(OsStr::new("c.old-x"), "tmp");
-        assert!(!Temporary::parse(nested.as_bytes()).unwrap().is_of(OsStr::new("c")));
-    }
-
-    #[test]
-    fn left_overs_of_the_dead_are_swept_and_the_living_are_left_alone() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = parent.path().join("c");
-        let living = Workspace::create(&path, true).unwrap();
-        let dead = parent.path().join(temporary_name(OsStr::new("c"), "tmp"));
-        let foreign = parent.path().join(".c.tmp-elsewhere-00000000-1-00000000");
-        let sibling = parent.path().join(temporary_name(OsStr::new("b-1.tmp"), "tmp"));
-        let old_sibling = parent.path().join(temporary_name(OsStr::new("b"), "old"));
-        let lookalike = parent.path().join(".c.tmp-backup");
-        for path in [&dead, &foreign, &sibling, &old_sibling, &lookalike] {
-            std::fs::create_dir(path).unwrap();
-            std::fs::write(path.join("model.safetensors"), "half").unwrap();
-        }
-        checkpoint(parent.path(), "c", "one");
-        assert!(!dead.exists() && !sibling.exists());
-        assert!(foreign.exists() && old_sibling.exists() && lookalike.exists());
-        assert!(living.path_of("").exists());
-    }
-
-    #[test]
-    fn a_save_that_died_between_two_renames_is_undone() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = checkpoint(parent.path(), "c", "one");
-        let aside = parent.path().join(temporary_name(OsStr::new("c"), "old"));
-        std::fs::rename(&path, &aside).unwrap();
-        open_checkpoint(&path).unwrap();
-        assert!(content(&path).ends_with("one"));
-        std::fs::rename(&path, &aside).unwrap();
-        drop(Workspace::create(&path, true).unwrap());
-        assert!(content(&path).ends_with("one"));
     }
 
     #[test]
