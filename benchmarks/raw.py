@@ -10,16 +10,14 @@ status 1 if one is off by more than ``--within`` (0.1, that is 10 %). fio must b
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.device import fio
 from fastckpt._bench import caches, raw
 from fastckpt._plan.units import size as bytes_of
 
@@ -28,27 +26,6 @@ def ours(device: raw.Device, path: Path, size: int, kind: str) -> float:
     """Seconds of the package's own transfer."""
     transfer = device.write(path, size) if kind == "write" else device.read(path)
     return float(transfer.run(time.monotonic())["seconds"])
-
-
-def fio(path: Path, size: int, kind: str) -> float:
-    """Seconds of fio's."""
-    options = ["--name=raw", f"--rw={kind}", f"--bs={raw.BLOCK}", f"--iodepth={raw.IN_FLIGHT}", "--direct=1"]
-    options += ["--ioengine=io_uring", f"--size={size}"]
-    options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
-    command = ["fio", *options, f"--filename={path}", "--output-format=json"]
-    # With small pages the device gets smaller requests, and is a third slower on some: not what it can do.
-    environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=60)
-    try:
-        done = run()
-    except subprocess.TimeoutExpired:
-        # Seen once: fio waited for its own job for ever, without using the processor.
-        print(f"fio did not come back from its {kind}; once more", file=sys.stderr)
-        done = run()
-    if done.returncode:
-        raise OSError(f"fio failed to {kind} {path}: {done.stderr or done.stdout}")
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(job[kind]["runtime"] / 1000)
 
 
 def turns(directory: Path, size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -62,7 +39,7 @@ def turns(directory: Path, size: int, rounds: int) -> dict[str, dict[str, list[f
                 os.sync()
                 if kind == "read":
                     caches.drop()
-                taken = ours(device, path, size, kind) if who == "ours" else fio(path, size, kind)
+                taken = ours(device, path, size, kind) if who == "ours" else fio(path, size, kind)["seconds"]
                 found[kind][who].append(taken)
             path.unlink()
     return found

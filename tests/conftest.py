@@ -19,13 +19,14 @@ def engine(request):
     return request.param
 
 
-@pytest.fixture
-def trip(engine, tmp_path):
-    """Save and load a state through one engine."""
+@pytest.fixture(params=["uring", "threads", "buffered", "mapped"])
+def trip(request, tmp_path):
+    """Save and load a state through one engine, or load it by a mapping of its files."""
+    way = {"mmap": True} if request.param == "mapped" else {"io": request.param}
 
     def go(state, **options):
-        fastckpt.save(state, tmp_path / "trip", io=engine)
-        return fastckpt.load(tmp_path / "trip", io=engine, **options)
+        fastckpt.save(state, tmp_path / "trip", io=way.get("io", "auto"))
+        return fastckpt.load(tmp_path / "trip", **way, **options)
 
     return go
 

@@ -104,12 +104,14 @@ def test_the_best_peer_is_neither_the_device_nor_ourselves():
 def everything(ours, peer):
     """Results of a run with all that the bars want: seconds of ours and of the best peer."""
     every = {"save": ours, "load": ours, "into": ours, "hot": ours}
-    return summary.summarise_all(
+    results = summary.summarise_all(
         outcome(
-            raw={"save": 1.0, "load": 1.0}, torch=dict.fromkeys(every, peer), fastckpt=every, fastckpt_uring=every,
-            fastckpt_threads=every,
+            raw={"save": 1.0, "load": 1.0}, torch=dict.fromkeys(every, peer), safetensors={"hot": peer / 10},
+            fastckpt=every, fastckpt_uring=every, fastckpt_threads=every, **{"fastckpt_mmap-only": {"hot": ours / 10}},
         )
     )  # fmt: skip
+    results["safetensors"]["hot"]["mapped_share"] = 1.0
+    return results
 
 
 def test_all_bars_of_a_disk():
@@ -123,6 +125,22 @@ def test_all_bars_of_a_disk():
     results["fastckpt"]["into"]["extra_megabytes"] = 68.0
     missed = [bar.what for bar in bars.disk_bars(results) if not bar.met]
     assert missed == ["save: CPU seconds per GB, fastckpt:slabs", "into: memory over the state, MB"]
+
+
+def test_hot_loads_are_held_against_those_that_do_the_same():
+    results = everything(1.0, 2.0)
+    # One that maps is ten times as fast as any that copies.
+    results["safetensors"]["hot"]["gigabytes_per_second"] *= 2.5
+    mapped, copied = bars.hot_bars(results)
+    assert (mapped.met, copied.met) == (False, True)
+    assert "that map; safetensors" in mapped.what
+    assert "that copy; torch" in copied.what
+    del results["fastckpt:mmap-only"]
+    assert bars.hot_bars(results)[0].measured is None
+
+
+def test_what_the_device_itself_reaches_stands_beside_a_bar():
+    assert "(torch; the raw device 5)" in bars.over_best(everything(1.7, 5.0), "save", 3.0).what
 
 
 def test_into_is_held_against_the_best_cold_load():

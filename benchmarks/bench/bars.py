@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench import MB, MIB
-from bench.summary import ratio
+from bench.summary import is_mapped, ratio
 
 if TYPE_CHECKING:
     from bench.summary import Results
@@ -62,12 +62,33 @@ def best_peer(results: Results, operation: str) -> tuple[str, float] | None:
     return max(rates, key=lambda pair: pair[1], default=None)
 
 
-def over_best(results: Results, operation: str, limit: float, peers_operation: str = "") -> Bar:
-    """Return the bar on fastckpt's rate over that of the best peer at ``peers_operation``, by default the same."""
+def over_best(
+    results: Results, operation: str, limit: float, peers_operation: str = "", ours: str = "fastckpt", among: str = ""
+) -> Bar:
+    """Return the bar on the rate of ``ours`` over that of the best peer at ``peers_operation``, by default the same.
+
+    It also tells what the raw device reaches over that peer, which is more than anybody can. ``among`` says who the
+    peers in ``results`` are, where these are not all.
+    """
     best = best_peer(results, peers_operation or operation)
     name, rate = best or ("the best peer", None)
-    what = f"{operation}: times the best peer" + (f" ({name})" if best else "")
-    return Bar(what, ratio(figure(results, "fastckpt", operation), rate), limit, at_least=True)
+    device = ratio(figure(results, "raw", "load" if operation == "into" else operation), rate)
+    about = [among, name if best else "", f"the raw device {device:.3g}" if device else ""]
+    what = f"{operation}: times the best peer ({'; '.join(filter(None, about))})"
+    return Bar(what.replace(" ()", ""), ratio(figure(results, ours, operation), rate), limit, at_least=True)
+
+
+def hot_bars(results: Results) -> list[Bar]:
+    """Return the bars on hot loads: like is compared with like.
+
+    A peer that maps the file has copied and checked nothing yet; ours that does the same is held against it.
+    """
+    bars = []
+    for mapped, ours, among in ((True, "fastckpt:mmap-only", "that map"), (False, "fastckpt", "that copy")):
+        peers = {n: pair for n, pair in results.items() if is_peer(n) and is_mapped(pair.get("hot", {})) == mapped}
+        mine = {ours: results[ours]} if ours in results else {}
+        bars.append(over_best({**peers, **mine}, "hot", 1.0, ours=ours, among=among))
+    return bars
 
 
 def of_raw(results: Results, operation: str, limit: float) -> Bar:
@@ -109,7 +130,7 @@ def disk_bars(results: Results) -> list[Bar]:
         cpu(results, "fastckpt", "into", 0.18),
         extra(results, "load", 64),
         extra(results, "into", 64),
-        over_best(results, "hot", 1.0),
+        *hot_bars(results),
         engines(results, "save"),
         engines(results, "load"),
     ]

@@ -238,11 +238,13 @@ class Fastckpt(Contender):
         threads: int | None = None,
         shards: int | None = None,
         bandwidth_limit: float | None = None,
+        mmap: bool = False,
+        verify: bool = True,
     ) -> None:
         import fastckpt
 
         self.library, self.io, self.threads, self.shards = fastckpt, io, threads, shards
-        self.limit = bandwidth_limit
+        self.limit, self.mmap, self.verify = bandwidth_limit, mmap, verify
         self.records = Records()
 
     def save(self, state: Any, path: Path) -> Notes:
@@ -253,9 +255,11 @@ class Fastckpt(Contender):
         return report_notes(report)
 
     def load(self, path: Path) -> Any:
-        return self.library.load(path, io=self.io, threads=self.threads, verify=True)
+        return self.library.load(path, io=self.io, threads=self.threads, verify=self.verify, mmap=self.mmap)
 
     def load_into(self, path: Path, state: Any) -> Any:
+        if self.mmap:
+            return super().load_into(path, state)
         return self.library.load(path, into=state, io=self.io, threads=self.threads, verify=True)
 
     def take_notes(self) -> Notes:
@@ -301,8 +305,8 @@ def title(spec: Spec) -> str:
     return spec.title or registry()[spec.kind].title
 
 
-# fastckpt's variants: an engine, or one way of writing under the automatic engine. The two ways are chosen by a
-# variable of the environment that exists for benchmarks only.
+# fastckpt's variants: an engine, one way of writing under the automatic engine, or one of loading. The two ways of
+# writing are chosen by a variable of the environment that exists for benchmarks only.
 VARIANTS = {
     "auto": Spec("fastckpt"),
     **{
@@ -311,6 +315,8 @@ VARIANTS = {
     },
     "slabs": Spec("fastckpt:slabs", {}, {"FASTCKPT_ZERO_COPY": "0"}, "fastckpt, through slabs"),
     "zero-copy": Spec("fastckpt:zero-copy", {}, {"FASTCKPT_ZERO_COPY": "1"}, "fastckpt, zero-copy"),
+    "mmap": Spec("fastckpt:mmap", {"mmap": True}, title="fastckpt, mmap=True"),
+    "mmap-only": Spec("fastckpt:mmap-only", {"mmap": True, "verify": False}, title="fastckpt, mmap=True, verify=False"),
 }
 
 

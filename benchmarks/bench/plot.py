@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.process import OPERATION_TITLES
-from bench.report import is_mapped, name_of, operations_of
+from bench.report import name_of, operations_of
+from bench.summary import is_mapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

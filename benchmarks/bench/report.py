@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bench import GB
 from bench.contenders import VARIANTS, Spec, title
 from bench.process import OPERATION_TITLES, OPERATIONS
-from bench.summary import spread
+from bench.summary import is_mapped, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,11 +114,6 @@ def render(rows: list[list[str]], *, markdown: bool) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def is_mapped(figures: dict[str, Any]) -> bool:
-    """Whether most of a load's result is a mapping of the file."""
-    return (figures.get("mapped_share") or 0) > 0.5
 
 
 def not_run(reasons: dict[str, str], named: Callable[[str], str]) -> list[str]:

@@ -72,6 +72,11 @@ def summarise_all(outcome: Outcome) -> Results:
     return results
 
 
+def is_mapped(figures: dict[str, Any]) -> bool:
+    """Whether most of a load's result is a mapping of the file."""
+    return (figures.get("mapped_share") or 0) > 0.5
+
+
 def section(workload: Workload, outcome: Outcome) -> dict[str, Any]:
     """Return what the JSON document says of one workload."""
     return {

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, final, type_check_only
 __all__ = [
     "DEBUG_BUILD",
     "Arena",
+    "Mapping",
     "Reader",
     "Snapshot",
     "__version__",
@@ -138,6 +139,15 @@ def try_priority(nice: int | None, io_priority: str | None) -> None:
     """Whether a thread may have this niceness and I/O priority: ``OSError`` if not, ``ValueError`` for no priority."""
 
 @final
+class Mapping:
+    """A shard as private memory, unmapped with this object: what is written to it never reaches the file."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
 class Arena:
     """Host memory for snapshots: huge pages, not inherited by a forked child, where it looks empty."""
 
@@ -225,6 +235,18 @@ class Reader:
         ``drain(request, start, address, nbytes)`` is to take the bytes ``[start, start + nbytes)`` of the tensor from
         ``address``, called from worker threads.
         An extent that is read whole is compared with its checksum when ``verify`` is set.
+        """
+    def map(
+        self,
+        tensors: Sequence[int],
+        *,
+        verify: bool,
+        threads: int | None,
+        tick: Callable[[int, int], None] | None,
+    ) -> tuple[list[Mapping | None], Report]:
+        """Map the shards that hold ``tensors``; return each shard's mapping, None for the others.
+
+        Every page of these tensors is read and compared with its checksum when ``verify`` is set, else none is.
         """
     def verify(self, *, io: str, threads: int | None, tick: Callable[[int, int], None] | None) -> Verified:
         """Compare every byte with its checksum; report all damage."""

@@ -36,6 +36,7 @@ def load(
     keys: str | Sequence[str] | None = None,
     framework: str = "auto",
     device: Any = None,
+    mmap: bool = False,
     verify: bool = True,
     io: str = "auto",
     threads: int | None = None,
@@ -56,7 +57,11 @@ def load(
         device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
             its name, as ``cuda:0``; None for the CPU. They are read through pinned slabs, and copied while more is
             read.
-        verify: compare every byte with its checksum.
+        mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
+            processes of a node share; one is copied when it is first written to, so no write reaches a file. For
+            checkpoints that are hot. As long as the tensors live nobody may change the files in place (a save to the
+            same path does not), and if their storage fails, touching a page ends the process with SIGBUS.
+        verify: compare every byte with its checksum. With ``mmap`` and without this, nothing is read yet.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. It takes from the page cache what is there.
@@ -86,11 +91,25 @@ def load(
         if framework == "numpy":
             raise ValueError('load: framework="numpy" makes arrays, which are on no device')
         device = torch_for("what is to go to a device").device_of(device)
+    if mmap:
+        if into is not None or device is not None:
+            raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
+        if io not in {"auto", "buffered"}:
+            raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
     turn = 1
     while True:
         try:
             return _load(
-                source, into, keys, framework, device, verify=verify, io=io, threads=threads, progress=progress
+                source,
+                into,
+                keys,
+                framework,
+                device,
+                mmap=bool(mmap),
+                verify=bool(verify),
+                io=io,
+                threads=threads,
+                progress=progress,
             )
         except FileNotFoundError:  # noqa: PERF203 - a loop of a few turns
             # A save replaced the checkpoint between its manifest and its shards: what has the name now is whole.
@@ -106,6 +125,7 @@ def _load(
     framework: str,
     device: Any,
     *,
+    mmap: bool,
     verify: bool,
     io: str,
     threads: int | None,
@@ -130,17 +150,23 @@ def _load(
         given = Into(source, into, framework)
         composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
     else:
-        targets.make(check.found if origin is None else [token for token in tokens if is_tensor(token)])
+        wanted = check.found if origin is None else [token for token in tokens if is_tensor(token)]
+        if mmap:
+            numbers = sorted({token[1] for token in wanted})
+            with ticker("load", source, shown=progress) as tick:
+                targets.maps, report = reader.map(numbers, verify=verify, threads=threads, tick=tick)
+        targets.make(wanted)
     try:
-        with ticker("load", source, shown=progress) as tick:
-            report = reader.read(
-                targets.requests,
-                verify=bool(verify),
-                io=io,
-                threads=threads,
-                drain=targets.drain if targets.movers else None,
-                tick=tick,
-            )
+        if not mmap:
+            with ticker("load", source, shown=progress) as tick:
+                report = reader.read(
+                    targets.requests,
+                    verify=verify,
+                    io=io,
+                    threads=threads,
+                    drain=targets.drain if targets.movers else None,
+                    tick=tick,
+                )
     finally:
         # Also after an error: a device must not write into memory that is somebody else's by then.
         if targets.movers:

@@ -32,9 +32,12 @@ _split_elements = Lock()
 class _At:
     """Memory that somebody else owns, for ``numpy.asarray``."""
 
-    __slots__ = ("__array_interface__",)
+    __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None, owner: object = None
+    ) -> None:
+        self.owner = owner
         self.__array_interface__ = {
             "data": (address, False),
             "shape": shape,
@@ -44,9 +47,9 @@ class _At:
         }
 
 
-def at(address: int, nbytes: int) -> Bytes:
-    """The ``nbytes`` of writable memory at ``address``, which the caller keeps alive."""
-    return np.asarray(_At(address, (nbytes,), "|u1", None))
+def at(address: int, nbytes: int, owner: object = None) -> Bytes:
+    """The ``nbytes`` of writable memory at ``address``: alive as long as ``owner``, whom the array keeps."""
+    return np.asarray(_At(address, (nbytes,), "|u1", None, owner))
 
 
 def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _memory, _numpy
+from . import _core, _memory, _numpy
 from ._collector import paused
 from ._dialects import Stored, torch_for
 from ._dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, plain_name
@@ -26,12 +26,14 @@ class Targets:
     Attributes:
         requests: for the core: tensor, first byte, end, address; the address is 0 where a mover takes the bytes.
         movers: by request number.
+        maps: where shards are mapped, for each its mapping: then nothing need be asked for.
     """
 
     def __init__(self, stored: Sequence[Stored], framework: str, device: Any = None) -> None:
         self.stored = stored
         self.framework = framework
         self.device = device
+        self.maps: Sequence[_core.Mapping | None] | None = None
         self.requests: list[tuple[int, int, int, int]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
@@ -135,6 +137,8 @@ class Targets:
             if nbytes:
                 self.ask(index, nbytes, 0, torch.mover_in(tensor))
             return tensor
+        if nbytes and self.maps is not None:
+            return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
         tensor = empty(shape, found, offset, nbytes)
         if nbytes:
             self.requests.append((index, 0, nbytes, tensor.data_ptr()))
@@ -143,9 +147,21 @@ class Targets:
     def _array(self, index: int) -> Any:
         _, _, _, _, offset, nbytes, _ = self.stored[index]
         found = self.array_dtype(index)
-        array = _numpy.empty(self.shape(index, found.itemsize), found, offset, nbytes)
+        shape = self.shape(index, found.itemsize)
+        if nbytes and self.maps is not None:
+            return np.ndarray(shape, found, self._mapped(index, found.alignment))
+        array = _numpy.empty(shape, found, offset, nbytes)
         self.ask(index, nbytes, _memory.address_of(array))
         return array
+
+    def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
+        """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
+        _, _, _, shard, offset, nbytes, _ = self.stored[index]
+        assert self.maps is not None  # noqa: S101 - asked before
+        mapping = self.maps[shard]
+        assert mapping is not None  # noqa: S101 - the core maps each shard that it was asked for
+        memory = _memory.at(mapping.address + offset, nbytes, mapping)
+        return memory.copy() if offset % alignment else memory
 
     def tensor_dtype(self, index: int) -> Any:
         """The torch dtype of a stored tensor."""
@@ -177,6 +193,9 @@ class Targets:
 
     def _bytes(self, tag: str, index: int) -> Any:
         nbytes = self.stored[index][5]
+        if nbytes and self.maps is not None:
+            mapped = self._mapped(index, 1)
+            return _Pending(mapped.tobytes) if tag == "bytes" else bytearray(mapped)
         if tag == "bytearray":
             value = bytearray(nbytes)
             if nbytes:

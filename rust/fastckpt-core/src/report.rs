@@ -33,6 +33,8 @@ pub enum Way {
     Asked,
     /// Likewise: it was there.
     Cached,
+    /// Likewise: mapped, and not moved at all.
+    Mapped,
     /// Likewise: this file, or an operation on it, refuses direct I/O.
     Refused,
     /// Likewise: what a direct operation left was less than a page.
@@ -41,7 +43,7 @@ pub enum Way {
 
 impl Way {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Straight,
         Self::Small,
         Self::Incongruent,
@@ -51,6 +53,7 @@ impl Way {
         Self::Checked,
         Self::Asked,
         Self::Cached,
+        Self::Mapped,
         Self::Refused,
         Self::Remainder,
     ];
@@ -68,6 +71,7 @@ impl Way {
             Self::Checked => ("staged", "only checked"),
             Self::Asked => ("buffered", "as asked"),
             Self::Cached => ("buffered", "in the page cache"),
+            Self::Mapped => ("buffered", "mapped"),
             Self::Refused => ("buffered", "direct I/O refused"),
             Self::Remainder => ("buffered", "remainder of a short operation"),
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::sys::buf::{Region, Source};
+use crate::sys::map::FileMap;
 
 /// Copies bytes of a tensor, from `start` on, into a staging slab. Called from worker threads.
 pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;
@@ -24,6 +25,8 @@ pub enum Destination {
     Memory(Region),
     /// Elsewhere: handed over piece by piece.
     Push(Drain),
+    /// Nowhere: they are looked at where the file is mapped.
+    Mapped(Arc<FileMap>),
     /// Nowhere: only the checksum is wanted.
     Nowhere,
 }
@@ -42,6 +45,7 @@ impl std::fmt::Debug for Destination {
         f.write_str(match self {
             Self::Memory(_) => "Memory",
             Self::Push(_) => "Push",
+            Self::Mapped(_) => "Mapped",
             Self::Nowhere => "Nowhere",
         })
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::read::{Checkpoint, Request};
+use fastckpt_core::sys::map::FileMap;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -16,6 +17,25 @@ use crate::report::{damage_to_list, options, tick, to_dict};
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Reader {
     checkpoint: Checkpoint,
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct Mapping {
+    map: Arc<FileMap>,
+}
+
+#[pymethods]
+impl Mapping {
+    #[getter]
+    fn address(&self) -> usize {
+        self.map.address()
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.map.len()
+    }
 }
 
 #[pymethods]
@@ -109,6 +129,25 @@ impl Reader {
         to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }
 
+    #[pyo3(signature = (tensors, *, verify, threads, tick))]
+    fn map<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Vec<usize>,
+        verify: bool,
+        threads: Option<usize>,
+        tick: Option<Py<PyAny>>,
+    ) -> PyResult<(Vec<Option<Mapping>>, Bound<'py, PyDict>)> {
+        let options = options("buffered", threads)?;
+        let raised = Raised::default();
+        let outcome = py.detach(|| {
+            self.checkpoint.map(&tensors, verify, &options, &mut self::tick(tick.as_ref(), &raised))
+        });
+        let (maps, report) = outcome.map_err(|error| to_python(&error, &raised))?;
+        let maps = maps.into_iter().map(|map| map.map(|map| Mapping { map })).collect();
+        Ok((maps, to_dict(py, &report)?))
+    }
+
     #[pyo3(signature = (*, io, threads, tick))]
     fn verify<'py>(
         &self,
@@ -128,5 +167,6 @@ impl Reader {
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Mapping>()?;
     module.add_class::<Reader>()
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{Checkpoint, Request};
 use crate::align::{self, PAGE, STRAIGHT};
@@ -17,6 +17,7 @@ use crate::source::{Destination, Drain};
 use crate::sys::buf::{Region, Slab};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
+use crate::sys::map::FileMap;
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::Lane;
 use crate::worker::{Job, Transfer};
@@ -52,6 +53,7 @@ enum PieceDestination {
         after: Region,
     },
     Push(Drain),
+    Mapped(Arc<FileMap>),
     Nowhere,
 }
 
@@ -96,6 +98,9 @@ impl<'a> ReadJob<'a> {
             let fits = tensor.is_some_and(|t| request.start <= request.end && request.end <= t.bytes());
             let room = match &request.destination {
                 Destination::Memory(region) => region.len() as u64 == request.end - request.start,
+                Destination::Mapped(map) => {
+                    tensor.is_some_and(|t| t.offset + request.end <= map.len() as u64)
+                }
                 Destination::Push(_) | Destination::Nowhere => true,
             };
             if !fits || !room {
@@ -131,6 +136,7 @@ impl<'a> ReadJob<'a> {
                     destination: match &mut destination {
                         Destination::Memory(region) => PieceDestination::Memory(region.split_off_front(len)),
                         Destination::Push(drain) => PieceDestination::Push(Drain::clone(drain)),
+                        Destination::Mapped(map) => PieceDestination::Mapped(Arc::clone(map)),
                         Destination::Nowhere => PieceDestination::Nowhere,
                     },
                 };
@@ -217,10 +223,14 @@ impl<'a> ReadJob<'a> {
                 };
                 (middle, before.len() + after.len())
             }
+            PieceDestination::Mapped(map) if check => {
+                let start = piece.offset as usize;
+                (checksum::of(map.bytes(start..start + piece.len)), 0)
+            }
             PieceDestination::Push(_) | PieceDestination::Nowhere if check => {
                 (checksum::of(bytes(piece.len)), 0)
             }
-            PieceDestination::Push(_) | PieceDestination::Nowhere => (0, 0),
+            PieceDestination::Push(_) | PieceDestination::Mapped(_) | PieceDestination::Nowhere => (0, 0),
         };
         self.compare(shard, piece, found)?;
         if let PieceDestination::Push(drain) = &piece.destination {
@@ -357,6 +367,27 @@ impl Job for ReadJob<'_> {
             };
             if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
+        let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        // All pieces of a block are mapped, or none.
+        if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
+            if pieces.iter().any(|piece| piece.crc.is_some()) {
+                let path = self.checkpoint.path_of(&shard.file);
+                map.populate(&(read.start..read.end)).map_err(Error::io("read", &path))?;
+            }
+            let buf = Buf::new(None, Vec::new());
+            let (offset, way) = (read.start, Way::Mapped);
+            return Ok(Transfer {
+                file,
+                offset,
+                range: 0..0,
+                need: 0,
+                moved: 0,
+                buf,
+                direct: false,
+                way,
+                copied: 0,
+            });
+        }
         // Where there is a choice, what the page cache holds comes from there; but a verification is to see the disk.
         let hot = matches!(self.outcome, Outcome::Raise)
             && self.io == Io::Auto
@@ -368,7 +399,6 @@ impl Job for ReadJob<'_> {
         } else {
             (read.start, read.end)
         };
-        let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let (parts, staged, reason) = self.lay_out(&mut pieces, (start, end), direct);
         let straight = parts.iter().any(|part| matches!(part, Part::Region(_)));
         let way = match (direct, hot) {

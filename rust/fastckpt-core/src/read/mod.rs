@@ -1,6 +1,7 @@
 //! Reading: a checkpoint is opened, and byte ranges of its tensors are read. `verify` reads all of it.
 
 mod job;
+mod map;
 mod verify;
 
 use std::io;
@@ -10,6 +11,7 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use self::job::{Outcome, ReadJob};
+pub use self::map::Maps;
 use crate::checksum;
 use crate::commit;
 use crate::error::{Error, Result};
@@ -122,14 +124,20 @@ impl Checkpoint {
         let mut crew = Crew::choose(options, wanted);
         let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
         if verify {
-            for &shard in job.shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
-                if let Some(damage) = self.check_header(shard)? {
-                    return Err(self.raised(damage));
-                }
-                let _ = self.sound_headers[shard].set(());
-            }
+            self.check_headers(&job.shards)?;
         }
         self.run(&job, &mut crew, options, begin, operation, tick)
+    }
+
+    /// Compares the headers of `shards` with their checksums, those that were not yet.
+    fn check_headers(&self, shards: &[usize]) -> Result<()> {
+        for &shard in shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
+            if let Some(damage) = self.check_header(shard)? {
+                return Err(self.raised(damage));
+            }
+            let _ = self.sound_headers[shard].set(());
+        }
+        Ok(())
     }
 
     fn run(

@@ -1,0 +1,120 @@
+//! Files as memory: pages of the page cache, each copied when it is first written to, so that no write reaches the file.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+
+use crate::align::{self, PAGE};
+
+/// A private mapping of a file.
+#[derive(Debug)]
+pub struct FileMap {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping lives as long as this, which only hands out its address and, through `bytes`, shared reads.
+unsafe impl Send for FileMap {}
+// SAFETY: likewise.
+unsafe impl Sync for FileMap {}
+
+impl FileMap {
+    /// Maps the first `len > 0` bytes of `fd`, which may be open for reading only.
+    pub fn new(fd: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new private mapping at an address the kernel chooses overlaps nothing.
+        let base = unsafe {
+            mmap(std::ptr::null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE, fd, 0)
+        }?;
+        Ok(Self { base: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
+    }
+
+    /// Where the file's first byte is.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.base.as_ptr().addr()
+    }
+
+    /// Bytes mapped.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a signal.
+    pub fn populate(&self, range: &Range<u64>) -> io::Result<()> {
+        let start = align::down(range.start, PAGE);
+        let end = align::up(range.end, PAGE).min(align::up(self.len as u64, PAGE));
+        let len = end.saturating_sub(start) as usize;
+        let at = self.base.as_ptr().wrapping_add(start as usize).cast();
+        // The first has the file system read all of it at once, where faults would ask for little at a time.
+        for advice in [Advice::WillNeed, Advice::LinuxPopulateRead] {
+            // SAFETY: the range lies in the mapping, and neither advice changes what is in it.
+            let outcome = unsafe { madvise(at, len, advice) };
+            // Any other failure only means that pages come when they are touched, as before Linux 5.14.
+            if let Err(Errno::FAULT | Errno::HWPOISON) = outcome {
+                return Err(Errno::IO.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of `range`, for as long as nobody writes through the address.
+    ///
+    /// # Panics
+    /// If the file has fewer.
+    #[must_use]
+    pub fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        // SAFETY: the range lies in the mapping. To write through the address takes unsafe code, which has to wait until these bytes
+        // are no longer looked at: the binding gives the address away when a load has ended.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().wrapping_add(range.start), range.len()) }
+    }
+}
+
+impl Drop for FileMap {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and whoever was given its address keeps this alive for as long as it is used.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::fd::AsFd as _;
+
+    use super::*;
+
+    #[test]
+    fn a_mapping_holds_the_file_and_writes_stay_in_it() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 5000]).unwrap();
+        let map = FileMap::new(file.as_fd(), 5000).unwrap();
+        map.populate(&(10..5000)).unwrap();
+        assert_eq!(map.bytes(0..5000), [7; 5000]);
+        // SAFETY: the first byte of a writable mapping, at which nobody looks.
+        unsafe { map.base.as_ptr().write(8) };
+        let other = FileMap::new(file.as_fd(), 5000).unwrap();
+        assert_eq!((map.bytes(0..2), other.bytes(0..2)), (&[8, 7][..], &[7, 7][..]));
+    }
+
+    #[test]
+    fn what_the_file_does_not_have_is_an_error_and_no_signal() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 8192]).unwrap();
+        let map = FileMap::new(file.as_fd(), 8192).unwrap();
+        file.set_len(0).unwrap();
+        assert_eq!(map.populate(&(0..8192)).unwrap_err().raw_os_error(), Some(libc::EIO));
+    }
+}
