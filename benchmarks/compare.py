@@ -16,8 +16,8 @@ How it measures, and why:
   the page cache before. **into=** fills tensors that exist and are resident: peers that cannot, load and copy. Every
   load ends when one byte of each page of the result has been read, or with ``--touch write`` also written: safetensors
   maps the file and would otherwise return before it has read anything.
-- **Verified**: fastckpt checks every checksum while it loads, as it does by default. In the first round every
-  contender's result is compared with the state, outside the timing.
+- **Verified**: fastckpt checks every checksum while it loads, as it does by default (but for ``mmap-only``). In the
+  first round every contender's result is compared with the state, outside the timing.
 - **Raw** is fio with direct io_uring (4 MiB blocks, 8 in flight, file allocated beforehand, fsync at the end) or,
   without fio, eight Python threads with O_DIRECT. It is one more contender in every round, so that ratios are taken
   from the same minutes.

@@ -22,11 +22,12 @@ def engine(request):
 @pytest.fixture(params=["uring", "threads", "buffered", "mapped"])
 def trip(request, tmp_path):
     """Save and load a state through one engine, or load it by a mapping of its files."""
-    way = {"mmap": True} if request.param == "mapped" else {"io": request.param}
+    mapped = request.param == "mapped"
+    io = "auto" if mapped else request.param
 
     def go(state, **options):
-        fastckpt.save(state, tmp_path / "trip", io=way.get("io", "auto"))
-        return fastckpt.load(tmp_path / "trip", **way, **options)
+        fastckpt.save(state, tmp_path / "trip", io=io)
+        return fastckpt.load(tmp_path / "trip", io=io, mmap=mapped and "into" not in options, **options)
 
     return go
 

@@ -131,12 +131,15 @@ def test_hot_loads_are_held_against_those_that_do_the_same():
     results = everything(1.0, 2.0)
     # One that maps is ten times as fast as any that copies.
     results["safetensors"]["hot"]["gigabytes_per_second"] *= 2.5
-    mapped, copied = bars.hot_bars(results)
+    copied, mapped = bars.hot_bars(results)
     assert (mapped.met, copied.met) == (False, True)
-    assert "that map; safetensors" in mapped.what
-    assert "that copy; torch" in copied.what
+    assert mapped.what == "hot: fastckpt:mmap-only, times the best peer (that map; safetensors)"
+    assert copied.what == "hot: times the best peer (that copy; torch)"
     del results["fastckpt:mmap-only"]
-    assert bars.hot_bars(results)[0].measured is None
+    assert bars.hot_bars(results)[1].measured is None
+    # Where nobody maps there is nothing to be held against.
+    del results["safetensors"]
+    assert len(bars.hot_bars(results)) == 1
 
 
 def test_what_the_device_itself_reaches_stands_beside_a_bar():

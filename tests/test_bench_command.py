@@ -231,12 +231,20 @@ def test_importing_fastckpt_does_not_bring_it():
 def test_every_rank_shows_in_the_monitor_while_it_runs(where):
     counted = where.parent / "counters"
     top = [sys.executable, "-m", "fastckpt_top", "--dir", str(counted), "--json", "--interval", "0.1"]
-    with subprocess.Popen(top, stdout=subprocess.PIPE, text=True) as monitor:
-        monitor.stdout.readline()  # it is there
-        options = ["--ranks", "2", "--size", "60MB", "--rounds", "6", "--tier", "medium"]
-        subprocess.run(command(where, *options), env=environment(where), capture_output=True, timeout=120, check=True)
-        monitor.send_signal(signal.SIGINT)
-        ticks = [json.loads(line) for line in monitor.communicate(timeout=30)[0].splitlines()[:-1]]
+    seen = where.parent / "seen"
+    with seen.open("wb") as output, subprocess.Popen(top, stdout=output) as monitor:
+        try:
+            deadline = time.monotonic() + 30
+            while not seen.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            options = ["--ranks", "2", "--size", "60MB", "--rounds", "6", "--tier", "medium"]
+            bench = command(where, *options)
+            subprocess.run(bench, env=environment(where), capture_output=True, timeout=120, check=True)
+            monitor.send_signal(signal.SIGINT)
+            monitor.wait(timeout=30)
+        finally:
+            monitor.kill()
+    ticks = [json.loads(line) for line in seen.read_text(encoding="utf-8").splitlines()[:-1]]
     ticks = [tick for tick in ticks if tick["kind"] == "tick" and tick["ranks"]]
     assert all(tick["node"]["job"].startswith("fastckpt-bench") for tick in ticks)
     seen = [rank for tick in ticks for rank in tick["ranks"]]

@@ -273,3 +273,17 @@ def test_waiting_for_a_limit_can_be_interrupted(tmp_path):
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began < 10, "the limit alone takes 20 s"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("io", ["auto", "threads"])
+def test_a_few_bytes_that_lie_far_apart_have_several_workers(tmp_path, caplog, io):
+    caplog.set_level("INFO", "fastckpt")
+    state = {f"{kind}{i}": memory(size, 64) for i in range(4) for kind, size in (("big", 8 * MIB), ("small", 5000))}
+    fastckpt.save(state, tmp_path / "c", shard_size=9 * MIB)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
+    loaded = fastckpt.load(tmp_path / "c", keys="small*", io=io)
+    assert same(loaded, {name: state[name] for name in state if name.startswith("small")})
+    assert caplog.records[-1].args[0].threads > 1
+    # And one place alone has one.
+    fastckpt.load(tmp_path / "c", keys="small1", io=io)
+    assert caplog.records[-1].args[0].threads == 1

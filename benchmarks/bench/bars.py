@@ -67,27 +67,32 @@ def over_best(
 ) -> Bar:
     """Return the bar on the rate of ``ours`` over that of the best peer at ``peers_operation``, by default the same.
 
-    It also tells what the raw device reaches over that peer, which is more than anybody can. ``among`` says who the
-    peers in ``results`` are, where these are not all.
+    It also tells what the raw device reaches over that peer, because nobody can do much better than that. ``among``
+    says who the peers in ``results`` are, where these are not all.
     """
     best = best_peer(results, peers_operation or operation)
     name, rate = best or ("the best peer", None)
     device = ratio(figure(results, "raw", "load" if operation == "into" else operation), rate)
     about = [among, name if best else "", f"the raw device {device:.3g}" if device else ""]
-    what = f"{operation}: times the best peer ({'; '.join(filter(None, about))})"
+    who = "" if ours == "fastckpt" else f"{ours}, "
+    what = f"{operation}: {who}times the best peer ({'; '.join(filter(None, about))})"
     return Bar(what.replace(" ()", ""), ratio(figure(results, ours, operation), rate), limit, at_least=True)
 
 
 def hot_bars(results: Results) -> list[Bar]:
     """Return the bars on hot loads: like is compared with like.
 
-    A peer that maps the file has copied and checked nothing yet; ours that does the same is held against it.
+    A peer that maps the file has copied and checked nothing yet; ours that does the same is held against it. Where a
+    load ends with writes, mapped pages are copied as well, and nobody counts as mapping.
     """
+    peers = {name: figures for name, figures in results.items() if is_peer(name)}
+    mapping = {name: figures for name, figures in peers.items() if is_mapped(figures.get("hot", {}))}
+    copying = {name: figures for name, figures in peers.items() if name not in mapping}
     bars = []
-    for mapped, ours, among in ((True, "fastckpt:mmap-only", "that map"), (False, "fastckpt", "that copy")):
-        peers = {n: pair for n, pair in results.items() if is_peer(n) and is_mapped(pair.get("hot", {})) == mapped}
-        mine = {ours: results[ours]} if ours in results else {}
-        bars.append(over_best({**peers, **mine}, "hot", 1.0, ours=ours, among=among))
+    for ours, among, theirs in (("fastckpt", "that copy", copying), ("fastckpt:mmap-only", "that map", mapping)):
+        if theirs or ours == "fastckpt":
+            mine = {ours: results[ours]} if ours in results else {}
+            bars.append(over_best({**theirs, **mine}, "hot", 1.0, ours=ours, among=among))
     return bars
 
 

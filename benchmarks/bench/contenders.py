@@ -227,7 +227,7 @@ def report_notes(report: Any) -> Notes:
 
 
 class Fastckpt(Contender):
-    """``fastckpt.save`` and ``fastckpt.load``, every byte verified."""
+    """``fastckpt.save`` and ``fastckpt.load``, every byte verified unless a variant's name says otherwise."""
 
     title = "**fastckpt**"
     kinds = NESTED | {"numpy"}

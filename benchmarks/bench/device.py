@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,17 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
     """Write or read ``size`` bytes with fio; return its seconds, CPU seconds and faults."""
     options = f"--name=raw --rw={kind} --bs={BLOCK} --iodepth={IN_FLIGHT} --direct=1 --ioengine=io_uring".split()
     options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
+    options.append("--thread")  # so that to kill it is to kill its job
     command = ["fio", *options, f"--size={size}", f"--filename={path}", "--output-format=json"]
     # With small pages the device gets smaller requests, and some are half as fast: not what they can do.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment)
+    limit = 60 + size / SLOWEST
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=limit)
     try:
-        done = run(timeout=60 + size / SLOWEST)
+        done = run()
     except subprocess.TimeoutExpired:
-        # Seen once: fio waited for its own job for ever, without using the processor.
+        # Seen once: it waited for its own job for ever, without using the processor.
+        print(f"fio did not come back from its {kind} of {path}; once more", file=sys.stderr)
         done = run()
     if done.returncode:
         raise OSError(f"fio failed to {kind} {path}: {done.stderr or done.stdout}")

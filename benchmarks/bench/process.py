@@ -168,7 +168,7 @@ class Process:
         """Return the answer of the process."""
         try:
             answer = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             reason = f"its process ended with status {self.process.exitcode}"
             raise ContenderError(self.name, Failure(reason, reason)) from None
@@ -176,14 +176,22 @@ class Process:
             raise ContenderError(self.name, answer)
         return answer
 
+    def send(self, message: Request | None) -> None:
+        """Tell the process something; if it is no more, what it said last, or its status, is the failure."""
+        try:
+            self.connection.send(message)
+        except ConnectionError:
+            self.receive()
+            raise
+
     def prepare(self, request: Request) -> None:
         """Have everything ready that the operation needs."""
-        self.connection.send(request)
+        self.send(request)
         self.note = self.receive()
 
     def go(self) -> Sample:
         """Do what was prepared."""
-        self.connection.send(None)
+        self.send(None)
         sample: Sample = self.receive()
         return sample
 

@@ -6,7 +6,7 @@ from typing import Any, TypedDict, final, type_check_only
 __all__ = [
     "DEBUG_BUILD",
     "Arena",
-    "Mapping",
+    "Mappings",
     "Reader",
     "Snapshot",
     "__version__",
@@ -139,13 +139,11 @@ def try_priority(nice: int | None, io_priority: str | None) -> None:
     """Whether a thread may have this niceness and I/O priority: ``OSError`` if not, ``ValueError`` for no priority."""
 
 @final
-class Mapping:
-    """A shard as private memory, unmapped with this object: what is written to it never reaches the file."""
+class Mappings:
+    """Shards as private memory, unmapped with this object: what is written to it never reaches the files."""
 
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    def address(self, shard: int) -> int:
+        """Where the first byte of a shard's file is; IndexError where it is not mapped."""
 
 @final
 class Arena:
@@ -236,17 +234,16 @@ class Reader:
         ``address``, called from worker threads.
         An extent that is read whole is compared with its checksum when ``verify`` is set.
         """
-    def map(
+    def map(self, tensors: Sequence[int]) -> Mappings:
+        """Map the shards that hold ``tensors``, but for empty ones. Nothing is read."""
+    def check(
         self,
+        mappings: Mappings,
         tensors: Sequence[int],
         *,
-        verify: bool,
         threads: int | None,
         tick: Callable[[int, int], None] | None,
-    ) -> tuple[list[Mapping | None], Report]:
-        """Map the shards that hold ``tensors``; return each shard's mapping, None for the others.
-
-        Every page of these tensors is read and compared with its checksum when ``verify`` is set, else none is.
-        """
+    ) -> Report:
+        """Read every page of ``tensors`` where they are mapped, and compare it with its checksum."""
     def verify(self, *, io: str, threads: int | None, tick: Callable[[int, int], None] | None) -> Verified:
         """Compare every byte with its checksum; report all damage."""

@@ -59,12 +59,15 @@ def load(
             read.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
-            checkpoints that are hot. As long as the tensors live nobody may change the files in place (a save to the
-            same path does not), and if their storage fails, touching a page ends the process with SIGBUS.
-        verify: compare every byte with its checksum. With ``mmap`` and without this, nothing is read yet.
+            checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
+            their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
+            it, does no harm on a local file system; on NFS another host must not.)
+        verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
+            pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. It takes from the page cache what is there.
+            With ``mmap`` there is only the page cache, whatever the variable says.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
 
@@ -151,14 +154,15 @@ def _load(
         composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
     else:
         wanted = check.found if origin is None else [token for token in tokens if is_tensor(token)]
+        numbers = sorted({token[1] for token in wanted}) if mmap else []
         if mmap:
-            numbers = sorted({token[1] for token in wanted})
-            with ticker("load", source, shown=progress) as tick:
-                targets.maps, report = reader.map(numbers, verify=verify, threads=threads, tick=tick)
+            targets.mappings = reader.map(numbers)
         targets.make(wanted)
     try:
-        if not mmap:
-            with ticker("load", source, shown=progress) as tick:
+        with ticker("load", source, shown=progress) as tick:
+            if targets.mappings is not None:
+                report = reader.check(targets.mappings, numbers if verify else [], threads=threads, tick=tick)
+            else:
                 report = reader.read(
                     targets.requests,
                     verify=verify,

@@ -57,7 +57,7 @@ class Report:
 
     Attributes:
         path: the checkpoint's directory, absolute.
-        bytes: bytes of tensor data moved.
+        bytes: bytes of tensor data moved; of a mapped load those checked.
         seconds: wall-clock seconds of the whole call.
         phases: seconds by phase, in order: ``plan``, ``write`` or ``read``, and for a save ``fsync`` and ``commit``.
         threads: worker threads used.

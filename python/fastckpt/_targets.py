@@ -26,14 +26,14 @@ class Targets:
     Attributes:
         requests: for the core: tensor, first byte, end, address; the address is 0 where a mover takes the bytes.
         movers: by request number.
-        maps: where shards are mapped, for each its mapping: then nothing need be asked for.
+        mappings: where shards are mapped, if they are: then nothing need be asked for.
     """
 
     def __init__(self, stored: Sequence[Stored], framework: str, device: Any = None) -> None:
         self.stored = stored
         self.framework = framework
         self.device = device
-        self.maps: Sequence[_core.Mapping | None] | None = None
+        self.mappings: _core.Mappings | None = None
         self.requests: list[tuple[int, int, int, int]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
@@ -137,7 +137,7 @@ class Targets:
             if nbytes:
                 self.ask(index, nbytes, 0, torch.mover_in(tensor))
             return tensor
-        if nbytes and self.maps is not None:
+        if nbytes and self.mappings is not None:
             return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
         tensor = empty(shape, found, offset, nbytes)
         if nbytes:
@@ -148,7 +148,7 @@ class Targets:
         _, _, _, _, offset, nbytes, _ = self.stored[index]
         found = self.array_dtype(index)
         shape = self.shape(index, found.itemsize)
-        if nbytes and self.maps is not None:
+        if nbytes and self.mappings is not None:
             return np.ndarray(shape, found, self._mapped(index, found.alignment))
         array = _numpy.empty(shape, found, offset, nbytes)
         self.ask(index, nbytes, _memory.address_of(array))
@@ -157,10 +157,8 @@ class Targets:
     def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
         """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
         _, _, _, shard, offset, nbytes, _ = self.stored[index]
-        assert self.maps is not None  # noqa: S101 - asked before
-        mapping = self.maps[shard]
-        assert mapping is not None  # noqa: S101 - the core maps each shard that it was asked for
-        memory = _memory.at(mapping.address + offset, nbytes, mapping)
+        assert self.mappings is not None  # noqa: S101 - asked before
+        memory = _memory.at(self.mappings.address(shard) + offset, nbytes, self.mappings)
         return memory.copy() if offset % alignment else memory
 
     def tensor_dtype(self, index: int) -> Any:
@@ -193,9 +191,10 @@ class Targets:
 
     def _bytes(self, tag: str, index: int) -> Any:
         nbytes = self.stored[index][5]
-        if nbytes and self.maps is not None:
+        if nbytes and self.mappings is not None:
             mapped = self._mapped(index, 1)
-            return _Pending(mapped.tobytes) if tag == "bytes" else bytearray(mapped)
+            # After they were checked.
+            return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
         if tag == "bytearray":
             value = bytearray(nbytes)
             if nbytes:

@@ -13,7 +13,7 @@ use crate::sys::priority::Priority;
 pub const BLOCK_SIZE: u64 = 4 << 20;
 /// Bytes of a block of a large checkpoint: less work a byte, and still enough of them for every worker (`docs/performance.md`).
 pub const LARGE_BLOCK_SIZE: u64 = 8 << 20;
-/// What is smaller than this, in bytes, is one block, or nearly so.
+/// What is smaller than this, in bytes, and lies together is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 /// From this size on a checkpoint is large, in bytes.
 pub const LARGE: u64 = 1 << 30;
@@ -98,8 +98,8 @@ pub struct Options {
     pub block_size: Option<u64>,
     /// For measurements: operations a ring keeps in flight.
     pub queue_depth: usize,
-    /// For measurements: whether what can move straight between memory and file does, or all goes through slabs; by default a rule
-    /// decides (`docs/performance.md`).
+    /// For measurements: whether what can move straight between memory and file does (but in short shards), or all goes through
+    /// slabs; by default a rule decides (`docs/performance.md`).
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,

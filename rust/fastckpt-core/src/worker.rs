@@ -122,12 +122,21 @@ impl Crew {
             Io::Threads => (Engine::Threads, None),
             Io::Buffered => (Engine::Buffered, None),
         };
-        let threads = options.threads.unwrap_or_else(|| match engine {
-            _ if bytes < SINGLE => 1,
+        let mut crew = Self { engine, fallback, threads: 1 };
+        // To count cores takes longer than to copy one small block.
+        if bytes >= SINGLE {
+            crew.staff(options);
+        }
+        crew
+    }
+
+    /// As many workers as the engine likes, if nobody says how many.
+    fn staff(&mut self, options: &Options) {
+        let threads = options.threads.unwrap_or_else(|| match self.engine {
             Engine::Uring => options::cores().min(RING_THREADS),
             Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
         });
-        Self { engine, fallback, threads: threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize) }
+        self.threads = threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize);
     }
 
     /// The errno for which another engine was left.
@@ -184,6 +193,10 @@ pub fn run<J: Job>(
     operation: &Operation,
     tick: Tick<'_>,
 ) -> Result<Moved> {
+    // A few bytes may lie far apart.
+    if job.blocks() > 1 && crew.threads == 1 {
+        crew.staff(options);
+    }
     let slab = buf::slab_size(job.largest()) as u64;
     let slabs = budget(J::WRITE) / slab;
     crew.threads = crew.threads.min(job.blocks()).clamp(1, slabs.max(1) as usize);
@@ -493,7 +506,8 @@ impl<J: Job> Worker<'_, '_, J> {
         self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
         self.moved.blocks.count(way);
         // Through the page cache the kernel copies too.
-        self.moved.copied += transfer.copied + if direct { 0 } else { so_far as u64 };
+        let by_kernel = if direct || way == Way::Mapped { 0 } else { so_far as u64 };
+        self.moved.copied += transfer.copied + by_kernel;
         self.slabs.extend(transfer.buf.into_slab());
         Ok(())
     }

@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fastckpt_core::read::{Checkpoint, Request};
-use fastckpt_core::sys::map::FileMap;
+use fastckpt_core::read::{Checkpoint, Maps, Request};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -21,20 +20,15 @@ struct Reader {
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Mapping {
-    map: Arc<FileMap>,
+struct Mappings {
+    maps: Maps,
 }
 
 #[pymethods]
-impl Mapping {
-    #[getter]
-    fn address(&self) -> usize {
-        self.map.address()
-    }
-
-    #[getter]
-    fn nbytes(&self) -> usize {
-        self.map.len()
+impl Mappings {
+    fn address(&self, shard: usize) -> PyResult<usize> {
+        let map = self.maps.get(shard).and_then(Option::as_ref);
+        map.map(|map| map.address()).ok_or_else(|| PyIndexError::new_err("this shard is not mapped"))
     }
 }
 
@@ -129,23 +123,27 @@ impl Reader {
         to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }
 
-    #[pyo3(signature = (tensors, *, verify, threads, tick))]
-    fn map<'py>(
+    fn map(&self, py: Python<'_>, tensors: Vec<usize>) -> PyResult<Mappings> {
+        let maps = py.detach(|| self.checkpoint.map(&tensors));
+        Ok(Mappings { maps: maps.map_err(|error| to_python(&error, &Raised::default()))? })
+    }
+
+    #[pyo3(signature = (mappings, tensors, *, threads, tick))]
+    fn check<'py>(
         &self,
         py: Python<'py>,
+        mappings: &Mappings,
         tensors: Vec<usize>,
-        verify: bool,
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
-    ) -> PyResult<(Vec<Option<Mapping>>, Bound<'py, PyDict>)> {
+    ) -> PyResult<Bound<'py, PyDict>> {
         let options = options("buffered", threads)?;
         let raised = Raised::default();
-        let outcome = py.detach(|| {
-            self.checkpoint.map(&tensors, verify, &options, &mut self::tick(tick.as_ref(), &raised))
+        let maps = &mappings.maps;
+        let report = py.detach(|| {
+            self.checkpoint.check(maps, &tensors, &options, &mut self::tick(tick.as_ref(), &raised))
         });
-        let (maps, report) = outcome.map_err(|error| to_python(&error, &raised))?;
-        let maps = maps.into_iter().map(|map| map.map(|map| Mapping { map })).collect();
-        Ok((maps, to_dict(py, &report)?))
+        to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }
 
     #[pyo3(signature = (*, io, threads, tick))]
@@ -167,6 +165,6 @@ impl Reader {
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Mapping>()?;
+    module.add_class::<Mappings>()?;
     module.add_class::<Reader>()
 }

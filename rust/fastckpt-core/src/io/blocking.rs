@@ -14,7 +14,9 @@ pub struct Blocking {
 #[must_use]
 pub fn transfer(mut op: Op) -> Done {
     let bytes = op.range.clone();
-    let result = if op.write {
+    let result = if let Some((map, range)) = op.buf.mapped() {
+        map.populate(range).map(|()| range.len())
+    } else if op.write {
         op.file.write_at(op.direct, &op.buf.slices(bytes), op.offset)
     } else {
         op.file.read_at(op.direct, &mut op.buf.slices_mut(bytes), op.offset)

@@ -370,20 +370,18 @@ impl Job for ReadJob<'_> {
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         // All pieces of a block are mapped, or none.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
-            if pieces.iter().any(|piece| piece.crc.is_some()) {
-                let path = self.checkpoint.path_of(&shard.file);
-                map.populate(&(read.start..read.end)).map_err(Error::io("read", &path))?;
-            }
-            let buf = Buf::new(None, Vec::new());
-            let (offset, way) = (read.start, Way::Mapped);
+            let need = (read.end - read.start) as usize;
+            let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
+            let (offset, buf, way) = (read.start, Buf::new(None, vec![part]), Way::Mapped);
+            let direct = false;
             return Ok(Transfer {
                 file,
                 offset,
-                range: 0..0,
-                need: 0,
+                range: 0..need,
+                need,
                 moved: 0,
                 buf,
-                direct: false,
+                direct,
                 way,
                 copied: 0,
             });

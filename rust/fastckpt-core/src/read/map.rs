@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
 use crate::error::{Error, Result};
-use crate::options::Options;
+use crate::options::{Io, Options};
 use crate::report::Report;
 use crate::source::Destination;
 use crate::sys::map::FileMap;
@@ -17,57 +17,16 @@ use crate::worker::{Crew, Tick};
 pub type Maps = Vec<Option<Arc<FileMap>>>;
 
 impl Checkpoint {
-    /// Maps the shards that hold `tensors`, by number. With `verify`, every page of these is read, and every extent compared with its
-    /// checksum, and so is the header of each shard; the first difference is an error. Without it nothing is read.
-    ///
-    /// `options` ask for [`crate::options::Io::Buffered`]: there is no other way to a mapping than the page cache.
-    pub fn map(
-        &self,
-        tensors: &[usize],
-        verify: bool,
-        options: &Options,
-        tick: Tick<'_>,
-    ) -> Result<(Maps, Report)> {
-        let operation = Operation::begin(Kind::Load, &self.path, options.step);
-        let outcome = self.map_and_check(tensors, verify, options, &operation, tick);
-        operation.end(telemetry::outcome(&outcome));
-        outcome
-    }
-
-    fn map_and_check(
-        &self,
-        tensors: &[usize],
-        verify: bool,
-        options: &Options,
-        operation: &Operation,
-        tick: Tick<'_>,
-    ) -> Result<(Maps, Report)> {
-        let begin = Instant::now();
+    /// Maps the shards that hold `tensors`, by number, but for those that hold empty ones only. Nothing is read.
+    pub fn map(&self, tensors: &[usize]) -> Result<Maps> {
         let mut maps: Maps = vec![None; self.body.shards.len()];
-        let mut requests = Vec::with_capacity(tensors.len());
-        let mut bytes = 0;
         for &tensor in tensors {
-            let Some(entry) = self.body.tensors.get(tensor) else {
-                return Err(Error::Invalid("there is no tensor of this number".to_owned()));
-            };
-            let end = entry.bytes();
-            if end == 0 {
-                continue;
+            let entry = self.body.tensors.get(tensor).ok_or_else(no_such_tensor)?;
+            if entry.bytes() > 0 && maps[entry.shard].is_none() {
+                maps[entry.shard] = Some(Arc::new(self.map_shard(entry.shard)?));
             }
-            let map = match &maps[entry.shard] {
-                Some(map) => Arc::clone(map),
-                None => Arc::clone(maps[entry.shard].insert(Arc::new(self.map_shard(entry.shard)?))),
-            };
-            bytes += end;
-            requests.push(Request { tensor, start: 0, end, destination: Destination::Mapped(map) });
         }
-        let mut crew = Crew::choose(options, bytes);
-        let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
-        if verify {
-            self.check_headers(&job.shards)?;
-        }
-        let report = self.run(&job, &mut crew, options, begin, operation, tick)?;
-        Ok((maps, report))
+        Ok(maps)
     }
 
     fn map_shard(&self, index: usize) -> Result<FileMap> {
@@ -76,4 +35,49 @@ impl Checkpoint {
         FileMap::new(file.fd(false), shard.bytes as usize)
             .map_err(Error::io("map", &self.path_of(&shard.file)))
     }
+
+    /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the header of each
+    /// shard; the first difference is an error. Of `options` the engine does not count: a mapping's pages are the page cache's.
+    pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
+        let options = Options { io: Io::Buffered, ..options.clone() };
+        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    fn compare_mapped(
+        &self,
+        maps: &Maps,
+        tensors: &[usize],
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
+        let begin = Instant::now();
+        let mut requests = Vec::with_capacity(tensors.len());
+        let mut bytes = 0;
+        for &tensor in tensors {
+            let entry = self.body.tensors.get(tensor).ok_or_else(no_such_tensor)?;
+            let end = entry.bytes();
+            if end > 0 {
+                let map = maps.get(entry.shard).and_then(Option::as_ref).ok_or_else(no_such_tensor)?;
+                bytes += end;
+                requests.push(Request {
+                    tensor,
+                    start: 0,
+                    end,
+                    destination: Destination::Mapped(Arc::clone(map)),
+                });
+            }
+        }
+        let mut crew = Crew::choose(options, bytes);
+        let job = ReadJob::new(self, requests, true, (crew.direct(), options), Outcome::Raise)?;
+        self.check_headers(&job.shards)?;
+        self.run(&job, &mut crew, options, begin, operation, tick)
+    }
+}
+
+fn no_such_tensor() -> Error {
+    Error::Invalid("a tensor of this number is not there, or not mapped".to_owned())
 }

@@ -263,6 +263,11 @@ impl<'a> WriteJob<'a> {
         }
     }
 
+    /// Whether the shard is left to be synced when its manifest is written.
+    pub(super) fn leaves_a_sync(&self) -> bool {
+        self.block_crcs.len() == 1
+    }
+
     /// Makes durable what the workers left for the end.
     pub(super) fn sync(&self, operation: &Operation) -> Result<()> {
         let (Some(file), Some(shard)) = (self.unsynced.get(), self.plan.shards.first()) else {
@@ -381,7 +386,7 @@ impl Job for WriteJob<'_> {
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
             file.cut(shard.bytes).map_err(|error| Error::io("cut to its length", &path())(error))?;
-            if self.block_crcs.len() == 1 {
+            if self.leaves_a_sync() {
                 // Its manifest follows at once, and a file system that has both makes them durable in one go.
                 let _ = self.unsynced.set(file);
             } else {

@@ -72,7 +72,6 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
     let moved = worker::run(&job, &mut crew, options, plan.block_size, operation, &mut *tick)?;
     operation.phase(Phase::Fsync);
-    operation.phase(Phase::Commit);
     let moving = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, moving);
 
@@ -85,6 +84,9 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
     };
     let body = job.body(created, saved, structure, metadata);
+    if !job.leaves_a_sync() {
+        operation.phase(Phase::Commit);
+    }
     let mut small = Vec::new();
     if body.shards.len() > 1 {
         small.push(workspace.write_file(manifest::INDEX_FILE, &manifest::encode_index(&body)?)?);
@@ -93,6 +95,7 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     let rest = Instant::now();
     job.sync(operation)?;
     let rest = rest.elapsed().as_secs_f64();
+    operation.phase(Phase::Commit);
     small.iter().try_for_each(SmallFile::sync)?;
     // From here on it is quick, and cannot be stopped half-way.
     if !tick(job.total(), job.total()) {

@@ -2,8 +2,10 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::buf::{Region, Slab, Source};
+use super::map::FileMap;
 
 /// One stretch.
 #[derive(Debug)]
@@ -14,6 +16,8 @@ pub enum Part {
     Source(Source),
     /// The caller's memory, to be filled from a file.
     Region(Region),
+    /// Bytes of the file where it is mapped, to be brought into memory; always the only part.
+    Mapped(Arc<FileMap>, Range<usize>),
 }
 
 impl Part {
@@ -21,7 +25,7 @@ impl Part {
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
-            Self::Slab(range) => range.len(),
+            Self::Slab(range) | Self::Mapped(_, range) => range.len(),
             Self::Source(source) => source.bytes().len(),
             Self::Region(region) => region.len(),
         }
@@ -71,10 +75,13 @@ impl Buf {
         &self.parts
     }
 
-    /// Whether any of the bytes are the caller's memory.
+    /// Where the file is mapped, and which of its bytes, if that is what this is.
     #[must_use]
-    pub fn is_straight(&self) -> bool {
-        self.parts.iter().any(|part| !matches!(part, Part::Slab(_)))
+    pub fn mapped(&self) -> Option<(&FileMap, &Range<usize>)> {
+        match self.parts.first() {
+            Some(Part::Mapped(map, range)) => Some((map, range)),
+            _ => None,
+        }
     }
 
     /// The slab's bytes; none without a slab.
@@ -99,6 +106,7 @@ impl Buf {
                 Part::Slab(range) => &self.slab()[range.clone()],
                 Part::Source(source) => source.bytes(),
                 Part::Region(region) => region,
+                Part::Mapped(map, range) => map.bytes(range.clone()),
             };
             let inside = clip(&range, at, bytes.len());
             at += bytes.len();
@@ -112,7 +120,7 @@ impl Buf {
     /// The bytes of `range`, counted over all parts, to be filled from a file.
     ///
     /// # Panics
-    /// If a part of it is a [`Part::Source`].
+    /// If a part of it is a [`Part::Source`] or [`Part::Mapped`].
     #[must_use]
     pub fn slices_mut(&mut self, range: Range<usize>) -> Vec<IoSliceMut<'_>> {
         let (mut at, mut passed) = (0, 0);
@@ -128,7 +136,7 @@ impl Buf {
                     part
                 }
                 Part::Region(region) => region,
-                Part::Source(_) => panic!("memory that is only read cannot be filled"),
+                Part::Source(_) | Part::Mapped(..) => panic!("memory that is only read cannot be filled"),
             };
             let inside = clip(&range, at, bytes.len());
             at += bytes.len();
@@ -187,7 +195,6 @@ mod tests {
             slice.copy_from_slice(with);
         }
         assert_eq!(&buf.slab()[..4], b"aBFg");
-        assert!(buf.is_straight());
         drop(buf);
         assert_eq!(&memory, b"CDE");
     }

@@ -52,9 +52,9 @@ impl FileMap {
     }
 
     /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a signal.
-    pub fn populate(&self, range: &Range<u64>) -> io::Result<()> {
-        let start = align::down(range.start, PAGE);
-        let end = align::up(range.end, PAGE).min(align::up(self.len as u64, PAGE));
+    pub fn populate(&self, range: &Range<usize>) -> io::Result<()> {
+        let start = align::down(range.start as u64, PAGE);
+        let end = align::up(range.end.min(self.len) as u64, PAGE);
         let len = end.saturating_sub(start) as usize;
         let at = self.base.as_ptr().wrapping_add(start as usize).cast();
         // The first has the file system read all of it at once, where faults would ask for little at a time.
@@ -77,7 +77,8 @@ impl FileMap {
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
         // SAFETY: the range lies in the mapping. To write through the address takes unsafe code, which has to wait until these bytes
-        // are no longer looked at: the binding gives the address away when a load has ended.
+        // are no longer looked at: Python gives what lies there away when the load has ended. Who changes the file in place meanwhile,
+        // which nobody may, changes bytes under a reader: their checksum is then wrong or was right, and nothing else depends on them.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().wrapping_add(range.start), range.len()) }
     }
 }
