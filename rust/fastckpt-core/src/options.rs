@@ -21,8 +21,8 @@ pub const LARGE: u64 = 1 << 30;
 pub const SHARD_SIZE: u64 = 5_000_000_000;
 /// A checkpoint is split over the workers only when their shares are larger than this, in bytes.
 pub const SPLIT_ABOVE: u64 = 256 << 20;
-/// Operations a ring keeps in flight: 8 blocks of 4 MiB saturate what was measured, more only adds latency.
-pub const QUEUE_DEPTH: usize = 8;
+/// Operations a ring keeps in flight, as far as slabs allow: those that go straight between memory and file need none.
+pub const QUEUE_DEPTH: usize = 16;
 /// The most that can be asked for.
 pub const MOST_DEPTH: usize = 32;
 /// Bytes of staging slabs in one save, all workers together.

@@ -160,6 +160,9 @@ const fn budget(write: bool) -> u64 {
 struct Shared<'a, J> {
     job: &'a J,
     depth: usize,
+    /// Bytes of slabs that one worker may have in flight, and that one block may need.
+    room: usize,
+    largest: usize,
     next: AtomicUsize,
     stop: AtomicBool,
     limiter: Option<Limiter>,
@@ -200,11 +203,10 @@ pub fn run<J: Job>(
     let slab = buf::slab_size(job.largest()) as u64;
     let slabs = budget(J::WRITE) / slab;
     crew.threads = crew.threads.min(job.blocks()).clamp(1, slabs.max(1) as usize);
-    let per_worker = slabs / crew.threads as u64;
     let depth = match crew.engine {
         // Whoever waits for the limit should not have completions lie unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
-        Engine::Uring => (per_worker as usize).clamp(1, options.queue_depth.clamp(1, options::MOST_DEPTH)),
+        Engine::Uring => options.queue_depth.clamp(1, options::MOST_DEPTH),
         Engine::Threads | Engine::Buffered => 1,
     };
     let total = job.total();
@@ -214,6 +216,8 @@ pub fn run<J: Job>(
     let shared = Shared {
         job,
         depth,
+        room: budget(J::WRITE) as usize / crew.threads,
+        largest: slab as usize,
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         limiter: options.bandwidth_limit.map(Limiter::new),
@@ -309,6 +313,8 @@ struct Flight {
     range: Range<usize>,
     need: usize,
     moved: usize,
+    /// Bytes of its slab.
+    staged: usize,
     way: Way,
     copied: u64,
     /// The rest goes through the page cache, which takes any length.
@@ -350,6 +356,7 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
         lane: shared.operation.lane(),
         backend,
         flights: (0..depth).map(|_| None).collect(),
+        staged: 0,
         slabs: Vec::new(),
         moved: Moved::default(),
     };
@@ -370,6 +377,9 @@ struct Worker<'a, 'b, J> {
     lane: Lane<'b>,
     backend: Box<dyn Backend>,
     flights: Vec<Option<Flight>>,
+    /// Bytes of slabs in flight.
+    staged: usize,
+    /// Free slabs, for the next blocks.
     slabs: Vec<Slab>,
     moved: Moved,
 }
@@ -377,7 +387,8 @@ struct Worker<'a, 'b, J> {
 impl<J: Job> Worker<'_, '_, J> {
     fn run(&mut self) -> Result<()> {
         loop {
-            while let Some(token) = self.flights.iter().position(Option::is_none) {
+            while let Some(token) = self.flights.iter().position(Option::is_none).filter(|_| self.has_room())
+            {
                 let block = self.shared.next.fetch_add(1, Ordering::Relaxed);
                 if block >= self.shared.job.blocks() || self.shared.stop.load(Ordering::Relaxed) {
                     break;
@@ -392,6 +403,12 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
+    /// Whether the slabs of one more block stay within the budget. Blocks that move straight need next to none, so that more of
+    /// them are in flight.
+    fn has_room(&self) -> bool {
+        self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
+    }
+
     /// Starts a block, and tells whether it is in flight past the page cache.
     fn start(&mut self, token: usize, block: usize) -> Result<bool> {
         let begin = self.lane.begin(self.shared.job.file(block));
@@ -399,8 +416,8 @@ impl<J: Job> Worker<'_, '_, J> {
         let mut slab = |len: usize| {
             buf::smallest_fit(slabs, len).map_or_else(
                 || {
-                    // One that is too small goes for each that comes, so that there are never more than operations.
-                    drop(slabs.pop());
+                    // The free ones are too small: they go, so that no more is held than was in flight.
+                    slabs.clear();
                     buf::take_slab(len)
                         .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
                 },
@@ -410,6 +427,8 @@ impl<J: Job> Worker<'_, '_, J> {
         let Transfer { file, offset, range, need, buf, direct, way, copied, .. } =
             shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
+        let staged = buf.slab().len();
+        self.staged += staged;
         self.pace(need);
         let submitted = self.lane.submitted(need as u64);
         self.flights[token] = Some(Flight {
@@ -419,6 +438,7 @@ impl<J: Job> Worker<'_, '_, J> {
             range: range.clone(),
             need,
             moved: 0,
+            staged,
             way,
             copied,
             cached: !direct,
@@ -499,7 +519,8 @@ impl<J: Job> Worker<'_, '_, J> {
                 Err(error)
             }
         };
-        let Flight { block, offset, range, need, moved: so_far, way, copied, .. } = flight;
+        let Flight { block, offset, range, need, moved: so_far, staged, way, copied, .. } = flight;
+        self.staged -= staged;
         let (file, buf, direct) = (op.file, op.buf, op.direct);
         let way = if direct || way.words().0 == "buffered" { way } else { Way::Refused };
         let mut transfer = Transfer { file, offset, range, need, moved: so_far, buf, direct, way, copied };
