@@ -265,6 +265,27 @@ def test_a_device_without_streams_is_waited_for(tmp_path, monkeypatch):
     assert same(to_host(fastckpt.load(tmp_path / "save", device=DEVICE)), to_host(state))
 
 
+@pytest.mark.parametrize("has_choice", [True, False])
+def test_whoever_waits_for_a_copy_sleeps_where_the_device_has_the_choice(tmp_path, monkeypatch, has_choice):
+    waited = []
+
+    class Watched(standin.Event):
+        def __init__(self, **options):
+            if options and not has_choice:
+                raise TypeError("an unexpected keyword argument")
+            super().__init__(**options)
+
+        def synchronize(self):
+            waited.append(self.blocking)
+            super().synchronize()
+
+    monkeypatch.setattr(type(torch.get_device_module(DEVICE)), "Event", Watched)
+    state = {"w": torch.arange(1 << 20).to(DEVICE)}
+    fastckpt.save(state, tmp_path / "c")
+    assert same(to_host(fastckpt.load(tmp_path / "c", device=DEVICE)), to_host(state))
+    assert set(waited) == {has_choice}
+
+
 def test_loads_and_saves_in_many_threads_share_the_lanes(tmp_path):
     state = host_state()
     fastckpt.save(state, tmp_path / "c")

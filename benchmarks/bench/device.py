@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -94,6 +95,27 @@ def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
         return {key: getattr(sample, key) for key in ("seconds", "user", "system", "minor", "major")}
     finally:
         os.close(descriptor)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+MADV_POPULATE_WRITE = 23
+
+
+def back_memory(size: int) -> None:
+    """Touch ``size`` bytes of memory and give them back, so that whoever comes next finds free pages that are backed.
+
+    A host may take the free pages of a virtual machine back, and their next touch then costs seconds a GB. Who has
+    saved through the page cache would find its pages, dropped a moment ago, and who has not would pay.
+    """
+    with mmap.mmap(-1, size) as memory:
+        with contextlib.suppress(OSError):  # advice only
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory.madvise(MADV_POPULATE_WRITE)
+        except OSError:  # before Linux 5.14
+            for page in range(0, size, mmap.PAGESIZE):
+                memory[page] = 1
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------

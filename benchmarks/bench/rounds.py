@@ -2,7 +2,8 @@
 
 The next round begins with another contender and goes the other way round, so that nobody always follows the same
 neighbour; the speed of a shared disk drifts, and so figures are medians over rounds. Before each load the page cache is
-dropped or, for a hot one, filled with the files. In the first round every result is compared with the state.
+dropped or, for a hot one, filled with the files, and before each operation as much free memory is made ready as the
+most wasteful contender takes. In the first round every result is compared with the state.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.contenders import registry
-from bench.device import drop_caches, remove, warm_caches
+from bench.device import back_memory, drop_caches, remove, warm_caches
 from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     Samples = dict[str, dict[str, list[Sample]]]
 
+# So much memory, as a multiple of the state, is made ready for each operation: for what is loaded, and for the page
+# cache of those who read through it.
+MEMORY = 2.25
 # Without these there is nothing to compare: their failure ends the run.
 ESSENTIAL = ("raw", "fastckpt")
 
@@ -146,6 +150,7 @@ class Rounds:
             warm_caches(request.path)
         else:
             self.outcome.caches = drop_caches(request.path)
+        back_memory(int(MEMORY * self.workload.bytes))
 
     def turn(self, name: str, number: int) -> None:
         """Let one contender do all operations once."""

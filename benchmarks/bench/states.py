@@ -42,6 +42,11 @@ class Workload:
         amount = f"{self.size / GB:g} GB" if self.size >= GB else f"{self.size / MB:g} MB"
         return f"{'model' if self.kind == 'small' else self.kind}: {amount}"
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the state, roughly."""
+        return self.size * max(1, self.count)
+
     def make(self) -> Any:
         """Return the state."""
         if self.kind == "many":

@@ -67,7 +67,7 @@ class Lane:
         if self.stream is None:
             self.module.synchronize(self.device)
             return None
-        event = self.module.Event()
+        event = _event(self.module)
         event.record(self.stream)
         return event
 
@@ -84,6 +84,14 @@ class Lane:
         if self.stream is not None:
             with _selected(self.module, self.device):
                 self.stream.synchronize()
+
+
+def _event(module: ModuleType) -> Any:
+    """An event whose waiter sleeps: CUDA's would spin, on a core that training may want."""
+    try:
+        return module.Event(blocking=True)
+    except TypeError:  # not every kind of device has the choice
+        return module.Event()
 
 
 def _selected(module: ModuleType, device: Any) -> Any:

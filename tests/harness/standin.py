@@ -91,7 +91,8 @@ class Stream:
 class Event:
     """A point in a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking = blocking
         self.done = threading.Event()
         self.done.set()
         self.stream: Stream | None = None

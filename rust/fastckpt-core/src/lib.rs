@@ -11,6 +11,7 @@
 pub mod align;
 pub mod checksum;
 pub mod commit;
+pub mod crew;
 pub mod error;
 pub mod io;
 pub mod limit;

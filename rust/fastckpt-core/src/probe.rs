@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::crew::Crew;
 use crate::io::uring;
 use crate::options::{self, Options, STAGING_BUDGET};
 use crate::report::Fallback;
@@ -22,7 +23,6 @@ use crate::sys::cachestat::cached_pages;
 use crate::sys::file::{DataFile, open_directory};
 use crate::sys::probe::{memory_advice, ring_calls};
 use crate::telemetry::layout::Segment;
-use crate::worker::Crew;
 
 /// Bytes of the trial file: enough for a few large pages.
 const TRIAL: usize = 256 << 10;

@@ -10,12 +10,13 @@ use std::thread;
 use std::time::Duration;
 
 use crate::align::{self, PAGE};
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
 use crate::io::{Backend, Engine, Op, uring};
 use crate::limit::Limiter;
-use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, SINGLE, STAGING_BUDGET};
+use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
 use crate::report::{Blocks, Fallback, Way};
 use crate::sys::buf::{self, Slab};
 use crate::sys::file::DataFile;
@@ -24,10 +25,6 @@ use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
 const TICK: Duration = Duration::from_millis(100);
-/// Threads of the engine that has one operation in flight each: enough to keep a device busy while others copy.
-const BLOCKING_THREADS: usize = 4;
-/// More ring threads than this were never faster: copying, not submitting, is what they share.
-const RING_THREADS: usize = 8;
 
 /// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
 pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
@@ -95,60 +92,6 @@ pub trait Job: Sync {
         moved: io::Result<()>,
         lane: &Lane<'_>,
     ) -> Result<()>;
-}
-
-/// Who runs a job.
-#[derive(Debug, Clone)]
-pub struct Crew {
-    /// The engine.
-    pub engine: Engine,
-    /// Why it is not the one that was asked for.
-    pub fallback: Option<Fallback>,
-    /// Number of workers.
-    pub threads: usize,
-}
-
-impl Crew {
-    /// Chooses engine and number of workers for `bytes`. The probe for a ring is the ring itself, in the calling thread.
-    #[must_use]
-    pub fn choose(options: &Options, bytes: u64) -> Self {
-        let (engine, fallback) = match options.io {
-            // A ring has nothing to gain with one operation, and setting it up costs more than that.
-            Io::Auto if bytes < SINGLE => (Engine::Threads, None),
-            Io::Auto | Io::Uring | Io::Direct => match uring::open() {
-                Ok(_) => (Engine::Uring, None),
-                Err(reason) => (Engine::Threads, Some(reason)),
-            },
-            Io::Threads => (Engine::Threads, None),
-            Io::Buffered => (Engine::Buffered, None),
-        };
-        let mut crew = Self { engine, fallback, threads: 1 };
-        // To count cores takes longer than to copy one small block.
-        if bytes >= SINGLE {
-            crew.staff(options);
-        }
-        crew
-    }
-
-    /// As many workers as the engine likes, if nobody says how many.
-    fn staff(&mut self, options: &Options) {
-        let threads = options.threads.unwrap_or_else(|| match self.engine {
-            Engine::Uring => options::cores().min(RING_THREADS),
-            Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
-        });
-        self.threads = threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize);
-    }
-
-    /// The errno for which another engine was left.
-    fn errno(&self) -> Option<i32> {
-        self.fallback.as_ref().map(|fallback| fallback.errno)
-    }
-
-    /// Whether files are to be opened for direct I/O.
-    #[must_use]
-    pub fn direct(&self) -> bool {
-        self.engine != Engine::Buffered
-    }
 }
 
 /// Bytes of staging slabs for the workers of a save, or of a load.

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::options::{Io, Options};
 use crate::report::Report;
 use crate::source::Destination;
 use crate::sys::map::FileMap;
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::{Crew, Tick};
+use crate::worker::Tick;
 
 /// For each shard of a checkpoint its mapping, where one was asked for.
 pub type Maps = Vec<Option<Arc<FileMap>>>;

@@ -14,6 +14,7 @@ use self::job::{Outcome, ReadJob};
 pub use self::map::Maps;
 use crate::checksum;
 use crate::commit;
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Body};
 use crate::options::Options;
@@ -21,7 +22,7 @@ use crate::report::{Damage, Report};
 use crate::source::Destination;
 use crate::sys::file::{self, DataFile};
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::{self, Crew, Tick};
+use crate::worker::{self, Tick};
 
 /// How often a checkpoint is opened again that is replaced meanwhile.
 const TURNS: usize = 100;

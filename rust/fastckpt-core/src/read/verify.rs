@@ -8,6 +8,7 @@ use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
 use crate::align;
 use crate::checksum;
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::ShardEntry;
 use crate::options::Options;
@@ -15,7 +16,7 @@ use crate::report::{Damage, Report};
 use crate::source::Destination;
 use crate::sys::file;
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::{Crew, Tick};
+use crate::worker::Tick;
 
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all that differs.

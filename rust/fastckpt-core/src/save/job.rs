@@ -12,6 +12,7 @@ use super::Request;
 use crate::align::{self, PAGE, STRAIGHT};
 use crate::checksum::{self, Side};
 use crate::commit::Workspace;
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::io::files::OpenFiles;
 use crate::manifest::{Body, Saved, ShardEntry, TensorEntry, TrueType, Writer};
@@ -24,7 +25,7 @@ use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::{Lane, Operation, State};
-use crate::worker::{Crew, Job, Transfer};
+use crate::worker::{Job, Transfer};
 
 fn too_short() -> Error {
     Error::Invalid("a tensor is shorter than its shape".to_owned())

@@ -10,6 +10,7 @@ use serde_json::value::RawValue;
 
 use self::job::WriteJob;
 use crate::commit::{SmallFile, Workspace};
+use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Saved};
 use crate::options::{self, Options};
@@ -18,7 +19,7 @@ use crate::report::Report;
 use crate::source::Content;
 use crate::sys::file::DataFile;
 use crate::telemetry::{self, Kind, Operation, Phase};
-use crate::worker::{self, Crew, Job as _, Tick};
+use crate::worker::{self, Job as _, Tick};
 
 /// What is to be saved, beside the tensors' content.
 #[derive(Debug)]
