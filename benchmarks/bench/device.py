@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import BLOCK, IN_FLIGHT, MB
 from bench.measure import measure
+from fastckpt._bench import caches, raw
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Bytes a second; what takes longer than this allows hangs.
 SLOWEST = 10 * MB
@@ -66,35 +70,13 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
 
 
 def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
-    """Write or read ``size`` bytes with O_DIRECT from Python threads; return the same."""
-    buffers = [mmap.mmap(-1, BLOCK) for _ in range(IN_FLIGHT)]
-    for buffer in buffers:
-        buffer.write(os.urandom(BLOCK))
-    flags = os.O_RDWR | os.O_CREAT if kind == "write" else os.O_RDONLY
-    descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
-
-    def work(worker: int) -> None:
-        for offset in range(worker * BLOCK, size, IN_FLIGHT * BLOCK):
-            buffer = buffers[worker]
-            moved = (
-                os.pwrite(descriptor, buffer, offset) if kind == "write" else os.preadv(descriptor, [buffer], offset)
-            )
-            if moved != BLOCK:
-                raise OSError(f"{kind} of {path} at {offset} moved {moved} of {BLOCK} bytes")
-
-    def go() -> None:
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            list(pool.map(work, range(IN_FLIGHT)))
-        if kind == "write":
-            os.fsync(descriptor)
-
-    try:
-        if kind == "write":
-            os.posix_fallocate(descriptor, 0, size)
-        sample, _ = measure(go)
-        return {key: getattr(sample, key) for key in ("seconds", "user", "system", "minor", "major")}
-    finally:
-        os.close(descriptor)
+    """Write or read ``size`` bytes as ``fastckpt bench`` does: with O_DIRECT from Python threads; return the same."""
+    device = raw.Device()
+    transfer = device.write(path, size) if kind == "write" else device.read(path)
+    sample, _ = measure(lambda: transfer.run(time.monotonic()))
+    if not transfer.direct:
+        raise OSError(errno.EINVAL, f"no direct I/O to {kind} it", str(path))
+    return {key: getattr(sample, key) for key in ("seconds", "user", "system", "minor", "major")}
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -108,7 +90,8 @@ def back_memory(size: int) -> None:
     A host may take the free pages of a virtual machine back, and their next touch then costs seconds a GB. Who has
     saved through the page cache would find its pages, dropped a moment ago, and who has not would pay.
     """
-    with mmap.mmap(-1, size) as memory:
+    # Private, because shared memory is in small pages.
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with contextlib.suppress(OSError):  # advice only
             memory.madvise(mmap.MADV_HUGEPAGE)
         try:
@@ -121,31 +104,13 @@ def back_memory(size: int) -> None:
 # -- the page cache ----------------------------------------------------------------------------------------------------
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the regular files in ``path``, all levels."""
-    return [file for file in sorted(path.rglob("*")) if file.is_file()]
-
-
 def drop_caches(path: Path) -> str:
     """Make the files in ``path`` cold; return how."""
     os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        for file in files_of(path):
-            with file.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return "dropped file by file with posix_fadvise (/proc/sys/vm/drop_caches is not writable here)"
-    return "dropped through /proc/sys/vm/drop_caches"
-
-
-def warm_caches(path: Path) -> None:
-    """Have every byte of the files in ``path`` in the page cache."""
-    buffer = bytearray(BLOCK)
-    for file in files_of(path):
-        with file.open("rb", buffering=0) as opened:
-            while opened.readinto(buffer):
-                pass
+    if caches.drop():
+        return "dropped through /proc/sys/vm/drop_caches"
+    caches.forget(path)
+    return "dropped file by file with posix_fadvise (/proc/sys/vm/drop_caches is not writable here)"
 
 
 def fsync_tree(path: Path) -> None:

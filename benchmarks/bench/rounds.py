@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.contenders import registry
-from bench.device import back_memory, drop_caches, remove, warm_caches
+from bench.device import back_memory, drop_caches, remove
 from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
+from fastckpt._bench import caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +148,7 @@ class Rounds:
             # Nothing of an earlier turn may still be on its way to the disk.
             os.sync()
         elif request.operation == "hot":
-            warm_caches(request.path)
+            caches.warm(request.path)
         else:
             self.outcome.caches = drop_caches(request.path)
         back_memory(int(MEMORY * self.workload.bytes))

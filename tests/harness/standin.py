@@ -118,23 +118,14 @@ def current_stream(device: Any = None) -> Stream:
 
 
 @contextmanager
-def _stream(stream: Stream) -> Any:
-    before = getattr(_local, "stream", None)
-    _local.stream = stream
+def _held(name: str, value: Any) -> Any:
+    """Inside, the thread's own ``name`` is ``value``."""
+    before = getattr(_local, name, None)
+    setattr(_local, name, value)
     try:
         yield
     finally:
-        _local.stream = before
-
-
-@contextmanager
-def _device(device: Any) -> Any:
-    before = getattr(_local, "selected", False)
-    _local.selected = True
-    try:
-        yield
-    finally:
-        _local.selected = before
+        setattr(_local, name, before)
 
 
 class _Module:
@@ -143,8 +134,8 @@ class _Module:
     Stream = Stream
     Event = Event
     current_stream = staticmethod(current_stream)
-    stream = staticmethod(_stream)
-    device = staticmethod(_device)
+    stream = staticmethod(lambda stream: _held("stream", stream))
+    device = staticmethod(lambda _device: _held("selected", True))
 
     def is_initialized(self) -> bool:
         return True
