@@ -3,6 +3,8 @@
 use std::hint::black_box;
 use std::path::Path;
 
+use crc_fast::CrcAlgorithm::Crc64Nvme;
+use crc_fast::checksum_combine;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use fastckpt_core::options::BLOCK_SIZE;
 use fastckpt_core::plan::{TensorSpec, plan};
@@ -116,6 +118,17 @@ fn checksums(c: &mut Criterion) {
             checksum::copy(black_box(&mut to), black_box(&from), side)
         });
     });
+    group.finish();
+
+    let mut group = c.benchmark_group("combine");
+    for len in [4 << 20, (4 << 20) - 1] {
+        group.bench_function(format!("ours/{len}"), |b| {
+            b.iter(|| checksum::combine(black_box(1), black_box(2), black_box(len)));
+        });
+        group.bench_function(format!("crate/{len}"), |b| {
+            b.iter(|| checksum_combine(Crc64Nvme, black_box(1), black_box(2), black_box(len)));
+        });
+    }
     group.finish();
 }
 

@@ -216,7 +216,7 @@ impl<'a> ReadJob<'a> {
                 let (head, tail) = (copy(before, from), copy(after, rest));
                 let middle = match &buf.parts()[*part] {
                     Part::Region(region) if check => {
-                        let sum = checksum::combine(head, checksum::of(region), region.len() as u64);
+                        let sum = checksum::append(head, region);
                         checksum::combine(sum, tail, after.len() as u64)
                     }
                     _ => 0,

@@ -215,7 +215,7 @@ impl Checkpoint {
             for (field, byte) in length_field.iter_mut().skip(at as usize).zip(&piece[..got]) {
                 *field = *byte;
             }
-            crc = checksum::combine(crc, checksum::of(&piece[..got]), got as u64);
+            crc = checksum::append(crc, &piece[..got]);
             at += got as u64;
         }
         // A forged manifest may vouch for a header that other readers would take for another length.

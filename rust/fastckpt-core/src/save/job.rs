@@ -197,38 +197,35 @@ impl<'a> WriteJob<'a> {
             shard.header.get(offset as usize..shard.header.len().min(end as usize)).unwrap_or_default();
         bytes[..header.len()].copy_from_slice(header);
         let mut parts = Vec::new();
-        // How far the slab is filled, how much of it is in `parts`, and the CRC of what is in `parts`.
-        let (mut at, mut taken, mut crc) = (header.len(), 0, checksum::of(&[]));
-        let mut whole_block = None;
+        // How far the slab is filled, how much of it is in `parts`, how much in `crc`, and the CRC of the block so far.
+        let (mut at, mut taken, mut summed, mut crc) = (header.len(), 0, 0, checksum::of(&[]));
         for Piece { extent, straight } in &pieces {
             let number = self.first_extent[extent.tensor] + extent.index as usize;
             let edge = straight.as_ref().map_or(extent.len, |s| s.range.start - extent.offset) as usize;
-            let mut sum = self.copy(extent, 0, &mut bytes[at..at + edge])?;
+            let before = at;
             at += edge;
+            let mut sum = self.copy(extent, 0, &mut bytes[before..at])?;
             if let Some(Straight { range, memory }) = straight {
                 if at > taken {
-                    crc = checksum::combine(crc, checksum::of(&bytes[taken..at]), (at - taken) as u64);
                     parts.push(Part::Slab(taken..at));
                     taken = at;
                 }
-                let len = range.end - range.start;
-                let inner = checksum::of(memory.bytes());
-                crc = checksum::combine(crc, inner, len);
                 parts.push(Part::Source(*memory));
+                sum = checksum::combine(sum, checksum::of(memory.bytes()), range.end - range.start);
                 let edge = (extent.offset + extent.len - range.end) as usize;
                 let tail = self.copy(extent, range.end - extent.offset, &mut bytes[at..at + edge])?;
                 at += edge;
-                sum = checksum::combine(checksum::combine(sum, inner, len), tail, edge as u64);
-            } else if extent.len as usize == need {
-                whole_block = Some(sum);
+                sum = checksum::combine(sum, tail, edge as u64);
+            }
+            // To combine the CRCs of small extents would cost more than one more pass over what is in cache.
+            if extent.len >= STRAIGHT {
+                crc = checksum::append(crc, &bytes[summed..before]);
+                crc = checksum::combine(crc, sum, extent.len);
+                summed = at;
             }
             self.extent_crcs[number].store(sum, Ordering::Relaxed);
         }
-        if at > taken {
-            // Combining the CRCs of many small extents would cost more than one more pass over a block in cache.
-            let rest = whole_block.unwrap_or_else(|| checksum::of(&bytes[taken..at]));
-            crc = checksum::combine(crc, rest, (at - taken) as u64);
-        }
+        crc = checksum::append(crc, &bytes[summed..at]);
         self.block_crcs[block].store(crc, Ordering::Relaxed);
         let way = match (straight > 0, direct) {
             (_, false) => {
