@@ -84,6 +84,21 @@ def test_every_way_brings_the_same_bytes(tmp_path, monkeypatch, zero_copy, engin
         assert same(fastckpt.load(tmp_path / "c", io=reader), state)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 4095, 4096, 4097])
+def test_files_end_anywhere(tmp_path, monkeypatch, beyond, engine):
+    """At a block, within the page before or after, and with a block of less than a page."""
+    block = 1 << 16
+    monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(block))
+    array = memory(3 * block - 4096 + beyond, 0)  # after a header of one page
+    report = fastckpt.save({"a": array}, tmp_path / "c", io=engine, threads=1)
+    (shard,) = (tmp_path / "c").glob("*.safetensors")
+    assert shard.stat().st_size == 3 * block + beyond
+    assert manifest.read(tmp_path / "c")["a"].data == array.tobytes()
+    assert report.ways.get("buffered: less than a page", 0) == (engine != "buffered" and beyond in (1, 4095))
+    assert np.array_equal(fastckpt.load(tmp_path / "c", io=engine)["a"], array)
+
+
 def test_what_lies_right_is_not_copied(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
     state = {"a": memory(32 * MIB, 64), "b": memory(32 * MIB, 64)}

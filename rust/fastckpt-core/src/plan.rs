@@ -295,12 +295,7 @@ fn lay_out(tensors: &[TensorSpec], sizes: &[u64], members: &[usize], file: Strin
         placements.push(Placement { tensor, offset: at, bytes: sizes[tensor] });
         at = end;
     }
-    // Where memory lies does not matter to a short file, which is copied. To end where a page does saves cutting it to its length.
-    let residue = if at < SINGLE {
-        (align::up(at, PAGE) - at) / DATA_ALIGNMENT * DATA_ALIGNMENT
-    } else {
-        residue(tensors, sizes, &order)
-    };
+    let residue = residue(tensors, sizes, &order);
     let header = header(entries, &file, residue)?;
     let data = header.len() as u64;
     for placement in &mut placements {
@@ -377,28 +372,13 @@ mod tests {
             let plan = plan(&tensors.collect::<Vec<_>>(), u64::MAX, 1, BLOCK).unwrap();
             plan.shards[0].header.len() as u64 % PAGE
         };
-        let page = SINGLE;
+        let page = 4096;
         assert_eq!(residues(&[(2 * page, 16), (3 * page, 64), (page, 16)]), 16);
         assert_eq!(residues(&[(2 * page, 16), (3 * page + 4096, 64)]), 64);
         // What has no whole pages, or would leave the file's elements unaligned, has no say.
         assert_eq!(residues(&[(2 * page + 1, 16), (page, 64), (0, 32)]), 64);
         assert_eq!(residues(&[(page, 8)]), 0);
         assert_eq!(residues(&[(page, 4096 + 32)]), 32);
-    }
-
-    #[test]
-    fn a_short_file_ends_where_a_page_does() {
-        let file = |bytes, residue| {
-            let tensor = TensorSpec { residue: Some(residue), ..spec("t", Dtype::U8, &[bytes]) };
-            plan(&[tensor], u64::MAX, 1, BLOCK).unwrap().shards.remove(0)
-        };
-        for bytes in [0, 16, 4096, 1 << 20, SINGLE - 16] {
-            assert_eq!(file(bytes, 64).bytes % PAGE, 0, "{bytes}");
-        }
-        // Unless its elements would be unaligned for it.
-        let odd = file(SINGLE - 1, 64);
-        assert_eq!((odd.header.len() as u64 % DATA_ALIGNMENT, odd.bytes % PAGE), (0, PAGE - 1));
-        assert!(odd.is_short() && !file(SINGLE, 64).is_short());
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub enum Way {
     Mapped,
     /// Likewise: this file, or an operation on it, refuses direct I/O.
     Refused,
-    /// Likewise: what a direct operation left was less than a page.
+    /// Likewise: it is less than a page, or what a short direct operation left of it.
     Remainder,
 }
 
@@ -73,7 +73,7 @@ impl Way {
             Self::Cached => ("buffered", "in the page cache"),
             Self::Mapped => ("buffered", "mapped"),
             Self::Refused => ("buffered", "direct I/O refused"),
-            Self::Remainder => ("buffered", "remainder of a short operation"),
+            Self::Remainder => ("buffered", "less than a page"),
         }
     }
 }

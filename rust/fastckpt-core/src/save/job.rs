@@ -165,12 +165,13 @@ impl<'a> WriteJob<'a> {
     }
 
     /// Makes the `need` bytes of `shard` from `offset` on ready to be written, and takes note of their checksums: what cannot be
-    /// written from where it lies is copied to a slab, in the same order.
+    /// written from where it lies is copied to a slab, in the same order. Past the page cache only whole pages go: what is beyond the
+    /// last of them is written here.
     fn assemble(
         &self,
         block: usize,
         (shard, offset): (&Shard, u64),
-        (need, direct): (usize, bool),
+        (need, file, direct): (usize, &DataFile, bool),
         slab: &mut dyn FnMut(usize) -> Result<Slab>,
     ) -> Result<(Buf, Way, u64)> {
         let end = offset + need as u64;
@@ -187,9 +188,8 @@ impl<'a> WriteJob<'a> {
             pieces.push(Piece { extent, straight: straight.ok() });
         }
         let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
-        // A direct write ends at a whole page; what goes beyond the file's length is cut off at the end.
-        let whole = if direct { align::up(need as u64, PAGE) as usize } else { need };
-        let staged = whole - straight as usize;
+        let staged = need - straight as usize;
+        let tail = if direct { need % PAGE as usize } else { 0 };
         let mut slab = if staged > 0 { Some(slab(staged)?) } else { None };
         let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..staged]);
 
@@ -239,10 +239,13 @@ impl<'a> WriteJob<'a> {
             (false, true) => reason.1,
         };
         let copied = at as u64;
-        bytes[at..].fill(0); // goes to the disk until the file is cut to its length
-        if staged > taken {
-            parts.push(Part::Slab(taken..staged));
+        let whole = staged - tail;
+        if whole > taken {
+            parts.push(Part::Slab(taken..whole));
         }
+        // Now, so that it goes to the disk beside the rest, and the sync need not wait for it.
+        file.write_tail(&bytes[whole..], end - tail as u64)
+            .map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
         Ok((Buf::new(slab, parts), way, copied))
     }
 
@@ -361,8 +364,10 @@ impl Job for WriteJob<'_> {
             if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
         })?;
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
-        let direct = file.is_direct();
-        let (buf, way, copied) = self.assemble(block, (shard, offset), (need, direct), slab)?;
+        let past = file.is_direct();
+        let direct = past && need >= PAGE as usize;
+        let (buf, way, copied) = self.assemble(block, (shard, offset), (need, &file, direct), slab)?;
+        let way = if past && !direct { Way::Remainder } else { way };
         let len = buf.parts().iter().map(Part::len).sum();
         Ok(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied })
     }
@@ -383,7 +388,6 @@ impl Job for WriteJob<'_> {
         lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
-            file.cut(shard.bytes).map_err(|error| Error::io("cut to its length", &path())(error))?;
             if self.leaves_a_sync() {
                 // Its manifest follows at once, and a file system that has both makes them durable in one go.
                 let _ = self.unsynced.set(file);

@@ -9,7 +9,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveF
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
-use crate::align::{self, PAGE};
+use crate::align::PAGE;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
@@ -100,16 +100,15 @@ enum Residency {
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates `name` inside `directory` (it must not exist) with the pages of `len` bytes allocated, so that no write extends it
-    /// (the last one writes a whole page) and a full file system is noticed before the first byte. The mode is 0666 less the umask.
+    /// Creates `name` inside `directory` (it must not exist) with `len` bytes allocated, so that no write extends it and a full file
+    /// system is noticed before the first byte. The mode is 0666 less the umask.
     pub fn create(directory: BorrowedFd<'_>, name: &str, len: u64) -> io::Result<()> {
-        let size = align::up(len, PAGE);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
-        match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, size)) {
+        match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, len)) {
             // Not on this file system: the size at least can be final.
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                retry_on_intr(|| fs::ftruncate(&fd, size))?;
+                retry_on_intr(|| fs::ftruncate(&fd, len))?;
             }
             other => other?,
         }
@@ -225,9 +224,18 @@ impl DataFile {
         Ok(written)
     }
 
-    /// Cuts a file made by [`DataFile::create`] to its `len` bytes. To cut a page, a file system reads it and writes it again.
-    pub fn cut(&self, len: u64) -> io::Result<()> {
-        if align::is(len, PAGE) { Ok(()) } else { Ok(retry_on_intr(|| fs::ftruncate(&self.cached, len))?) }
+    /// Writes all of `tail`, the less than a page at the end of a file, through the page cache: past it, only whole pages go.
+    pub fn write_tail(&self, tail: &[u8], offset: u64) -> io::Result<()> {
+        let mut done = 0;
+        while done < tail.len() {
+            match self.write_at(false, &[IoSlice::new(&tail[done..])], offset + done as u64) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(moved) => done += moved,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report success the
