@@ -4,8 +4,10 @@ use crate::io::{Engine, uring};
 use crate::options::{self, Io, Options, SINGLE, STAGING_BUDGET};
 use crate::report::Fallback;
 
-/// Threads of the engine that has one operation in flight each: enough to keep a device busy while others copy.
-const BLOCKING_THREADS: usize = 4;
+/// Threads of the engine that has one direct operation in flight each: enough to keep a device busy while others copy.
+const BLOCKING_THREADS: usize = 12;
+/// Threads that go through the page cache, where the processor does the work and a file takes one writer at a time.
+const BUFFERED_THREADS: usize = 4;
 /// More ring threads than this were never faster: copying, not submitting, is what they share.
 const RING_THREADS: usize = 8;
 
@@ -46,7 +48,8 @@ impl Crew {
     pub(crate) fn staff(&mut self, options: &Options) {
         let threads = options.threads.unwrap_or_else(|| match self.engine {
             Engine::Uring => options::cores().min(RING_THREADS),
-            Engine::Threads | Engine::Buffered => options::cores().max(BLOCKING_THREADS),
+            Engine::Threads => options::cores().max(BLOCKING_THREADS),
+            Engine::Buffered => options::cores().max(BUFFERED_THREADS),
         });
         self.threads = threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize);
     }

@@ -9,32 +9,22 @@ use crate::io::fault::FaultPlan;
 use crate::manifest;
 use crate::sys::priority::Priority;
 
-/// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2).
+/// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
 pub const BLOCK_SIZE: u64 = 4 << 20;
-/// Bytes of a block of a large checkpoint: less work a byte, and still enough of them for every worker (`docs/performance.md`).
-pub const LARGE_BLOCK_SIZE: u64 = 8 << 20;
 /// What is smaller than this, in bytes, and lies together is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
-/// From this size on a checkpoint is large, in bytes.
-pub const LARGE: u64 = 1 << 30;
 /// Default size above which a checkpoint is split, in bytes: what the Hugging Face hub uses.
 pub const SHARD_SIZE: u64 = 5_000_000_000;
 /// A checkpoint is split over the workers only when their shares are larger than this, in bytes.
 pub const SPLIT_ABOVE: u64 = 256 << 20;
 /// Operations a ring keeps in flight, as far as slabs allow: those that go straight between memory and file need none.
-pub const QUEUE_DEPTH: usize = 16;
+pub const QUEUE_DEPTH: usize = 32;
 /// The most that can be asked for.
 pub const MOST_DEPTH: usize = 32;
 /// Bytes of staging slabs in one save, all workers together.
 pub const STAGING_BUDGET: u64 = 96 << 20;
 /// And in one load, which needs most of its memory for what it loads.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
-
-/// Bytes of a block of a checkpoint of `total` bytes.
-#[must_use]
-pub const fn block_size(total: u64) -> u64 {
-    if total < LARGE { BLOCK_SIZE } else { LARGE_BLOCK_SIZE }
-}
 
 /// Which engine is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -94,7 +84,7 @@ pub struct Options {
     pub priority: Priority,
     /// The training step, for the live counters.
     pub step: Option<i64>,
-    /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`block_size`] decides.
+    /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
     /// For measurements: operations a ring keeps in flight.
     pub queue_depth: usize,

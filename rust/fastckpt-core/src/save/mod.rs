@@ -13,7 +13,7 @@ use crate::commit::{SmallFile, Workspace};
 use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Saved};
-use crate::options::{self, Options};
+use crate::options::{BLOCK_SIZE, Options};
 use crate::plan::{self, TensorSpec};
 use crate::report::Report;
 use crate::source::Content;
@@ -61,7 +61,7 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     let total =
         request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
     let mut crew = Crew::choose(options, total);
-    let block_size = options.block_size.unwrap_or_else(|| options::block_size(total));
+    let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
     let plan = plan::plan(request.tensors, request.shard_size, crew.threads, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
     for shard in &plan.shards {
