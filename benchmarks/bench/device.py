@@ -82,14 +82,19 @@ def direct_io(path: Path, size: int, kind: str) -> dict[str, Any]:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 MADV_POPULATE_WRITE = 23
+# More of the free memory than this, and the kernel would make room: files leave the page cache, contenders are killed.
+SHARE = 0.75
 
 
 def back_memory(size: int) -> None:
     """Touch ``size`` bytes of memory and give them back, so that whoever comes next finds free pages that are backed.
 
     A host may take the free pages of a virtual machine back, and their next touch then costs seconds a GB. Who has
-    saved through the page cache would find its pages, dropped a moment ago, and who has not would pay.
+    saved through the page cache would find its pages, dropped a moment ago, and who has not would pay. Where less is
+    free, three quarters of that are touched.
     """
+    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    size = max(mmap.PAGESIZE, min(size, int(free * SHARE)))
     # Private, because shared memory is in small pages.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with contextlib.suppress(OSError):  # advice only
