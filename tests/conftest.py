@@ -8,9 +8,10 @@ import pytest
 
 import fastckpt
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and their children would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs the tests in the background has them ignore Ctrl-C, and nohup a hang-up; their children would inherit that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(params=["uring", "threads", "buffered"])
