@@ -8,7 +8,7 @@ import pytest
 
 import fastckpt
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and nohup a hang-up; their children would inherit that.
+# A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
