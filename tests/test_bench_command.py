@@ -251,9 +251,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
     assert {(rank["rank"], rank["gpu"]) for rank in seen} == {(0, 0), (1, 1)}
     assert {"save", "load"} <= {rank["op"] for rank in seen}
     assert any(rank["running"] and rank["alive"] for rank in seen), "none was seen at work"
-    # For an instant the rank that began first stands for both GPUs.
-    saves = [[rank for rank in tick["ranks"] if rank["op"] == "save"] for tick in ticks]
-    assert {rank["target_Bps"] for ranks in saves if len(ranks) == 2 for rank in ranks} == {1.5e9}
+    assert {rank["target_Bps"] for rank in seen if rank["op"] == "save"} == {1.5e9}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -171,6 +171,11 @@ def test_a_wrong_target_says_what_is_allowed(word):
         targets.parse(word, "option")
 
 
+def test_a_rank_that_begins_first_does_not_stand_for_those_to_come():
+    model = look(Model(targets.tier("high", "option")), 2.0, Rank(0).op(GB), Rank(1))
+    assert (model.main.gpus, model.main.target, model.rows[0].target) == (2, 6 * GB, 3 * GB)
+
+
 def test_the_target_is_times_the_gpus_that_live_or_those_that_are_named():
     ranks = [Rank(rank).op(GB) for rank in range(4)]
     model = look(Model(targets.tier("high", "option")), 2.0, *ranks)

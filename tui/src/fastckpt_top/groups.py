@@ -35,6 +35,7 @@ class Group:
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
         gpus: GPUs while it ran; 0 not yet known.
+        ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
         told_end: Whether the event was given.
         was_running: Whether it was ever seen running.
@@ -47,6 +48,7 @@ class Group:
         self.members: dict[str, OpTrack] = {track.proc.key: track}
         self.peak = 0.0
         self.gpus = 0
+        self.ranks = 1
         self.straggler: OpTrack | None = None
         self.told_end = False
         self.was_running = False

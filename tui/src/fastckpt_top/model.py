@@ -280,8 +280,11 @@ class Model:
         )
 
     def _count_gpus(self, procs: list[Proc]) -> int:
-        if self.gpus is not None:
-            return self.gpus
+        return self.gpus if self.gpus is not None else self._count_ranks(procs)
+
+    @staticmethod
+    def _count_ranks(procs: list[Proc]) -> int:
+        """Those that have a GPU, or all if none has."""
         with_gpu = sum(proc.header.gpu >= 0 for proc in procs)
         return with_gpu or len(procs)
 
@@ -345,7 +348,8 @@ class Model:
             alive = {
                 proc.key: proc for proc in (self.snapshot.procs if self.snapshot else ()) if proc.alive and running
             }
-            group.gpus = self._count_gpus(list((alive | {track.proc.key: track.proc for track in tracks}).values()))
+            procs = list((alive | {track.proc.key: track.proc for track in tracks}).values())
+            group.gpus, group.ranks = self._count_gpus(procs), self._count_ranks(procs)
         rates = [rate for track in running if (rate := track.rate()) is not None]
         rate = sum(rates) if rates else None
         group.peak = max(group.peak, rate or 0.0)
@@ -467,7 +471,7 @@ class Model:
 
     def _row(self, track: OpTrack, group: Group) -> Row:
         op, proc = track.op, track.proc
-        target = self._target_of(group)[0] / len(group.members)
+        target = self._target_of(group)[0] / group.ranks
         average = track.average(self.mono)
         elapsed = track.elapsed(self.mono)
         stalled = track.stalled(self._procs[proc.key], self.mono)
