@@ -41,7 +41,7 @@ const fn multiply(a: u64, mut b: u64) -> u64 {
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
 /// The crate that computes CRCs has this too, by squaring matrices, for tens of microseconds a call: with several calls a block
-/// that was a third of a save's processor time (`cargo bench -p fastckpt-core combine`).
+/// that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
 #[must_use]
 pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
     let bits = (0..64).filter(|bit| second_len >> bit & 1 == 1);

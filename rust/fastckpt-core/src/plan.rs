@@ -372,7 +372,7 @@ mod tests {
             let plan = plan(&tensors.collect::<Vec<_>>(), u64::MAX, 1, BLOCK).unwrap();
             plan.shards[0].header.len() as u64 % PAGE
         };
-        let page = 4096;
+        let page = PAGE;
         assert_eq!(residues(&[(2 * page, 16), (3 * page, 64), (page, 16)]), 16);
         assert_eq!(residues(&[(2 * page, 16), (3 * page + 4096, 64)]), 64);
         // What has no whole pages, or would leave the file's elements unaligned, has no say.

@@ -51,6 +51,14 @@ struct Piece {
     straight: Option<Straight>,
 }
 
+/// A block that is ready to be written.
+struct Assembled {
+    buf: Buf,
+    direct: bool,
+    way: Way,
+    copied: u64,
+}
+
 /// Fills blocks from the tensors, and takes note of their checksums.
 pub(super) struct WriteJob<'a> {
     plan: &'a Plan,
@@ -171,10 +179,12 @@ impl<'a> WriteJob<'a> {
         &self,
         block: usize,
         (shard, offset): (&Shard, u64),
-        (need, file, direct): (usize, &DataFile, bool),
+        (need, file): (usize, &DataFile),
         slab: &mut dyn FnMut(usize) -> Result<Slab>,
-    ) -> Result<(Buf, Way, u64)> {
+    ) -> Result<Assembled> {
         let end = offset + need as u64;
+        let past = file.is_direct();
+        let direct = past && need >= PAGE as usize;
         let placements = plan::touching(&shard.placements, offset..end);
         let extents = placements.iter().filter_map(|p| plan::extent(p, offset, self.plan.block_size));
         let mut pieces = Vec::with_capacity(placements.len());
@@ -189,7 +199,8 @@ impl<'a> WriteJob<'a> {
         }
         let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
         let staged = need - straight as usize;
-        let tail = if direct { need % PAGE as usize } else { 0 };
+        // Without what is beyond the last whole page, which lies at the slab's end.
+        let whole = if direct { staged - need % PAGE as usize } else { staged };
         let mut slab = if staged > 0 { Some(slab(staged)?) } else { None };
         let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..staged]);
 
@@ -213,9 +224,9 @@ impl<'a> WriteJob<'a> {
                 parts.push(Part::Source(*memory));
                 sum = checksum::combine(sum, checksum::of(memory.bytes()), range.end - range.start);
                 let edge = (extent.offset + extent.len - range.end) as usize;
-                let tail = self.copy(extent, range.end - extent.offset, &mut bytes[at..at + edge])?;
+                let after = self.copy(extent, range.end - extent.offset, &mut bytes[at..at + edge])?;
                 at += edge;
-                sum = checksum::combine(sum, tail, edge as u64);
+                sum = checksum::combine(sum, after, edge as u64);
             }
             // To combine the CRCs of small extents would cost more than one more pass over what is in cache.
             if extent.len >= STRAIGHT {
@@ -228,25 +239,21 @@ impl<'a> WriteJob<'a> {
         crc = checksum::append(crc, &bytes[summed..at]);
         self.block_crcs[block].store(crc, Ordering::Relaxed);
         let way = match (straight > 0, direct) {
-            (_, false) => {
-                if self.direct {
-                    Way::Refused
-                } else {
-                    Way::Asked
-                }
-            }
+            (_, false) if past => Way::Remainder,
+            (_, false) if self.direct => Way::Refused,
+            (_, false) => Way::Asked,
             (true, true) => Way::Straight,
             (false, true) => reason.1,
         };
         let copied = at as u64;
-        let whole = staged - tail;
         if whole > taken {
             parts.push(Part::Slab(taken..whole));
         }
         // Now, so that it goes to the disk beside the rest, and the sync need not wait for it.
-        file.write_tail(&bytes[whole..], end - tail as u64)
+        let tail = &bytes[whole..];
+        file.write_tail(tail, end - tail.len() as u64)
             .map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
-        Ok((Buf::new(slab, parts), way, copied))
+        Ok(Assembled { buf: Buf::new(slab, parts), direct, way, copied })
     }
 
     /// Copies bytes of an extent, from `skip` on, and returns their CRC.
@@ -364,10 +371,8 @@ impl Job for WriteJob<'_> {
             if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
         })?;
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
-        let past = file.is_direct();
-        let direct = past && need >= PAGE as usize;
-        let (buf, way, copied) = self.assemble(block, (shard, offset), (need, &file, direct), slab)?;
-        let way = if past && !direct { Way::Remainder } else { way };
+        let Assembled { buf, direct, way, copied } =
+            self.assemble(block, (shard, offset), (need, &file), slab)?;
         let len = buf.parts().iter().map(Part::len).sum();
         Ok(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied })
     }
