@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
+import re
 import resource
 import signal
 import subprocess
@@ -716,3 +717,16 @@ def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
     report = pending.result()
     assert report.stall == pytest.approx(report.seconds, rel=0.5)
     assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+@pytest.mark.parametrize("obstacle", ["parent", "file", "existing"])
+def test_a_bad_path_is_told_at_the_call(tmp_path, obstacle):
+    path = tmp_path / "missing" / "step" if obstacle == "parent" else tmp_path / "step"
+    if obstacle == "file":
+        path.write_text("the only copy")
+    elif obstacle == "existing":
+        fastckpt.save({"a": 1}, path)
+    expected = FileNotFoundError if obstacle == "parent" else FileExistsError
+    with pytest.raises(expected, match=re.escape(str(tmp_path))):
+        fastckpt.save_async({"a": np.zeros(3)}, path, overwrite=obstacle != "existing")
+    fastckpt.save_async({"a": 2}, tmp_path / "other").result()

@@ -217,6 +217,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        FileNotFoundError: the parent of ``path`` is missing.
+        FileExistsError: something has the name that may not be replaced.
         Exception: an earlier asynchronous save failed, and nobody had asked; or the copy failed.
         ValueError: an argument is out of range.
     """
@@ -228,6 +230,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
     nice, io_priority = _priority(nice, io_priority)
+    _core.check_target(target, bool(overwrite))
     _flight.raise_unasked("this call did nothing: call again to save")
     flat = flatten(state, operation="save_async")
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
