@@ -18,6 +18,7 @@ import numpy as np
 
 import fastckpt
 
+from ._options import refuse_url
 from ._places import part_of, place_of
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
@@ -57,6 +58,8 @@ def convert(source: Path, destination: Path, *, keys: Sequence[str] | None, over
         CheckpointError: the source cannot be read, or the two do not go together.
     """
     begin = time.perf_counter()
+    refuse_url("convert", str(source))
+    refuse_url("convert", str(destination))
     if not os.path.lexists(source):
         raise FileNotFoundError(errno.ENOENT, "there is no such file or directory", str(source))
     if os.path.lexists(destination) and not overwrite:

@@ -22,23 +22,24 @@ from ._targets import Targets
 from ._unflatten import is_tensor, parse, unflatten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
+
+    from ._options import AnyPath, Engine, Framework
 
 #: How often a checkpoint is read again that is replaced meanwhile.
 _TURNS = 20
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     into: Any = None,
     keys: str | Sequence[str] | None = None,
-    framework: str = "auto",
+    framework: Framework = "auto",
     device: Any = None,
     mmap: bool = False,
     verify: bool = True,
-    io: str = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     progress: bool = False,
 ) -> Any:
@@ -83,7 +84,7 @@ def load(
         TypeError: ``keys`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``path`` is a URL.
     """
     source = path_of("load", path)
     check_engine("load", io, threads)

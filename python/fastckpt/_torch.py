@@ -179,6 +179,7 @@ def _describe_quantized(value: Tensor) -> Parts:
 
 def _size(value: torch.Size) -> str:
     sizes = []
+    item: Any
     for item in value:
         # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are no numbers.
         if isinstance(item, torch.SymInt):
