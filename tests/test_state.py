@@ -334,7 +334,9 @@ def test_counter(trip):
     assert loaded["c"]["missing"] == 0
     into = {"c": collections.Counter(), "w": [collections.Counter({(1, 2): torch.zeros(2)})]}
     assert trip(state, into=into)["w"][0][1, 2] is into["w"][0][1, 2]
-    assert same(trip(state, keys="w.*"), {"w": [state["w"][0]]})
+    assert same(trip(state, keys="w.*"), {"w": state["w"]})
+    assert same(trip(state, keys="w.0*"), {"w": [state["w"][0]]})
+    assert same(trip(state, keys="c.b"), {"c": state["c"]})
     state["c"].name = "attribute"
     with pytest.raises(UnsupportedTypeError, match="Counter with attributes"):
         trip(state)
