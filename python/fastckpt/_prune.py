@@ -177,14 +177,16 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
         yield position, name
     ends = _ends(tokens)
     stack = [_Frame(1, iter((THROUGH,)))]
-    # What leads to the values of the innermost container: of one at a time, or deep nesting would fill the memory.
-    prefix: list[str] | None = None
+    # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
+    # a time: of deep nesting, all prefixes together would fill the memory.
+    path: list[str] = []
+    lengths = [0]
     position = 0
     while position < len(tokens):
         frame = stack[-1]
         if not frame.left:
             stack.pop()
-            prefix = None
+            del path[lengths.pop() :]
             continue
         if frame.keys is None:
             value = ends[position]
@@ -200,23 +202,23 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
         attributed = tag == "type" and token[1] == _registry.ATTRIBUTED
         first = position + 1 + (tag == "ddict")
         container = tag in _MAPPINGS or tag in _SEQUENCES or attributed
+        part = _part(frame.key)
         if not is_tensor(token) and not (container and first < ends[position]):
-            if prefix is None:
-                prefix = list(_parts(parent.key for parent in stack[:-1]))
-            yield position, ".".join((*prefix, *_parts((frame.key,))))
+            yield position, ".".join((*path, *part))
         position = first + attributed  # the pair of items and attributes leaves no trace
         count = 2 if attributed else count - (tag == "ddict")
         if count:
             stack.append(_Frame(count, iter((THROUGH, THROUGH)) if attributed else _keys(tag, count)))
-            prefix = None
+            lengths.append(len(path))
+            path.extend(part)
 
 
-def _parts(keys: Iterable[Any]) -> Iterator[str]:
-    """What ``keys`` add to a value's name; one that only the program that saved it could name, as it is in the file."""
-    for key in keys:
-        part = part_of(key)
-        if part is not None:
-            yield key.text if part is _NAMELESS else part
+def _part(key: Any) -> tuple[str, ...]:
+    """What a key adds to a value's name; one that only the program that saved it could name, as it is in the file."""
+    part = part_of(key)
+    if part is None:
+        return ()
+    return (key.text if part is _NAMELESS else part,)
 
 
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
