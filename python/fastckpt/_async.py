@@ -189,9 +189,9 @@ def save_async(  # noqa: PLR0913 - one more than save has
     returned handle returns. The memory is one copy of the state for each save in flight; it is kept for the next save
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
-    A failure is logged (``fastckpt``, ERROR) when it happens, and raised by ``result()``. If nobody asks, the next
-    ``save_async`` raises it and does nothing else; call again to save. If there is none, it is told on stderr
-    at the end of the process.
+    A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
+    ``result()``. If nobody asks, the next ``save_async`` raises it and does nothing else; call again to save. If there
+    is none, it is told on stderr at the end of the process, of one that multiprocessing forked, too.
 
     Args:
         state: as for :func:`fastckpt.save`.
