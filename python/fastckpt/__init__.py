@@ -21,6 +21,7 @@ from .exceptions import (
     CheckpointError,
     CorruptCheckpointError,
     FormatVersionError,
+    ReplacedCheckpointError,
     StructureMismatchError,
     UnsupportedTypeError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "LoadReport",
     "PendingSave",
     "Plan",
+    "ReplacedCheckpointError",
     "SaveProgress",
     "SaveReport",
     "StructureMismatchError",

@@ -29,6 +29,7 @@ class Report(TypedDict):
     threads: int
     engine: str
     fallback: str | None
+    warnings: tuple[str, ...]
     blocks: dict[str, int]
     ways: dict[str, int]
     copied: int

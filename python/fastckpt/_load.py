@@ -6,7 +6,6 @@ import fnmatch
 import re
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -14,7 +13,7 @@ from ._collector import paused
 from ._dialects import Check, Real, Stored, torch_for
 from ._into import Into
 from ._options import check_engine, check_framework, path_of
-from ._outcome import conclude
+from ._outcome import conclude, until_settled
 from ._progress import ticker
 from ._prune import aliases, find, prune
 from ._reports import LoadReport
@@ -24,9 +23,6 @@ from ._unflatten import is_tensor, parse, unflatten
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-
-#: How often a checkpoint is read again that is replaced meanwhile.
-_TURNS = 20
 
 
 def load(
@@ -99,26 +95,20 @@ def load(
             raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
         if io not in {"auto", "buffered"}:
             raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
-    turn = 1
-    while True:
-        try:
-            return _load(
-                source,
-                into,
-                keys,
-                framework,
-                device,
-                mmap=bool(mmap),
-                verify=bool(verify),
-                io=io,
-                threads=threads,
-                progress=progress,
-            )
-        except FileNotFoundError:  # noqa: PERF203 - a loop of a few turns
-            # A save replaced the checkpoint between its manifest and its shards: what has the name now is whole.
-            if turn == _TURNS or not Path(source).is_dir():
-                raise
-            turn += 1
+    return until_settled(
+        lambda: _load(
+            source,
+            into,
+            keys,
+            framework,
+            device,
+            mmap=bool(mmap),
+            verify=bool(verify),
+            io=io,
+            threads=threads,
+            progress=progress,
+        )
+    )
 
 
 def _load(

@@ -7,14 +7,29 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._reports import Report
+from .exceptions import ReplacedCheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 logger = logging.getLogger("fastckpt")
 
 _R = TypeVar("_R", bound=Report)
+_T = TypeVar("_T")
+# Seconds for which a checkpoint is read again that is replaced again and again.
+_REPLACED_WAIT = 30.0
 _told: set[str] = set()
+
+
+def until_settled(read: Callable[[], _T]) -> _T:
+    """What ``read`` returns of a checkpoint, which begins again when a save has replaced it meanwhile."""
+    give_up = time.monotonic() + _REPLACED_WAIT
+    while True:
+        try:
+            return read()
+        except ReplacedCheckpointError:  # noqa: PERF203 - a loop of a few turns
+            if time.monotonic() > give_up:
+                raise
 
 
 def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
@@ -41,4 +56,6 @@ def tell(report: Report) -> None:
     if report.fallback is not None and report.fallback not in _told:
         _told.add(report.fallback)
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.path, warning)
     logger.info("%s", report)

@@ -63,6 +63,7 @@ class Report:
         threads: worker threads used.
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why it is not the engine that was asked for, or None.
+        warnings: what else the caller should know, in words; mostly empty.
         blocks: blocks by their way: ``direct`` (straight between the tensor and the disk), ``staged``
             (direct I/O through a staging slab), ``buffered`` (through the page cache).
         ways: the same blocks by kind and reason, those that occurred: ``{"direct: zero-copy": 480}``.
@@ -78,6 +79,7 @@ class Report:
     threads: int
     engine: str
     fallback: str | None
+    warnings: tuple[str, ...] = ()
     blocks: Mapping[str, int]
     ways: Mapping[str, int]
     copied: int

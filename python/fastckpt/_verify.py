@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import _core
 from ._options import check_engine, path_of
-from ._outcome import conclude
+from ._outcome import conclude, until_settled
 from ._progress import ticker
 from ._reports import Damage, VerifyReport
 
@@ -40,6 +40,6 @@ def verify(
     target = path_of("verify", path)
     check_engine("verify", io, threads)
     with ticker("verify", target, shown=progress) as tick:
-        found = _core.Reader(target).verify(io=io, threads=threads, tick=tick)
+        found = until_settled(lambda: _core.Reader(target).verify(io=io, threads=threads, tick=tick))
     damage = tuple(Damage(**item) for item in found["damage"])
     return conclude(VerifyReport, target, began, found, damage=damage)

@@ -13,6 +13,13 @@ class CorruptCheckpointError(CheckpointError):
     """A file of the checkpoint is not what was written: damaged, cut short, missing, or never one of ours."""
 
 
+class ReplacedCheckpointError(CheckpointError, FileNotFoundError):
+    """Another save replaced the checkpoint, or somebody removed it, while it was read: open it again.
+
+    ``load`` and ``verify`` do so by themselves, for half a minute.
+    """
+
+
 class FormatVersionError(CheckpointError):
     """The checkpoint was written in a format version that this release does not read."""
 

@@ -26,6 +26,12 @@ pub enum Error {
         /// What was found.
         what: String,
     },
+    /// Another save replaced the checkpoint while it was read.
+    #[error("`{}` was replaced or removed while it was read: open it again", path.display())]
+    Replaced {
+        /// The checkpoint.
+        path: PathBuf,
+    },
     /// The manifest names a format version that this release does not read.
     #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", path.display(), crate::manifest::VERSION)]
     Version {
@@ -82,6 +88,7 @@ impl Error {
         match self {
             Self::Io { source, .. } => source.raw_os_error(),
             Self::Exists { .. } => Some(libc::EEXIST),
+            Self::Replaced { .. } => Some(libc::ENOENT),
             _ => None,
         }
     }
@@ -118,6 +125,10 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
         Some(libc::EROFS) => ": choose a directory that can be written",
+        // An overlay cannot move what its lower layers hold.
+        Some(libc::EXDEV) => {
+            ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a volume"
+        }
         Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
         _ => "",
     }

@@ -124,6 +124,8 @@ pub struct Report {
     pub engine: Engine,
     /// Why it is not the one that was asked for.
     pub fallback: Option<Fallback>,
+    /// What else the caller should know, in words.
+    pub warnings: Vec<String>,
     /// Blocks by the way they took.
     pub blocks: Blocks,
     /// Bytes that the processor copied on the way, by us or between memory and the page cache.

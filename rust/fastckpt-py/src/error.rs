@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 pyo3::import_exception!(fastckpt.exceptions, CorruptCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
+pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 
 /// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause and comes out as it is.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
@@ -22,6 +23,9 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
             None => PyOSError::new_err(text),
         },
         Error::Corrupt { .. } => CorruptCheckpointError::new_err(text),
+        Error::Replaced { path } => {
+            ReplacedCheckpointError::new_err((error.errno(), text, path.clone().into_os_string()))
+        }
         Error::Version { .. } => FormatVersionError::new_err(text),
         Error::Invalid(_) => PyValueError::new_err(text),
         Error::Interrupted => PyKeyboardInterrupt::new_err(text),

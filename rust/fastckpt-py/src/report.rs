@@ -3,7 +3,7 @@
 use fastckpt_core::report::Way;
 use fastckpt_core::{Damage, Io, Options, Report};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::error::Raised;
 
@@ -52,6 +52,7 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("threads", report.threads)?;
     dict.set_item("engine", report.engine.name())?;
     dict.set_item("fallback", report.fallback.as_ref().map(|fallback| &fallback.reason))?;
+    dict.set_item("warnings", PyTuple::new(py, &report.warnings)?)?;
     dict.set_item("blocks", blocks)?;
     dict.set_item("ways", ways)?;
     dict.set_item("copied", report.copied)?;

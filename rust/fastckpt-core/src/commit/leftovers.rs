@@ -1,50 +1,180 @@
-//! What writers that died left beside a checkpoint: swept by the next save, put back by whoever opens it.
+//! What writers that died left beside a checkpoint: put back by whoever needs it, swept by the next save, listed for people.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, FileType, FlockOperation};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::fs::{self, AtFlags, FileType};
+use rustix::io::Errno;
 
-use super::names::{Temporary, host};
-use super::{entries, has_magic, open_child, remove, split};
-use crate::error::{Error, Result};
+use super::directory::{entries, id, id_of, open_child, refresh, sync};
+use super::names::{Kind, Temporary};
+use super::owner::{Life, life};
+use super::split;
+use super::target::has_magic;
+use crate::error::{Error, OPEN_PARENT, Result};
+use crate::manifest;
 use crate::sys::file::open_directory;
 
-/// How long a load waits for a commit that has moved the old checkpoint away and not yet put the new one there.
+/// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
+/// How long to wait before looking again.
+const PAUSE: Duration = Duration::from_millis(10);
 
-/// Removes what dead writers left in the target's parent. A writer is dead when it ran on this host and its lock can be taken;
-/// age proves nothing, and neither does a process number, which another container may not see.
-pub(super) fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
-    let host = host();
+/// The temporary directories in `parent`.
+fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
+    let all = entries(parent)?.into_iter().filter(|(_, kind)| *kind == FileType::Directory);
+    let all = all.map(|(name, _)| OsStr::from_bytes(name.to_bytes()).to_owned());
+    Ok(all.filter(|name| Temporary::parse(name.as_bytes()).is_some()).collect())
+}
+
+/// Takes the directory `found` away from whoever else may want it, and removes it. The rename decides: of all who try, one wins, and a
+/// directory that has its final name by now is not touched.
+pub(super) fn remove(parent: BorrowedFd<'_>, found: &OsStr) -> io::Result<()> {
+    let Some(temporary) = Temporary::parse(found.as_bytes()) else { return Ok(()) };
+    if temporary.kind == Kind::Del {
+        return destroy(parent, found);
+    }
+    let garbage = temporary.garbage();
+    match fs::renameat(parent, found, parent, &garbage) {
+        Err(Errno::NOENT | Errno::STALE) => Ok(()),
+        other => {
+            other?;
+            destroy(parent, &garbage)
+        }
+    }
+}
+
+/// Removes a directory of plain files, its manifest first: what is half removed is no checkpoint. What is already gone is no failure.
+fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+    let gone = |outcome: rustix::io::Result<()>| match outcome {
+        Err(Errno::NOENT | Errno::STALE) => Ok(()),
+        other => other,
+    };
+    let directory = match open_child(parent, name) {
+        Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+        other => other?,
+    };
+    let all = entries(directory.as_fd())?;
+    if all.iter().any(|(_, kind)| *kind == FileType::Directory) {
+        return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
+    }
+    gone(fs::unlinkat(&directory, manifest::FILE, AtFlags::empty()))?;
+    for (file, _) in all {
+        gone(fs::unlinkat(&directory, &file, AtFlags::empty()))?;
+    }
+    Ok(gone(fs::unlinkat(parent, name, AtFlags::REMOVEDIR))?)
+}
+
+/// What a temporary directory is, as things stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Its writer lives.
+    Alive,
+    /// Nobody needs it: the next save into this directory removes it.
+    Dead,
+    /// Its writer may live: nothing proves its death here.
+    Unknown,
+    /// The only copy of an old checkpoint: between the two renames of a commit, or its successor was removed.
+    Kept,
+}
+
+/// Tells what the temporary directory `found` is. `all` are its neighbours.
+fn state_of(parent: BorrowedFd<'_>, found: &OsStr, all: &[OsString]) -> State {
+    let Some(temporary) = Temporary::parse(found.as_bytes()) else { return State::Unknown };
+    match temporary.kind {
+        Kind::Del => State::Dead,
+        Kind::Old if is_superseded(parent, temporary.of(), found) => State::Dead,
+        Kind::Old => State::Kept,
+        Kind::Tmp => {
+            let Ok(directory) = open_child(parent, found) else { return State::Unknown };
+            let life = temporary.owner().map_or(Life::Unknown, |owner| life(owner, directory.as_fd()));
+            let partner = |t: Temporary<'_>| t.kind == Kind::Old && t.workspace() == found;
+            match life {
+                Life::Alive => State::Alive,
+                // Together they tell that the old one is to be put back.
+                _ if all.iter().filter_map(|name| Temporary::parse(name.as_bytes())).any(partner) => {
+                    State::Kept
+                }
+                Life::Dead => State::Dead,
+                Life::Unknown => State::Unknown,
+            }
+        }
+    }
+}
+
+/// Whether a later checkpoint has the name that the one at `old` had: it is whole, and came after.
+fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
+    let Ok(holder) = open_child(parent, name) else { return false };
+    // A client of NFS may believe for a while that the old one has its name still.
+    let other = fs::fstat(&holder).is_ok_and(|stat| Some(id(&stat)) != id_of(parent, old));
+    other && has_magic(holder.as_fd()).unwrap_or(false)
+}
+
+/// Removes what nobody needs from the target's parent.
+pub(super) fn sweep(parent: BorrowedFd<'_>) {
     let mut synced = false;
-    for (found, kind) in entries(parent).unwrap_or_default() {
-        let found = OsStr::from_bytes(found.to_bytes());
-        let Some(temporary) = Temporary::parse(found.as_bytes()) else { continue };
-        // An old checkpoint of another name may be the only one: that is for its own recovery to say.
-        let sweepable = temporary.kind == b"tmp" || temporary.is_of(name);
-        if kind != FileType::Directory || temporary.host != host.as_bytes() || !sweepable {
-            continue;
+    let mut all = temporaries(parent).unwrap_or_default();
+    // Old checkpoints go first: while one is there, its workspace is kept for it.
+    for workspaces in [false, true] {
+        if synced {
+            all = temporaries(parent).unwrap_or_default();
         }
+        let is_workspace =
+            |found: &OsStr| Temporary::parse(found.as_bytes()).is_some_and(|t| t.kind == Kind::Tmp);
+        for found in all.iter().filter(|found| is_workspace(found) == workspaces) {
+            match state_of(parent, found, &all) {
+                State::Dead => {}
+                State::Unknown => {
+                    // Empty, it needs no proof: a writer that lives makes another.
+                    let _ = fs::unlinkat(parent, found, AtFlags::REMOVEDIR);
+                    continue;
+                }
+                State::Alive | State::Kept => continue,
+            }
+            // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
+            if !synced && sync(parent).is_err() {
+                return;
+            }
+            synced = true;
+            let _ = remove(parent, found);
+        }
+    }
+}
+
+/// The old checkpoint that a commit took aside and has put nothing in the place of yet, and whether its writer is dead.
+fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(OsString, bool)> {
+    let all = temporaries(parent).ok()?;
+    let mut newest = None;
+    for found in &all {
+        let Some(old) = Temporary::parse(found.as_bytes()).filter(|t| t.kind == Kind::Old && t.is_of(name))
+        else {
+            continue;
+        };
+        // Without its workspace, its successor had the name: if that is gone, somebody removed it.
+        let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
         let Ok(directory) = open_child(parent, found) else { continue };
-        if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if !has_magic(directory.as_fd()).unwrap_or(false) {
             continue;
         }
-        // Its writer may have died since the recovery, between its two renames: then this is all there is.
-        if temporary.kind == b"old" && fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_err() {
-            continue;
+        let Ok(stat) = fs::statat(&directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+        let dead = old.owner().is_some_and(|owner| life(owner, workspace.as_fd()) == Life::Dead);
+        let candidate = ((stat.st_mtime, stat.st_mtime_nsec), found, dead);
+        if newest.is_none_or(|newest| candidate > newest) {
+            newest = Some(candidate);
         }
-        // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
-        if !synced && retry_on_intr(|| fs::fsync(parent)).is_err() {
-            return;
-        }
-        synced = true;
-        let _ = remove(parent, found);
+    }
+    newest.map(|(_, found, dead)| (found.clone(), dead))
+}
+
+/// Whether nothing has the name, or an empty directory that somebody laid there.
+fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
+    match open_child(parent, name) {
+        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Err(error) => matches!(error, Errno::NOENT | Errno::STALE),
     }
 }
 
@@ -53,87 +183,269 @@ pub(super) fn sweep(parent: BorrowedFd<'_>, name: &OsStr) {
 pub(super) fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
     let give_up = Instant::now() + COMMIT_WAIT;
     loop {
-        if fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+        if !is_free(parent, name) {
             return None;
         }
-        let mut busy = false;
-        for (found, _) in entries(parent).unwrap_or_default() {
-            let old = OsStr::from_bytes(found.to_bytes());
-            if !Temporary::parse(old.as_bytes()).is_some_and(|t| t.kind == b"old" && t.is_of(name)) {
-                continue;
-            }
-            let Ok(directory) = open_child(parent, old) else { continue };
-            if fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-                busy = true;
-            } else if has_magic(directory.as_fd()).unwrap_or(false) {
-                if fs::renameat(parent, old, parent, name).is_err() {
-                    return Some(parent_path.join(old));
+        let Some((old, dead)) = taken_aside(parent, name) else {
+            // Unless it was put in its place meanwhile, there is nothing.
+            return None;
+        };
+        if dead || Instant::now() > give_up {
+            // Replaces nothing but an empty directory.
+            match fs::renameat(parent, &old, parent, name) {
+                Ok(()) => {
+                    let _ = sync(parent);
+                    return None;
                 }
-                let _ = retry_on_intr(|| fs::fsync(parent));
-                return None;
+                // Somebody else did, or its writer went on.
+                Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
+                Err(_) => return Some(parent_path.join(old)),
             }
         }
-        if !busy || Instant::now() > give_up {
-            return None;
-        }
-        std::thread::sleep(Duration::from_millis(10));
+        std::thread::sleep(PAUSE);
     }
 }
 
 /// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
-    let open = |path: &Path| open_directory(path);
-    match open(path) {
+    match open_directory(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let instead = split(path).ok().and_then(|(parent_path, name)| {
                 let parent = open_directory(&parent_path).ok()?;
                 recover(&parent_path, parent.as_fd(), &name)
             });
-            open(instead.as_deref().unwrap_or(path))
+            // The candidate of a read-only mount may have got its name meanwhile.
+            let instead = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
+            instead.or_else(|_| open_directory(path))
         }
         other => other,
     }
     .map_err(Error::io("open checkpoint", path))
 }
 
+/// What lies in a directory of checkpoints under a temporary name.
+#[derive(Debug)]
+pub struct LeftOver {
+    /// The name of the directory.
+    pub name: OsString,
+    /// Which checkpoint it belongs to.
+    pub of: String,
+    /// The host it was made on.
+    pub host: String,
+    /// What it is.
+    pub state: State,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// Seconds since 1970 when something was last made, removed or renamed in it.
+    pub changed: i64,
+}
+
+/// Lists what lies in `directory` under temporary names.
+pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
+    let parent = open_directory(directory).map_err(Error::io("open", directory))?;
+    let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
+    let mut found = Vec::new();
+    for name in &all {
+        let Some(temporary) = Temporary::parse(name.as_bytes()) else { continue };
+        let Ok(inside) = open_child(parent.as_fd(), name) else { continue };
+        let Ok(stat) = fs::fstat(&inside) else { continue };
+        let files = entries(inside.as_fd()).unwrap_or_default();
+        let sizes = files.iter().filter_map(|(file, _)| {
+            let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
+        });
+        found.push(LeftOver {
+            of: temporary.of().to_string_lossy().into_owned(),
+            host: temporary.host(),
+            state: state_of(parent.as_fd(), name, &all),
+            bytes: sizes.sum(),
+            changed: stat.st_ctime,
+            name: name.clone(),
+        });
+    }
+    Ok(found)
+}
+
+/// Removes one of [`left_overs`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is kept; never one
+/// whose writer lives. Returns whether it was removed.
+pub fn remove_left_over(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
+    let parent = open_directory(directory).map_err(Error::io(OPEN_PARENT, directory))?;
+    let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
+    if !all.iter().any(|found| found == name) {
+        return Ok(false);
+    }
+    match state_of(parent.as_fd(), name, &all) {
+        State::Alive => return Ok(false),
+        State::Unknown | State::Kept if !force => return Ok(false),
+        _ => {}
+    }
+    sync(parent.as_fd()).map_err(Error::io("sync the directory", directory))?;
+    remove(parent.as_fd(), name).map_err(Error::io("remove", &directory.join(name)))?;
+    Ok(true)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::{Child, Command};
+
     use crate::commit::Workspace;
-    use crate::commit::names::temporary_name;
+    use crate::commit::names::{aside_name, workspace_name};
     use crate::commit::tests::{checkpoint, content};
 
     use super::*;
+
+    /// The name of a workspace for `name` as another process would give it.
+    fn name_by(name: &str, pid: u32) -> OsString {
+        let made = workspace_name(OsStr::new(name)).into_string().unwrap();
+        let (begin, random) = made.rsplit_once('-').unwrap();
+        let (begin, _) = begin.rsplit_once('-').unwrap();
+        format!("{begin}-{pid}-{random}").into()
+    }
+
+    /// The number of a process that has ended.
+    fn dead() -> u32 {
+        let mut child = Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        child.id()
+    }
+
+    /// A process that lives until it is killed.
+    fn living() -> Child {
+        Command::new("sleep").arg("1000").spawn().unwrap()
+    }
+
+    fn half(path: PathBuf) -> PathBuf {
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("model.safetensors"), "half").unwrap();
+        path
+    }
 
     #[test]
     fn left_overs_of_the_dead_are_swept_and_the_living_are_left_alone() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("c");
-        let living = Workspace::create(&path, true).unwrap();
-        let dead = parent.path().join(temporary_name(OsStr::new("c"), "tmp"));
-        let foreign = parent.path().join(".c.tmp-elsewhere-00000000-1-00000000");
-        let sibling = parent.path().join(temporary_name(OsStr::new("b-1.tmp"), "tmp"));
-        let old_sibling = parent.path().join(temporary_name(OsStr::new("b"), "old"));
-        let lookalike = parent.path().join(".c.tmp-backup");
-        for path in [&dead, &foreign, &sibling, &old_sibling, &lookalike] {
-            std::fs::create_dir(path).unwrap();
-            std::fs::write(path.join("model.safetensors"), "half").unwrap();
-        }
+        let mine = Workspace::create(&path, true).unwrap();
+        let mut other = living();
+        let at = |name: OsString| half(parent.path().join(name));
+        let gone = [
+            at(name_by("c", dead())),
+            at(name_by("b-1.tmp", dead())),
+            at(".c.del-elsewhere-0000000000000001-1-1-00000000".into()),
+            at(".b.del-elsewhere-0000000000000001-1-1-00000000".into()),
+        ];
+        let empty = parent.path().join(".c.tmp-elsewhere-0000000000000001-1-1-00000000");
+        std::fs::create_dir(&empty).unwrap();
+        let kept = [
+            at(name_by("c", other.id())),
+            // Another boot, no lock, changed since this one: perhaps a machine that this one exports the file system to.
+            at(".c.tmp-elsewhere-0000000000000001-1-1-00000001".into()),
+            at(aside_name(&name_by("b", dead()), 0)),
+            at(".c.tmp-backup".into()),
+        ];
         checkpoint(parent.path(), "c", "one");
-        assert!(!dead.exists() && !sibling.exists());
-        assert!(foreign.exists() && old_sibling.exists() && lookalike.exists());
-        assert!(living.path_of("").exists());
+        assert!(gone.iter().all(|path| !path.exists()) && !empty.exists());
+        assert!(kept.iter().all(|path| path.join("model.safetensors").exists()));
+        assert!(mine.path_of("").exists());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+
+    #[test]
+    fn the_lock_proves_where_the_process_cannot_be_seen() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        // As from a container: the same boot, another PID namespace.
+        let made = name_by("c", 7).into_string().unwrap();
+        let fields: Vec<&str> = made.rsplitn(4, '-').collect();
+        let name = format!("{}-1-{}-{}", fields[3], fields[1], fields[0]);
+        let workspace = half(parent.path().join(&name));
+        let manifest = std::fs::File::create(workspace.join(manifest::FILE)).unwrap();
+        crate::sys::lock::take(&manifest).unwrap();
+        drop(Workspace::create(&path, true).unwrap());
+        assert!(workspace.exists());
+        drop(manifest);
+        drop(Workspace::create(&path, true).unwrap());
+        assert!(!workspace.exists());
     }
 
     #[test]
     fn a_save_that_died_between_two_renames_is_undone() {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
-        let aside = parent.path().join(temporary_name(OsStr::new("c"), "old"));
-        std::fs::rename(&path, &aside).unwrap();
+        let temporary = name_by("c", dead());
+        let aside = parent.path().join(aside_name(&temporary, 0));
+        let put_aside = || {
+            std::fs::rename(&path, &aside).unwrap();
+            half(parent.path().join(&temporary));
+        };
+        put_aside();
         open_checkpoint(&path).unwrap();
         assert!(content(&path).ends_with("one"));
-        std::fs::rename(&path, &aside).unwrap();
+        drop(Workspace::create(&path, true).unwrap());
+        put_aside();
+        // Somebody finds nothing there and makes a directory for the next save.
+        std::fs::create_dir(&path).unwrap();
         drop(Workspace::create(&path, true).unwrap());
         assert!(content(&path).ends_with("one"));
+        assert_eq!(temporaries(open_directory(parent.path()).unwrap().as_fd()).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn what_was_replaced_does_not_come_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let aside = parent.path().join(aside_name(&name_by("c", dead()), 0));
+        std::fs::rename(&path, &aside).unwrap();
+        // The successor had the name, and somebody removed it.
+        assert!(open_checkpoint(&path).is_err());
+        assert!(aside.exists());
+        assert_eq!(left_overs(parent.path()).unwrap()[0].state, State::Kept);
+        checkpoint(parent.path(), "c", "two");
+        drop(Workspace::create(&path, true).unwrap());
+        assert!(!aside.exists() && content(&path).ends_with("two"));
+    }
+
+    #[test]
+    fn of_two_that_were_taken_aside_the_newer_is_put_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let aside = |text: &str| {
+            let made = checkpoint(parent.path(), text, text);
+            let temporary = name_by("c", dead());
+            (made, aside_name(&temporary, 0), temporary)
+        };
+        // The first entry of a directory is not always the one that was made first.
+        let all = [aside("one"), aside("three"), aside("two")];
+        let newest = std::fs::File::open(all[1].0.join(manifest::FILE)).unwrap();
+        newest.set_modified(std::time::SystemTime::now() + Duration::from_secs(60)).unwrap();
+        for (made, aside, temporary) in all {
+            half(parent.path().join(temporary));
+            std::fs::rename(made, parent.path().join(aside)).unwrap();
+        }
+        let path = parent.path().join("c");
+        open_checkpoint(&path).unwrap();
+        assert!(content(&path).ends_with("three"));
+    }
+
+    #[test]
+    fn left_overs_are_listed_and_removed_on_request() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut other = living();
+        let alive = half(parent.path().join(name_by("c", other.id())));
+        let gone = half(parent.path().join(name_by("c", dead())));
+        let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-00000001"));
+        let all = left_overs(parent.path()).unwrap();
+        let state =
+            |path: &Path| all.iter().find(|one| Some(one.name.as_os_str()) == path.file_name()).unwrap();
+        assert_eq!(state(&alive).state, State::Alive);
+        assert_eq!(state(&gone).state, State::Dead);
+        assert_eq!((state(&unknown).state, state(&unknown).of.as_str()), (State::Unknown, "step-1"));
+        assert_eq!((state(&unknown).host.as_str(), state(&unknown).bytes > 0), ("node7", true));
+        let remove =
+            |path: &Path, force| remove_left_over(parent.path(), path.file_name().unwrap(), force).unwrap();
+        assert!(!remove(&alive, true) && !remove(&unknown, false) && !remove(Path::new("/c"), true));
+        assert!(remove(&unknown, true) && remove(&gone, false));
+        assert!(alive.exists() && !unknown.exists() && !gone.exists());
+        other.kill().unwrap();
+        other.wait().unwrap();
     }
 }

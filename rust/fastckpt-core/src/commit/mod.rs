@@ -1,32 +1,41 @@
-//! Durability and visibility. This module alone knows them; nothing else renames, locks, removes or syncs a directory.
+//! Durability and visibility. This module alone knows them; nothing else renames, locks, removes or syncs a directory of checkpoints.
 //!
 //! A checkpoint is built in a directory with a name of its own beside the target (`docs/format.md`, 6), made durable from the
 //! inside out, and then takes the target's name in one step: shards (synced by the save), index, manifest, the directory,
 //! rename, the parent. Until the rename, nothing under the target's name has changed.
 
+mod directory;
 mod leftovers;
+mod locks;
 mod names;
+mod owner;
+mod target;
 
-use std::ffi::OsStr;
+use std::ffi::{CStr, OsStr, OsString};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
 use rustix::io::{Errno, retry_on_intr};
 
-pub use self::leftovers::open_checkpoint;
-use self::leftovers::{recover, sweep};
-use self::names::temporary_name;
+pub(crate) use self::directory::refresh;
+use self::directory::{Id, entries, id, id_of, open_child, sync};
+pub use self::leftovers::{LeftOver, State, left_overs, open_checkpoint, remove_left_over};
+use self::leftovers::{recover, remove, sweep};
+pub(crate) use self::locks::{Reach, reach};
+use self::names::{aside_name, workspace_name};
+use self::target::{Old, examine, look};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
-use crate::sys::file::{open_directory, open_regular, start_write_back};
+use crate::sys::file::{open_directory, start_write_back};
+use crate::sys::lock;
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
-const TURNS: usize = 100;
+const TURNS: u8 = 100;
 
 /// Splits the target into its parent and its own name.
-fn split(path: &Path) -> Result<(PathBuf, std::ffi::OsString)> {
+fn split(path: &Path) -> Result<(PathBuf, OsString)> {
     let name = path.file_name().ok_or_else(|| Error::Exists {
         path: path.to_path_buf(),
         why: "the path must end in the checkpoint's own name".to_owned(),
@@ -47,46 +56,16 @@ fn is_ours(name: &[u8]) -> bool {
     numbered || [manifest::FILE, manifest::INDEX_FILE, "model.safetensors"].contains(&name)
 }
 
-/// The entries of a directory.
-fn entries(directory: BorrowedFd<'_>) -> io::Result<Vec<(std::ffi::CString, FileType)>> {
-    let mut all = Vec::new();
-    for entry in Dir::read_from(directory)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        if name != c"." && name != c".." {
-            let kind = match entry.file_type() {
-                FileType::Unknown => {
-                    let stat = fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
-                    FileType::from_raw_mode(stat.st_mode)
-                }
-                known => known,
-            };
-            all.push((name.to_owned(), kind));
-        }
-    }
-    Ok(all)
+/// Whether `name` is what a file system makes of a file that is removed while somebody has it open (NFS, FUSE).
+fn is_remnant(name: &[u8]) -> bool {
+    name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
 }
 
-/// Opens the directory `name` inside `parent`, not through a symbolic link.
-fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
-    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    Ok(retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))?)
-}
-
-/// Removes the directory `name` of plain files inside `parent`. What is already gone is no failure.
-fn remove(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
-    let gone = |outcome: rustix::io::Result<()>| match outcome {
-        Err(Errno::NOENT) => Ok(()),
-        other => other,
-    };
-    let directory = match open_child(parent, name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other?,
-    };
-    for (file, _) in entries(directory.as_fd())? {
-        gone(fs::unlinkat(&directory, &file, AtFlags::empty()))?;
-    }
-    Ok(gone(fs::unlinkat(parent, name, AtFlags::REMOVEDIR))?)
+/// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name that stays.
+pub fn check(target: &Path, overwrite: bool) -> Result<()> {
+    let (parent_path, name) = split(target)?;
+    let parent = open_directory(&parent_path).map_err(Error::io(OPEN_PARENT, &parent_path))?;
+    look(parent.as_fd(), &name, target, overwrite).map(drop)
 }
 
 /// A checkpoint being built beside its target. Dropped without a commit, it is removed.
@@ -95,12 +74,45 @@ pub struct Workspace {
     parent: OwnedFd,
     parent_path: PathBuf,
     target: PathBuf,
-    name: std::ffi::OsString,
-    temporary: std::ffi::OsString,
-    /// Holds the lock that proves that the writer lives.
+    name: OsString,
+    temporary: OsString,
     directory: OwnedFd,
+    id: Id,
+    /// The manifest, empty until its content is written: its lock proves that the writer lives.
+    manifest: Option<std::fs::File>,
     overwrite: bool,
+    /// What had the target's name when the save began.
+    before: Option<Id>,
     committed: bool,
+}
+
+/// What a commit has to tell.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Committed {
+    /// Another save to the same path ended while this one ran, and this one replaced its checkpoint.
+    pub rival: bool,
+    /// The file system cannot be asked to make names durable.
+    pub unsynced: bool,
+}
+
+impl Committed {
+    /// In words.
+    #[must_use]
+    pub fn warnings(self) -> Vec<String> {
+        let rival = "another save to this path ended while this one ran, and its checkpoint was replaced: processes of one job need a path \
+            each, or one of them saves";
+        let unsynced = "this file system does not sync directories: whether the checkpoint's name survives a power cut is up to it";
+        let all = [(self.rival, rival), (self.unsynced, unsynced)];
+        all.into_iter().filter(|(applies, _)| *applies).map(|(_, text)| text.to_owned()).collect()
+    }
+}
+
+/// What a rename came to.
+enum Step {
+    /// The name is ours. What lies under the second name, if any, is no longer needed.
+    Done(Option<OsString>),
+    /// Somebody else was faster: look again.
+    Again,
 }
 
 impl Workspace {
@@ -109,42 +121,38 @@ impl Workspace {
         let (parent_path, name) = split(target)?;
         let parent = open_directory(&parent_path).map_err(Error::io(OPEN_PARENT, &parent_path))?;
         recover(&parent_path, parent.as_fd(), &name);
-        check_target(parent.as_fd(), &name, target, overwrite)?;
-        sweep(parent.as_fd(), &name);
+        let old = look(parent.as_fd(), &name, target, overwrite)?;
+        sweep(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
         loop {
-            let temporary = temporary_name(&name, "tmp");
+            let temporary = workspace_name(&name);
             match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
                 Err(Errno::EXIST) => continue,
                 other => other.map_err(failed)?,
             }
-            // A sweep may meet the directory before it is locked: then it is gone by now, or about to go.
-            let directory = match open_child(parent.as_fd(), &temporary) {
-                Ok(directory) => directory,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            match furnish(parent.as_fd(), &temporary, old.as_ref()) {
+                Ok((directory, id, manifest)) => {
+                    return Ok(Self {
+                        parent,
+                        parent_path,
+                        target: target.to_path_buf(),
+                        name,
+                        temporary,
+                        directory,
+                        id,
+                        manifest: Some(manifest),
+                        overwrite,
+                        before: old.map(|old| old.id),
+                        committed: false,
+                    });
+                }
+                // A sweep may meet the directory before its manifest is there and locked: then it is gone by now.
+                Err(Errno::NOENT | Errno::STALE) => {}
                 Err(error) => {
-                    let _ = fs::unlinkat(&parent, &temporary, AtFlags::REMOVEDIR);
+                    let _ = remove(parent.as_fd(), &temporary);
                     return Err(Error::io("open the temporary directory in", &parent_path)(error));
                 }
-            };
-            // Any other refusal is that of a file system without locks, where no sweep removes anything.
-            let swept =
-                fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK);
-            let named = fs::statat(&parent, &temporary, AtFlags::SYMLINK_NOFOLLOW);
-            if swept || matches!(named, Err(Errno::NOENT)) {
-                continue;
             }
-            let target = target.to_path_buf();
-            return Ok(Self {
-                parent,
-                parent_path,
-                target,
-                name,
-                temporary,
-                directory,
-                overwrite,
-                committed: false,
-            });
         }
     }
 
@@ -160,21 +168,28 @@ impl Workspace {
         self.parent_path.join(&self.temporary).join(file)
     }
 
-    /// Writes a small file. It is durable after [`SmallFile::sync`].
-    pub fn write_file(&self, file: &str, bytes: &[u8]) -> Result<SmallFile> {
-        let path = self.path_of(file);
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let fd = retry_on_intr(|| fs::openat(&self.directory, file, flags, Mode::from_raw_mode(0o666)))
-            .map_err(Error::io("create", &path))?;
-        let mut file = std::fs::File::from(fd);
-        file.write_all(bytes).map_err(Error::io("write", &path))?;
-        start_write_back(file.as_fd(), 0, bytes.len() as u64);
-        Ok(SmallFile { file, path })
+    /// Writes the index, and begins to write it back.
+    pub fn write_index(&self, bytes: &[u8]) -> Result<Index> {
+        let path = self.path_of(manifest::INDEX_FILE);
+        let file = create(self.directory(), manifest::INDEX_FILE).map_err(Error::io("create", &path))?;
+        fill(&file, &path, bytes)?;
+        Ok(Index { file, path })
     }
 
-    /// Gives the finished checkpoint the target's name. All its files are durable by now: `shards`, by name and size, and what
-    /// [`Workspace::write_file`] wrote.
-    pub fn commit<'a>(mut self, shards: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
+    /// Writes the manifest's content, after all else, and begins to write it back.
+    pub fn write_manifest(&self, bytes: &[u8]) -> Result<()> {
+        self.manifest.as_ref().map_or(Ok(()), |file| fill(file, &self.path_of(manifest::FILE), bytes))
+    }
+
+    /// Makes the manifest durable.
+    pub fn sync_manifest(&self) -> Result<()> {
+        let synced = self.manifest.as_ref().map_or(Ok(()), |file| retry_on_intr(|| fs::fsync(file)));
+        synced.map_err(Error::io("sync", &self.path_of(manifest::FILE)))
+    }
+
+    /// Gives the finished checkpoint the target's name. All its files are durable by now: `shards`, by name and size, index and
+    /// manifest.
+    pub fn commit<'a>(mut self, shards: impl Iterator<Item = (&'a str, u64)>) -> Result<Committed> {
         for (file, bytes) in shards {
             // Somebody may have cleaned up where nothing was to be cleaned.
             let path = self.path_of(file);
@@ -187,82 +202,174 @@ impl Workspace {
                 ));
             }
         }
-        let sync = |fd: &OwnedFd, path: &Path| {
-            retry_on_intr(|| fs::fsync(fd)).map_err(Error::io("sync the directory", path))
+        let mut done = Committed::default();
+        let mut attempt = 0;
+        let displaced = loop {
+            let old = look(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
+            done.rival |= old.as_ref().is_some_and(|old| Some(old.id) != self.before);
+            match self.take_the_name(old.as_ref(), attempt, &mut done)? {
+                Step::Done(displaced) => break displaced,
+                Step::Again => attempt += 1,
+            }
         };
-        for turn in 0.. {
-            let old = open_child(self.parent.as_fd(), &self.name).ok();
-            if let Some(old) = &old {
-                check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
-                self.carry_over(old.as_fd())?;
-            }
-            sync(&self.directory, &self.path_of(""))?;
-            match if old.is_some() { self.replace() } else { self.publish() } {
-                Ok(()) => break,
-                // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the
-                // finished directory itself that somebody removed.
-                Err(Errno::EXIST | Errno::NOTEMPTY | Errno::NOENT) if turn < TURNS && self.is_there() => {}
-                Err(error) => {
-                    return Err(Error::io("rename the finished checkpoint to", &self.target)(error));
-                }
-            }
-            // A target that is no directory would be met here each time.
-            check_target(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
-        }
         self.committed = true;
-        sync(&self.parent, &self.parent_path)?;
-        // After an exchange the old checkpoint lies under the temporary name. It is no longer needed, and if removing it
-        // fails the next save will sweep it.
-        let _ = remove(self.parent.as_fd(), &self.temporary);
-        Ok(())
+        done.unsynced |=
+            !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
+        // XFS that has shut down syncs a directory without an error; asked for a file it admits the failure.
+        match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
+            Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
+        }
+        // No longer needed; if removing it fails the next save will sweep it.
+        if let Some(displaced) = displaced {
+            let _ = remove(self.parent.as_fd(), &displaced);
+        }
+        Ok(done)
     }
 
-    /// Whether the temporary directory still has its name.
-    fn is_there(&self) -> bool {
-        fs::statat(&self.parent, &self.temporary, AtFlags::SYMLINK_NOFOLLOW).is_ok()
-    }
-
-    /// First save to this name.
-    fn publish(&self) -> rustix::io::Result<()> {
-        let (parent, from, to) = (&self.parent, &self.temporary, &self.name);
-        match fs::renameat_with(parent, from, parent, to, RenameFlags::NOREPLACE) {
-            // NFS, Lustre and FUSE refuse the flag. A plain rename replaces nothing but an empty directory.
-            Err(Errno::INVAL | Errno::NOSYS) => fs::renameat(parent, from, parent, to),
+    /// One attempt to take the target's name, which `old` has.
+    fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Committed) -> Result<Step> {
+        if let Some(old) = old {
+            match self.carry_over(old.directory.as_fd()) {
+                Err(error) if is_gone(&error) && attempt < TURNS => return Ok(Step::Again),
+                other => other?,
+            }
+        }
+        let path = self.path_of("");
+        done.unsynced |= !sync(self.directory()).map_err(Error::io("sync the directory", &path))?;
+        let outcome = match old {
+            None => self.publish(),
+            Some(old) => self.replace(old, attempt, done),
+        };
+        match outcome {
+            // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the finished
+            // directory itself that somebody removed.
+            Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
+                refresh(&self.parent);
+                Ok(Step::Again)
+            }
             other => other,
         }
     }
 
-    /// Save over a checkpoint of this name.
-    fn replace(&self) -> rustix::io::Result<()> {
-        let (parent, new, name) = (&self.parent, &self.temporary, &self.name);
-        match fs::renameat_with(parent, new, parent, name, RenameFlags::EXCHANGE) {
-            Err(Errno::INVAL | Errno::NOSYS) => {}
-            other => return other,
+    /// Whether the workspace still has its temporary name.
+    fn is_there(&self) -> bool {
+        id_of(self.parent.as_fd(), &self.temporary) == Some(self.id)
+    }
+
+    fn renaming(&self) -> impl FnOnce(Errno) -> Error {
+        Error::io("rename the finished checkpoint to", &self.target)
+    }
+
+    /// First save to this name.
+    fn publish(&self) -> Result<Step> {
+        self.rename().map_err(self.renaming())?;
+        Ok(Step::Done(None))
+    }
+
+    /// Gives the workspace the target's name. Replaces nothing but an empty directory.
+    fn rename(&self) -> rustix::io::Result<()> {
+        match fs::renameat(&self.parent, &self.temporary, &self.parent, &self.name) {
+            // Sent twice over a network, it may find that it was done.
+            Err(Errno::NOENT) if id_of(self.parent.as_fd(), &self.name) == Some(self.id) => Ok(()),
+            other => other,
         }
-        // Two steps. Whoever finds the name missing between them waits for this lock, and if it comes free because this process died,
-        // puts the old one back (`recover`).
-        let aside = temporary_name(name, "old");
-        let old = open_child(parent.as_fd(), name).map_err(|_| Errno::NOENT)?;
-        let _ = fs::flock(&old, FlockOperation::NonBlockingLockExclusive);
-        fs::renameat(parent, name, parent, &aside)?;
-        if let Err(error) = fs::renameat(parent, new, parent, name) {
+    }
+
+    /// Save over `old`.
+    fn replace(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
+        match self.exchange() {
+            Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
+            other => other.map_err(self.renaming())?,
+        }
+        match id_of(self.parent.as_fd(), &self.temporary) {
+            None => Ok(Step::Done(None)),
+            Some(there) if there == old.id => Ok(Step::Done(Some(self.temporary.clone()))),
+            // Between the look and the exchange, somebody else put it there.
+            Some(_) => {
+                done.rival = true;
+                self.adopt(&self.temporary).map_err(|error| self.give_back(error))?;
+                Ok(Step::Done(Some(self.temporary.clone())))
+            }
+        }
+    }
+
+    /// Puts back under the target's name what was displaced and must not be replaced, for the reason `refusal`.
+    fn give_back(&self, refusal: Error) -> Error {
+        if self.exchange().is_ok() {
+            if self.is_there() {
+                return refusal;
+            }
+            // A third save took the name in between. It was told that it has it.
+            let _ = self.exchange();
+        }
+        // What is displaced is somebody's own: under a name that nobody sweeps it stays.
+        let mut kept = self.temporary.clone();
+        kept.push(".displaced");
+        let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
+        let why = format!(
+            "what was put there while it was saved now is `{}`",
+            self.parent_path.join(&kept).display()
+        );
+        Error::Exists { path: self.target.clone(), why }
+    }
+
+    fn exchange(&self) -> rustix::io::Result<()> {
+        fs::renameat_with(&self.parent, &self.temporary, &self.parent, &self.name, RenameFlags::EXCHANGE)
+    }
+
+    /// Where names cannot be exchanged (NFS, Lustre, FUSE): the old one makes way, the new one takes its place. A load or save that
+    /// finds the name missing puts the old one back (`recover`), unless the new one has it: then it no longer has a temporary name.
+    fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
+        let (parent, name) = (&self.parent, &self.name);
+        let aside = aside_name(&self.temporary, attempt);
+        fs::renameat(parent, name, parent, &aside).map_err(self.renaming())?;
+        let put_back = |error: Error| {
             let _ = fs::renameat(parent, &aside, parent, name);
-            return Err(error);
+            error
+        };
+        if id_of(parent.as_fd(), &aside).is_some_and(|there| there != old.id) {
+            done.rival = true;
+            self.adopt(&aside).map_err(put_back)?;
         }
-        retry_on_intr(|| fs::fsync(parent))?;
-        let _ = remove(parent.as_fd(), &aside);
-        Ok(())
+        match self.rename() {
+            Ok(()) => Ok(Step::Done(Some(aside))),
+            // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
+            Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
+                let _ = remove(parent.as_fd(), &aside);
+                Err(self.renaming()(error))
+            }
+            Err(error) => Err(put_back(self.renaming()(error))),
+        }
+    }
+
+    /// Takes the files of other people along from what was displaced without having been looked at, if it may be replaced at all.
+    fn adopt(&self, displaced: &OsStr) -> Result<()> {
+        let directory = match open_child(self.parent.as_fd(), displaced) {
+            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+            Err(Errno::NOTDIR | Errno::LOOP) => {
+                return Err(Error::Exists {
+                    path: self.target.clone(),
+                    why: "somebody put something there while it was saved: choose another name".to_owned(),
+                });
+            }
+            other => other.map_err(Error::io("open", &self.target))?,
+        };
+        examine(directory.as_fd(), &self.target, self.overwrite)?;
+        self.carry_over(directory.as_fd())?;
+        sync(self.directory()).map(drop).map_err(Error::io("sync the directory", &self.target))
     }
 
     /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there.
     fn carry_over(&self, old: BorrowedFd<'_>) -> Result<()> {
         let path = &self.target;
         for (file, _) in entries(old).map_err(Error::io("list", path))? {
-            if is_ours(file.to_bytes()) {
+            if is_ours(file.to_bytes()) || is_remnant(file.to_bytes()) {
                 continue;
             }
             match fs::linkat(old, &file, &self.directory, &file, AtFlags::empty()) {
                 Ok(()) | Err(Errno::EXIST | Errno::NOENT) => {}
+                Err(Errno::STALE) => return Err(Error::io("carry files over from", path)(Errno::STALE)),
                 // No hard links here.
                 Err(_) => self.copy_file(old, &file).map_err(Error::io("carry files over from", path))?,
             }
@@ -270,7 +377,7 @@ impl Workspace {
         Ok(())
     }
 
-    fn copy_file(&self, old: BorrowedFd<'_>, name: &std::ffi::CStr) -> io::Result<()> {
+    fn copy_file(&self, old: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
         let stat = fs::statat(old, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let from = fs::openat(old, name, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
@@ -281,87 +388,73 @@ impl Workspace {
     }
 }
 
-/// A file of a [`Workspace`] that is written, on its way to the disk.
+/// Whether the directory that was looked at has gone: its successor has the name.
+fn is_gone(error: &Error) -> bool {
+    matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
+}
+
+/// Whether the name was taken, or came free, in the middle of an attempt.
+fn is_taken(error: &Error) -> bool {
+    let others = matches!(error, Error::Io { .. });
+    others
+        && matches!(
+            error.errno(),
+            Some(libc::EEXIST | libc::ENOTEMPTY | libc::ENOENT | libc::ESTALE | libc::ENOTDIR)
+        )
+}
+
+/// Opens a new workspace, closes it to those whom `old` is closed to, and makes its manifest, empty and locked.
+fn furnish(
+    parent: BorrowedFd<'_>,
+    temporary: &OsStr,
+    old: Option<&Old>,
+) -> rustix::io::Result<(OwnedFd, Id, std::fs::File)> {
+    let directory = open_child(parent, temporary)?;
+    if let Some(old) = old {
+        // Refused where the file system has no modes.
+        let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode));
+    }
+    let manifest = create(directory.as_fd(), manifest::FILE)?;
+    // Refused where the file system has no locks; nobody relies on them there.
+    let _ = lock::take(&manifest);
+    let id = id(&fs::fstat(&directory)?);
+    if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
+}
+
+fn create(directory: BorrowedFd<'_>, name: &str) -> rustix::io::Result<std::fs::File> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
+    Ok(std::fs::File::from(fd))
+}
+
+fn fill(mut file: &std::fs::File, path: &Path, bytes: &[u8]) -> Result<()> {
+    file.write_all(bytes).map_err(Error::io("write", path))?;
+    start_write_back(file.as_fd(), 0, bytes.len() as u64);
+    Ok(())
+}
+
+/// The index of a [`Workspace`], written and on its way to the disk.
 #[derive(Debug)]
 #[must_use = "it is not durable yet"]
-pub struct SmallFile {
+pub struct Index {
     file: std::fs::File,
     path: PathBuf,
 }
 
-impl SmallFile {
-    /// Makes it durable.
-    pub fn sync(&self) -> Result<()> {
+impl Index {
+    /// Makes it durable, and closes it.
+    pub fn sync(self) -> Result<()> {
         retry_on_intr(|| fs::fsync(&self.file)).map_err(Error::io("sync", &self.path))
     }
 }
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        if !self.committed {
+        // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
+        self.manifest = None;
+        if !self.committed && self.is_there() {
             let _ = remove(self.parent.as_fd(), &self.temporary);
         }
-    }
-}
-
-/// Whether the target's name is free, or taken by a checkpoint that may be replaced.
-fn check_target(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<()> {
-    for _ in 0..TURNS {
-        let before = fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW);
-        let outcome = check_target_once(parent, name, target, overwrite);
-        // What was looked at may have been replaced meanwhile, and emptied: then the answer says nothing.
-        let after = fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW);
-        let inode = |stat: rustix::io::Result<fs::Stat>| stat.ok().map(|stat| (stat.st_dev, stat.st_ino));
-        if outcome.is_ok() || inode(before) == inode(after) {
-            return outcome;
-        }
-    }
-    check_target_once(parent, name, target, overwrite)
-}
-
-fn check_target_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<()> {
-    let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
-    let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Err(Errno::NOENT) => return Ok(()),
-        other => other.map_err(Error::io("look at", target))?,
-    };
-    if !overwrite {
-        return Err(exists("it exists, and overwrite=False"));
-    }
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory => {}
-        FileType::Symlink => return Err(exists("it is a symbolic link: save to the path it points to")),
-        _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
-    }
-    let directory = open_child(parent, name).map_err(Error::io("open", target))?;
-    if !has_magic(directory.as_fd()).map_err(Error::io("open the manifest of", target))? {
-        return Err(exists("it is a directory, but not a checkpoint of fastckpt: choose another name"));
-    }
-    for (file, kind) in entries(directory.as_fd()).map_err(Error::io("list", target))? {
-        if kind != FileType::RegularFile {
-            let what = file.to_string_lossy().into_owned();
-            return Err(exists(&format!(
-                "it holds `{what}`, which is no plain file: move that elsewhere first"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Whether a directory holds a manifest of fastckpt, of any version, whole or damaged.
-fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
-    let mut begin = [0; manifest::MAGIC.len()];
-    match open_regular(directory, manifest::FILE) {
-        Ok((fd, _)) => {
-            let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
-            Ok(read == begin.len() && begin == *manifest::MAGIC)
-        }
-        // There is none, or something else has its name. Any other failure says nothing about what is there.
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
-            Ok(false)
-        }
-        Err(error) => Err(error),
     }
 }
 
@@ -374,9 +467,8 @@ mod tests {
     pub(super) fn checkpoint(parent: &Path, name: &str, text: &str) -> PathBuf {
         let path = parent.join(name);
         let workspace = Workspace::create(&path, true).unwrap();
-        let file =
-            workspace.write_file(manifest::FILE, format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
-        file.sync().unwrap();
+        workspace.write_manifest(format!("{{\"fastckpt\":1,{text}").as_bytes()).unwrap();
+        workspace.sync_manifest().unwrap();
         workspace.commit([].into_iter()).unwrap();
         path
     }
@@ -406,7 +498,7 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
         let workspace = Workspace::create(&path, true).unwrap();
-        let _ = workspace.write_file("model.safetensors", b"half").unwrap();
+        let _ = workspace.write_index(b"half").unwrap();
         drop(workspace);
         assert!(content(&path).ends_with("one"));
         assert_eq!(names(parent.path()), ["c"]);
@@ -418,9 +510,8 @@ mod tests {
         let path = parent.path().join("c");
         let refused = |overwrite| matches!(Workspace::create(&path, overwrite), Err(Error::Exists { .. }));
         std::fs::create_dir(&path).unwrap();
-        assert!(refused(true), "an empty directory");
-        std::fs::write(path.join("mine.txt"), "mine").unwrap();
-        assert!(refused(true), "somebody's directory");
+        std::fs::write(path.join("model.safetensors"), "mine").unwrap();
+        assert!(refused(true), "somebody's weights");
         std::fs::remove_dir_all(&path).unwrap();
         std::fs::write(&path, "mine").unwrap();
         assert!(refused(true), "a file");
@@ -433,6 +524,87 @@ mod tests {
         assert!(refused(false), "overwrite=False");
         std::fs::create_dir(path.join("sub")).unwrap();
         assert!(refused(true), "a directory inside");
+    }
+
+    #[test]
+    fn a_directory_that_loses_nothing_is_filled() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        std::fs::create_dir(&path).unwrap();
+        drop(Workspace::create(&path, false).unwrap());
+        checkpoint(parent.path(), "c", "one");
+        std::fs::remove_file(path.join(manifest::FILE)).unwrap();
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        checkpoint(parent.path(), "c", "two");
+        assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn a_replaced_checkpoint_passes_its_mode_on() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        checkpoint(parent.path(), "c", "two");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o700);
+    }
+
+    #[test]
+    fn what_takes_the_name_during_a_save_is_told_of_or_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let begin = || {
+            let workspace = Workspace::create(&path, true).unwrap();
+            workspace.write_manifest(b"{\"fastckpt\":1,late").unwrap();
+            workspace
+        };
+        let late = begin();
+        checkpoint(parent.path(), "c", "rival");
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        assert!(late.commit([].into_iter()).unwrap().rival);
+        assert!(content(&path).ends_with("late"));
+        assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
+        let late = begin();
+        assert!(!late.commit([].into_iter()).unwrap().rival);
+        let late = begin();
+        std::fs::remove_dir_all(&path).unwrap();
+        std::fs::create_dir_all(path.join("my experiments")).unwrap();
+        assert!(matches!(late.commit([].into_iter()), Err(Error::Exists { .. })));
+        assert_eq!(names(&path), ["my experiments"]);
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn what_was_displaced_unseen_is_given_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let workspace = Workspace::create(&path, true).unwrap();
+        let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
+        std::fs::remove_dir_all(&path).unwrap();
+        std::fs::create_dir_all(path.join("my experiments")).unwrap();
+        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
+            let outcome = replace(&workspace, &old, 0, &mut Committed::default());
+            assert!(matches!(outcome, Err(Error::Exists { .. })));
+            assert_eq!(names(&path), ["my experiments"]);
+            assert!(workspace.is_there());
+        }
+    }
+
+    #[test]
+    fn a_rival_that_was_displaced_unseen_leaves_its_files_of_others() {
+        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
+            let parent = tempfile::tempdir().unwrap();
+            let path = checkpoint(parent.path(), "c", "one");
+            let workspace = Workspace::create(&path, true).unwrap();
+            workspace.write_manifest(b"{\"fastckpt\":1,mine").unwrap();
+            let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
+            checkpoint(parent.path(), "c", "rival");
+            std::fs::write(path.join("config.json"), "{}").unwrap();
+            let mut done = Committed::default();
+            assert!(matches!(replace(&workspace, &old, 0, &mut done).unwrap(), Step::Done(Some(_))));
+            assert!(done.rival && content(&path).ends_with("mine"));
+            assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
+        }
     }
 
     #[test]

@@ -5,21 +5,26 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::owner::Owner;
 use crate::checksum;
 
-/// The host that writes: with the lock the proof of life.
-pub(super) fn host() -> String {
-    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
-    let host: String = name.chars().take(64).map(plain).collect();
-    if host.is_empty() { "_".into() } else { host }
+/// What a temporary name stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A workspace; after an exchange, for a moment, the old checkpoint.
+    Tmp,
+    /// The old checkpoint between two plain renames.
+    Old,
+    /// Garbage: anybody may remove it.
+    Del,
 }
 
-/// Its boot, eight digits.
-fn boot() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let boot: String = boot.chars().filter(char::is_ascii_hexdigit).take(8).collect();
-    format!("{boot:0<8}")
+impl Kind {
+    const ALL: [(Self, &'static str); 3] = [(Self::Tmp, "tmp"), (Self::Old, "old"), (Self::Del, "del")];
+
+    pub(super) fn word(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
 }
 
 /// What every temporary name for checkpoint `name` begins with.
@@ -35,52 +40,95 @@ fn stem(name: &OsStr) -> Vec<u8> {
     stem
 }
 
-/// A new temporary name.
-pub(super) fn temporary_name(name: &OsStr, kind: &str) -> OsString {
-    let (host, boot) = (host(), boot());
+fn compose(stem: &[u8], kind: Kind, workspace: &[u8]) -> OsString {
+    OsString::from_vec([stem, b".", kind.word().as_bytes(), b"-", workspace].concat())
+}
+
+/// Who writes and which of its workspaces: what comes after the kind.
+fn workspace() -> String {
     let mut random = [0u8; 4];
     if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
         // A name already taken is refused by mkdir and tried again, so this need not be unpredictable.
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         random = now.map_or(0, |now| now.subsec_nanos()).to_be_bytes();
     }
-    let random = u32::from_be_bytes(random);
-    let mut all = stem(name);
-    let owner = format!("{host}-{boot}-{}-{random:08x}", std::process::id());
-    all.extend_from_slice(format!(".{kind}-{owner}").as_bytes());
-    OsString::from_vec(all)
+    format!("{}-{:08x}", Owner::myself(), u32::from_be_bytes(random))
+}
+
+/// A new name for a workspace of checkpoint `name`.
+pub(super) fn workspace_name(name: &OsStr) -> OsString {
+    compose(&stem(name), Kind::Tmp, workspace().as_bytes())
+}
+
+/// The name of the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two attempts share
+/// one: whoever judges what one of them left must not meet the next.
+pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
+    let parsed = Temporary::parse(temporary.as_bytes());
+    let mut name = parsed.map_or_else(OsString::new, |t| compose(t.stem, Kind::Old, t.workspace));
+    name.push(format!("{attempt:02x}"));
+    name
 }
 
 /// What a temporary name says.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Temporary<'a> {
     /// See [`stem`].
     stem: &'a [u8],
-    /// `tmp` or `old`.
-    pub(super) kind: &'a [u8],
-    pub(super) host: &'a [u8],
+    pub(super) kind: Kind,
+    /// Who made it, and its random digits: the same for an old checkpoint and the workspace that takes its place.
+    workspace: &'a [u8],
 }
 
 impl<'a> Temporary<'a> {
-    /// Takes a name apart that [`temporary_name`] made; any other is none.
+    /// Takes a name apart that this module made; any other is none.
     pub(super) fn parse(name: &'a [u8]) -> Option<Self> {
         // From the end, because a checkpoint's own name may hold anything.
-        let mut parts = name.rsplitn(5, |&byte| byte == b'-');
-        let hex8 = |part: &[u8]| part.len() == 8 && part.iter().all(u8::is_ascii_hexdigit);
-        let random = parts.next().filter(|part| hex8(part));
-        let pid = parts.next().filter(|part| !part.is_empty() && part.iter().all(u8::is_ascii_digit));
-        let boot = parts.next().filter(|part| hex8(part));
-        random.and(pid).and(boot)?;
-        let host = parts.next()?;
-        let begin = parts.next()?;
-        let (stem, kind) = begin.split_at_checked(begin.len().checked_sub(4)?)?;
-        let kind = kind.strip_prefix(b".")?;
-        (stem.len() > 1 && stem.starts_with(b".") && [b"tmp", b"old"].iter().any(|known| kind == *known))
-            .then_some(Self { stem, kind, host })
+        let mut parts = name.rsplitn(6, |&byte| byte == b'-');
+        let random = parts.next()?;
+        let owner = Owner::parse([parts.next()?, parts.next()?, parts.next()?])?;
+        let (host, begin) = (parts.next()?, parts.next()?);
+        let (stem, word) = begin.split_at_checked(begin.len().checked_sub(4)?)?;
+        let word = word.strip_prefix(b".")?;
+        let (kind, _) = Kind::ALL.into_iter().find(|(_, known)| known.as_bytes() == word)?;
+        let digits = if kind == Kind::Old { 10 } else { 8 };
+        let sound = random.len() == digits && random.iter().all(u8::is_ascii_hexdigit);
+        if !sound || host.is_empty() || owner.pid == 0 || stem.len() < 2 || !stem.starts_with(b".") {
+            return None;
+        }
+        let workspace = &name[begin.len() + 1..name.len() - (digits - 8)];
+        Some(Self { stem, kind, workspace })
     }
 
     /// Whether it belongs to checkpoint `name`.
     pub(super) fn is_of(&self, name: &OsStr) -> bool {
         stem(name) == self.stem
+    }
+
+    /// The checkpoint's own name; its first 120 bytes and a checksum where it is longer.
+    pub(super) fn of(&self) -> &'a OsStr {
+        OsStr::from_bytes(&self.stem[1..])
+    }
+
+    /// Who made it.
+    pub(super) fn owner(&self) -> Option<Owner> {
+        let mut parts = self.workspace.rsplitn(5, |&byte| byte == b'-').skip(1);
+        Owner::parse([parts.next()?, parts.next()?, parts.next()?])
+    }
+
+    /// The host it was made on, for people: names of hosts prove nothing.
+    pub(super) fn host(&self) -> String {
+        let end = self.workspace.iter().position(|&byte| byte == b'-').unwrap_or(0);
+        String::from_utf8_lossy(&self.workspace[..end]).into_owned()
+    }
+
+    /// The name of the workspace that this belongs to.
+    pub(super) fn workspace(&self) -> OsString {
+        compose(self.stem, Kind::Tmp, self.workspace)
+    }
+
+    /// A new name under which it is garbage.
+    pub(super) fn garbage(&self) -> OsString {
+        compose(self.stem, Kind::Del, workspace().as_bytes())
     }
 }
 
@@ -90,19 +138,33 @@ mod tests {
 
     #[test]
     fn temporary_names_are_taken_apart_as_they_were_made() {
-        for name in ["c", "step-1000", "a.tmp-x", &"n".repeat(300)] {
+        for name in ["c", "step-1000", "a.tmp-x", &"n".repeat(255)] {
             let name = OsStr::new(name);
-            let made = temporary_name(name, "old");
+            let made = workspace_name(name);
             let parsed = Temporary::parse(made.as_bytes()).unwrap();
-            assert!(parsed.is_of(name) && parsed.kind == b"old");
-            assert_eq!(parsed.host, host().as_bytes());
+            assert!(parsed.is_of(name) && parsed.kind == Kind::Tmp && made.len() <= 255);
+            assert_eq!((parsed.workspace(), parsed.owner()), (made.clone(), Some(Owner::myself())));
+            let aside = aside_name(&made, 255);
+            let old = Temporary::parse(aside.as_bytes()).unwrap();
+            assert!(old.is_of(name) && old.kind == Kind::Old && aside.len() <= 255);
+            assert_eq!((old.workspace(), old.owner()), (made.clone(), Some(Owner::myself())));
+            let garbage = old.garbage();
+            let garbage = Temporary::parse(garbage.as_bytes()).unwrap();
+            assert!(garbage.is_of(name) && garbage.kind == Kind::Del);
         }
-        for other in
-            [".c.tmp-backup", "c.tmp-h-00000000-1-00000000", ".c.new-h-00000000-1-00000000", ".c.tmp-h-0-1-2"]
-        {
+        for other in [
+            ".c.tmp-backup",
+            "c.tmp-h-0000000000000000-1-1-00000000",
+            ".c.new-h-0000000000000000-1-1-00000000",
+            ".c.tmp-h-0-1-1-00000000",
+            ".c.tmp-h-0000000000000000-1-0-00000000",
+            ".c.old-h-0000000000000000-1-1-00000000",
+            ".c.tmp-h-0000000000000000-1-1-0000000000",
+            ".c.tmp--0000000000000000-1-1-00000000",
+        ] {
             assert!(Temporary::parse(other.as_bytes()).is_none(), "{other}");
         }
-        let nested = temporary_name(OsStr::new("c.old-x"), "tmp");
+        let nested = workspace_name(OsStr::new("c.old-x"));
         assert!(!Temporary::parse(nested.as_bytes()).unwrap().is_of(OsStr::new("c")));
     }
 }

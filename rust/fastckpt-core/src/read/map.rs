@@ -43,6 +43,7 @@ impl Checkpoint {
         let options = Options { io: Io::Buffered, ..options.clone() };
         let operation = Operation::begin(Kind::Load, &self.path, options.step);
         let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
+        let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
     }

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use self::job::{Outcome, ReadJob};
 pub use self::map::Maps;
@@ -24,8 +24,13 @@ use crate::sys::file::{self, DataFile};
 use crate::telemetry::{self, Kind, Operation};
 use crate::worker::{self, Tick};
 
-/// How often a checkpoint is opened again that is replaced meanwhile.
-const TURNS: usize = 100;
+/// How long a checkpoint is opened again that is replaced again and again.
+const REPLACED_WAIT: Duration = Duration::from_secs(30);
+/// How long a file is looked for again where a directory's name may be believed longer than it is true: clients of network file systems keep
+/// what they know of names, FUSE for a second unless told otherwise.
+const DOUBT: Duration = Duration::from_secs(2);
+/// How long to wait before looking again.
+const PAUSE: Duration = Duration::from_millis(5);
 /// Reads in pieces of this many bytes where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
 
@@ -35,6 +40,8 @@ pub struct Checkpoint {
     path: PathBuf,
     directory: OwnedFd,
     body: Body,
+    /// Whether the directory was found to have its name still, after a file was missing in it.
+    certain: OnceLock<()>,
     /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each time.
     sound_headers: Vec<OnceLock<()>>,
 }
@@ -55,22 +62,26 @@ pub struct Request {
 impl Checkpoint {
     /// Opens the checkpoint at `path`.
     pub fn open(path: &Path) -> Result<Self> {
-        for _ in 0..TURNS {
-            if let Some(checkpoint) = Self::open_once(path)? {
-                return Ok(checkpoint);
+        let give_up = Instant::now() + REPLACED_WAIT;
+        loop {
+            match Self::open_once(path) {
+                Err(Error::Replaced { .. }) if Instant::now() < give_up => std::thread::sleep(PAUSE),
+                other => return other,
             }
         }
-        Err(Error::corrupt(path, "it is being replaced faster than it can be opened"))
     }
 
-    /// Nothing if the directory was replaced between its opening and that of the manifest.
-    fn open_once(path: &Path) -> Result<Option<Self>> {
-        let directory = commit::open_checkpoint(path)?;
+    fn open_once(path: &Path) -> Result<Self> {
+        let replaced = || Error::Replaced { path: path.to_path_buf() };
+        let directory = match commit::open_checkpoint(path) {
+            Err(error) if error.errno() == Some(libc::ESTALE) => return Err(replaced()),
+            other => other?,
+        };
         let manifest = path.join(manifest::FILE);
         let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                if has_other_name(&directory, path) {
-                    return Ok(None);
+            Err(error) if is_gone(&error) => {
+                if is_replaced(&directory, path, &error, &OnceLock::new()) {
+                    return Err(replaced());
                 }
                 let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
                 return Err(Error::corrupt(path, what));
@@ -82,13 +93,15 @@ impl Checkpoint {
             return Err(Error::corrupt(&manifest, what));
         }
         let mut bytes = vec![0; len as usize];
-        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(Error::io("read", &manifest))?;
+        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(|error| {
+            if is_gone(&error) { replaced() } else { Error::io("read", &manifest)(error) }
+        })?;
         if read < bytes.len() {
             return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
         }
         let body = manifest::decode(bytes, &manifest)?;
         let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
-        Ok(Some(Self { path: path.to_path_buf(), directory, body, sound_headers }))
+        Ok(Self { path: path.to_path_buf(), directory, body, certain: OnceLock::new(), sound_headers })
     }
 
     /// The manifest.
@@ -107,7 +120,8 @@ impl Checkpoint {
         tick: Tick<'_>,
     ) -> Result<Report> {
         let operation = Operation::begin(Kind::Load, &self.path, options.step);
-        let outcome = self.load(requests, verify, options, &operation, tick);
+        let outcome =
+            self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
     }
@@ -160,6 +174,7 @@ impl Checkpoint {
             threads: crew.threads,
             engine: crew.engine,
             fallback: crew.fallback.clone(),
+            warnings: Vec::new(),
             blocks: moved.blocks,
             copied: moved.copied,
             shards: job.shards.len(),
@@ -187,13 +202,21 @@ impl Checkpoint {
 
     /// Why a shard cannot be opened.
     fn unreadable(&self, path: &Path, error: io::Error) -> Error {
-        if error.kind() == io::ErrorKind::NotFound && has_other_name(&self.directory, &self.path) {
-            return Error::io(
-                "go on reading a checkpoint that was replaced meanwhile (open it again):",
-                path,
-            )(error);
+        if is_gone(&error) && is_replaced(&self.directory, &self.path, &error, &self.certain) {
+            return Error::Replaced { path: self.path.clone() };
         }
         unreadable(path, error)
+    }
+
+    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
+    /// removed end in an error of their own, in a mapping in that of a disk that fails.
+    fn settle(&self, error: Error) -> Error {
+        let Error::Io { source, .. } = &error else { return error };
+        let suspect = matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO));
+        if suspect && is_replaced(&self.directory, &self.path, source, &self.certain) {
+            return Error::Replaced { path: self.path.clone() };
+        }
+        error
     }
 
     /// Compares the header of a shard with its checksum.
@@ -245,8 +268,37 @@ impl Checkpoint {
     }
 }
 
-/// Whether the directory that is held open no longer is the one of that name.
+/// Whether `error` says that a file, or its directory, was removed.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
+}
+
+/// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
+/// so that this takes its time once.
+fn is_replaced(directory: &OwnedFd, path: &Path, error: &io::Error, certain: &OnceLock<()>) -> bool {
+    if error.raw_os_error() == Some(libc::ESTALE) {
+        return true;
+    }
+    let begin = Instant::now();
+    loop {
+        if has_other_name(directory, path) {
+            return true;
+        }
+        let sure = certain.get().is_some() || commit::reach(directory.as_fd()) == commit::Reach::Machine;
+        if sure || begin.elapsed() > DOUBT {
+            let _ = certain.set(());
+            return false;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
 fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if let Ok(parent) = file::open_directory(parent) {
+        commit::refresh(&parent);
+    }
+    commit::refresh(directory);
     match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
         (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
         _ => true,

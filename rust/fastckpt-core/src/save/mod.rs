@@ -9,7 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 use self::job::WriteJob;
-use crate::commit::{SmallFile, Workspace};
+use crate::commit::{Index, Workspace};
 use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Saved};
@@ -88,22 +88,23 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     if !job.leaves_a_sync() {
         operation.phase(Phase::Commit);
     }
-    let mut small = Vec::new();
-    if body.shards.len() > 1 {
-        small.push(workspace.write_file(manifest::INDEX_FILE, &manifest::encode_index(&body)?)?);
-    }
-    small.push(workspace.write_file(manifest::FILE, &manifest::encode(&body)?)?);
+    let index = match body.shards.len() {
+        0 | 1 => None,
+        _ => Some(workspace.write_index(&manifest::encode_index(&body)?)?),
+    };
+    workspace.write_manifest(&manifest::encode(&body)?)?;
     let rest = Instant::now();
     job.sync(operation)?;
     let rest = rest.elapsed().as_secs_f64();
     operation.phase(Phase::Commit);
-    small.iter().try_for_each(SmallFile::sync)?;
+    index.map_or(Ok(()), Index::sync)?;
+    workspace.sync_manifest()?;
     // From here on it is quick, and cannot be stopped half-way.
     if !tick(job.total(), job.total()) {
         return Err(Error::Interrupted);
     }
     let shards = plan.shards.iter().map(|shard| (shard.file.as_str(), shard.bytes));
-    workspace.commit(shards)?;
+    let committed = workspace.commit(shards)?;
     let seconds = begin.elapsed().as_secs_f64();
     Ok(Report {
         bytes,
@@ -117,6 +118,7 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
         threads: crew.threads,
         engine: crew.engine,
         fallback: crew.fallback,
+        warnings: committed.warnings(),
         blocks: moved.blocks,
         copied: moved.copied,
         shards: plan.shards.len(),

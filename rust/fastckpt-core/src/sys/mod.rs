@@ -6,6 +6,7 @@ pub mod buf;
 pub mod cachestat;
 pub mod file;
 pub mod gather;
+pub mod lock;
 pub mod map;
 pub mod pagemap;
 pub mod priority;

@@ -1,0 +1,91 @@
+//! Which machines a lock on a file is seen by (`docs/format.md`, 6.2).
+
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::{self, major, minor};
+
+/// Who sees a lock on a file of a file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Every process of this machine, the only one that has the file system mounted.
+    Machine,
+    /// Every machine that has it mounted.
+    Everywhere,
+    /// There is no telling: perhaps only those who came through the same mount.
+    Unknown,
+}
+
+/// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs, overlayfs, f2fs, ZFS,
+/// bcachefs, JFS, NILFS.
+const LOCAL: [u64; 11] = [
+    0xEF53,
+    0x5846_5342,
+    0x9123_683E,
+    0x0102_1994,
+    0x8584_58F6,
+    0x794C_7630,
+    0xF2F5_2010,
+    0x2FC1_2FC1,
+    0xCA45_1A4E,
+    0x3153_464A,
+    0x3434,
+];
+/// Ceph, GFS2, OCFS2: their locks span machines however they are mounted.
+const CLUSTER: [u64; 3] = [0x00C3_6400, 0x0116_1970, 0x7461_636F];
+const NFS: u64 = 0x6969;
+const LUSTRE: u64 = 0x0BD0_0BD0;
+
+/// Who sees a lock on a file in `directory`.
+pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
+    let Ok(about) = fs::fstatfs(directory) else { return Reach::Unknown };
+    let magic = u64::try_from(about.f_type).unwrap_or(0);
+    let options = || {
+        let device = fs::fstat(directory).ok()?.st_dev;
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+        super_options(&mounts, major(device), minor(device)).map(str::to_owned)
+    };
+    of(magic, options)
+}
+
+fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
+    let has = |wanted: &str| options().is_some_and(|all| all.split(',').any(|option| option == wanted));
+    match magic {
+        magic if LOCAL.contains(&magic) => Reach::Machine,
+        magic if CLUSTER.contains(&magic) => Reach::Everywhere,
+        NFS if has("local_lock=none") => Reach::Everywhere,
+        LUSTRE if has("flock") => Reach::Everywhere,
+        _ => Reach::Unknown,
+    }
+}
+
+/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line of that device.
+fn super_options(mounts: &str, major: u32, minor: u32) -> Option<&str> {
+    let device = format!("{major}:{minor}");
+    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(device.as_str()))?;
+    line.rsplit(' ').next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+36 35 98:0 / /mnt/a\\040b rw,noatime shared:1 - nfs4 host:/ rw,vers=4.2,local_lock=none,addr=10.0.0.1
+37 35 98:1 / /mnt/c rw - nfs host:/c rw,vers=3,nolock,local_lock=all
+38 35 98:2 / /scratch rw - lustre mgs@tcp:/fs rw,flock,lazystatfs
+39 35 98:3 / /work rw - lustre mgs@tcp:/fs rw,localflock
+";
+
+    #[test]
+    fn the_mount_tells_who_sees_a_lock() {
+        let of = |magic, minor| of(magic, || super_options(MOUNTS, 98, minor).map(str::to_owned));
+        assert_eq!(of(NFS, 0), Reach::Everywhere);
+        assert_eq!(of(NFS, 1), Reach::Unknown);
+        assert_eq!(of(NFS, 9), Reach::Unknown, "no such mount");
+        assert_eq!(of(LUSTRE, 2), Reach::Everywhere);
+        assert_eq!(of(LUSTRE, 3), Reach::Unknown);
+        assert_eq!(of(0x6573_5546, 0), Reach::Unknown, "FUSE");
+        assert_eq!(of(0xEF53, 9), Reach::Machine);
+        assert_eq!(of(CLUSTER[0], 9), Reach::Everywhere);
+    }
+}

@@ -1,0 +1,111 @@
+//! Who made a temporary directory, and whether it is provably dead (`docs/format.md`, 6.2).
+//!
+//! A wrong proof would make a save fail that lives. It could not destroy a checkpoint: whatever is removed is renamed first.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::OnceLock;
+
+use rustix::fs;
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::locks::{Reach, reach};
+use crate::manifest;
+use crate::sys::{file::open_regular, lock};
+
+/// A process, as far as others can tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Owner {
+    /// The first 64 bits of the id of the kernel's boot. Names of hosts are not unique; this is.
+    boot: u64,
+    /// Inode of the PID namespace, 0 if unknown.
+    namespace: u64,
+    /// Its number in there.
+    pub(super) pid: u32,
+}
+
+impl Owner {
+    /// This process.
+    pub(super) fn myself() -> Self {
+        static BOOT: OnceLock<u64> = OnceLock::new();
+        let boot = *BOOT.get_or_init(|| {
+            let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+            let digits: String = id.chars().filter(char::is_ascii_hexdigit).take(16).collect();
+            u64::from_str_radix(&digits, 16).unwrap_or(0)
+        });
+        let namespace = std::fs::metadata("/proc/self/ns/pid").map_or(0, |stat| stat.ino());
+        Self { boot, namespace, pid: std::process::id() }
+    }
+
+    /// What [`fmt::Display`] wrote, from its end, without the host.
+    pub(super) fn parse([pid, namespace, boot]: [&[u8]; 3]) -> Option<Self> {
+        let decimal = |part: &[u8]| std::str::from_utf8(part).ok()?.parse().ok();
+        let boot = std::str::from_utf8(boot).ok().filter(|boot| boot.len() == 16)?;
+        Some(Self {
+            boot: u64::from_str_radix(boot, 16).ok()?,
+            namespace: decimal(namespace)?,
+            pid: decimal(pid)?.try_into().ok()?,
+        })
+    }
+
+    /// Whether the process is seen to live or to be gone; nothing where it cannot be seen.
+    fn runs(self) -> Option<bool> {
+        let me = Self::myself();
+        if me.boot == 0 || me.namespace == 0 || (self.boot, self.namespace) != (me.boot, me.namespace) {
+            return None;
+        }
+        let pid = Pid::from_raw(i32::try_from(self.pid).ok()?)?;
+        Some(test_kill_process(pid) != Err(Errno::SRCH))
+    }
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+        let host: String = name.chars().take(64).map(plain).collect();
+        let host = if host.is_empty() { "_" } else { &host };
+        write!(f, "{host}-{:016x}-{}-{}", self.boot, self.namespace, self.pid)
+    }
+}
+
+/// What is known of the writer of a workspace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Life {
+    /// Its process is there, or its lock is held.
+    Alive,
+    /// It is dead, provably.
+    Dead,
+    /// Nothing here proves either.
+    Unknown,
+}
+
+/// What is known of `owner`, whose workspace is `directory`.
+pub(super) fn life(owner: Owner, directory: BorrowedFd<'_>) -> Life {
+    if let Some(runs) = owner.runs() {
+        return if runs { Life::Alive } else { Life::Dead };
+    }
+    let Ok((file, _)) = open_regular(directory, manifest::FILE) else { return Life::Unknown };
+    match lock::is_free(&file) {
+        Ok(false) => return Life::Alive,
+        Err(_) => return Life::Unknown,
+        Ok(true) => {}
+    }
+    let dead = match reach(directory) {
+        // An earlier boot of this machine cannot be told from a machine that this one exports the file system to, except
+        // by what happened there last.
+        Reach::Machine => owner.boot == Owner::myself().boot || unchanged_since_boot(directory),
+        Reach::Everywhere => true,
+        Reach::Unknown => false,
+    };
+    if dead { Life::Dead } else { Life::Unknown }
+}
+
+/// Whether nothing was made, removed or renamed in `directory` since this kernel booted.
+fn unchanged_since_boot(directory: BorrowedFd<'_>) -> bool {
+    let boot = clock_gettime(ClockId::Realtime).tv_sec - clock_gettime(ClockId::Boottime).tv_sec;
+    fs::fstat(directory.as_fd()).is_ok_and(|stat| stat.st_ctime < boot)
+}

@@ -1,0 +1,111 @@
+//! What has the target's name, and whether a save may take its place.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags, FileType};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::directory::{Id, entries, id, id_of, open_child, refresh};
+use super::{TURNS, is_ours};
+use crate::error::{Error, Result};
+use crate::manifest;
+use crate::sys::file::open_regular;
+
+/// A directory that a save may replace.
+#[derive(Debug)]
+pub(super) struct Old {
+    /// Kept open: as long as it is, no other directory has its number.
+    pub(super) directory: OwnedFd,
+    pub(super) id: Id,
+    pub(super) mode: u32,
+}
+
+/// Looks at what has the name `name`: nothing, a directory that may be replaced, or an error.
+pub(super) fn look(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    target: &Path,
+    overwrite: bool,
+) -> Result<Option<Old>> {
+    let mut turn = 0;
+    loop {
+        let before = id_of(parent, name);
+        let outcome = look_once(parent, name, target, overwrite);
+        // What was looked at may have been replaced meanwhile, and emptied: then the answer says nothing.
+        if outcome.is_ok() || turn == TURNS {
+            return outcome;
+        }
+        refresh(parent);
+        if id_of(parent, name) == before
+            && !outcome.as_ref().is_err_and(|error| error.errno() == Some(libc::ESTALE))
+        {
+            return outcome;
+        }
+        turn += 1;
+    }
+}
+
+fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {
+    let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
+    let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(None),
+        other => other.map_err(Error::io("look at", target))?,
+    };
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory => {}
+        _ if !overwrite => return Err(exists("it exists, and overwrite=False")),
+        FileType::Symlink => return Err(exists("it is a symbolic link: save to the path it points to")),
+        _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
+    }
+    let directory = match open_child(parent, name) {
+        Err(Errno::NOENT) => return Ok(None),
+        other => other.map_err(Error::io("open", target))?,
+    };
+    let stat = fs::fstat(&directory).map_err(Error::io("look at", target))?;
+    examine(directory.as_fd(), target, overwrite)?;
+    Ok(Some(Old { id: id(&stat), mode: stat.st_mode & 0o7777, directory }))
+}
+
+/// Whether `directory` may be replaced: a checkpoint, or a directory that holds nothing that would be lost.
+pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool) -> Result<()> {
+    let exists = |why: &str| Err(Error::Exists { path: target.to_path_buf(), why: why.to_owned() });
+    let checkpoint = has_magic(directory).map_err(Error::io("open the manifest of", target))?;
+    if checkpoint && !overwrite {
+        return exists("it exists, and overwrite=False");
+    }
+    for (file, kind) in entries(directory).map_err(Error::io("list", target))? {
+        let what = file.to_string_lossy();
+        if kind != FileType::RegularFile {
+            return exists(&format!(
+                "it holds `{what}`, which is not a plain file: move that elsewhere first"
+            ));
+        }
+        // Other files are carried over; one with a name of ours would be replaced.
+        if !checkpoint && is_ours(file.to_bytes()) {
+            return exists(&format!(
+                "it holds `{what}` and is not a checkpoint of fastckpt: choose another name"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a directory holds a manifest of fastckpt, of any version, whole or damaged.
+pub(super) fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut begin = [0; manifest::MAGIC.len()];
+    match open_regular(directory, manifest::FILE) {
+        Ok((fd, _)) => {
+            let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
+            Ok(read == begin.len() && begin == *manifest::MAGIC)
+        }
+        // There is none, or something else has its name. Any other failure says nothing about what is there.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}

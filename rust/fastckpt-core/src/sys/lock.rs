@@ -1,0 +1,66 @@
+//! A lock that tells the living from the dead: on an open file, seen by every process of the machine and, where the file system
+//! carries it (NFS, Ceph, Lustre with `flock`), by other machines.
+//!
+//! It lies on one byte far beyond the end of the file: some file systems (CIFS) keep others from reading what is locked.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// The byte that is locked.
+const BYTE: libc::off_t = 1 << 62;
+
+fn request() -> libc::flock {
+    // SAFETY: a plain C structure of integers, for which all zeros is a value; the kernel wants `l_pid` to be zero.
+    let mut request: libc::flock = unsafe { std::mem::zeroed() };
+    request.l_type = libc::F_WRLCK as libc::c_short;
+    request.l_whence = libc::SEEK_SET as libc::c_short;
+    request.l_start = BYTE;
+    request.l_len = 1;
+    request
+}
+
+fn call(fd: impl AsFd, command: libc::c_int) -> io::Result<libc::flock> {
+    let mut request = request();
+    loop {
+        // SAFETY: both commands take a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as long.
+        let outcome = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), command, &raw mut request) };
+        if outcome == 0 {
+            return Ok(request);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open file is closed,
+/// those of forked children included.
+pub fn take(fd: impl AsFd) -> io::Result<()> {
+    call(fd, libc::F_OFD_SETLK).map(drop)
+}
+
+/// Whether nobody else holds the lock of `fd`. Only looks: nobody is kept from taking it.
+pub fn is_free(fd: impl AsFd) -> io::Result<bool> {
+    Ok(call(fd, libc::F_OFD_GETLK)?.l_type == libc::F_UNLCK as libc::c_short)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_seen_until_its_file_is_closed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        let holder = std::fs::File::create(&path).unwrap();
+        let reader = std::fs::File::open(&path).unwrap();
+        assert!(is_free(&reader).unwrap());
+        take(&holder).unwrap();
+        assert!(!is_free(&reader).unwrap());
+        let second = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        assert!(take(&second).is_err());
+        drop(holder);
+        assert!(is_free(&reader).unwrap());
+    }
+}
