@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::directory::{entries, id, id_of, open_child, refresh, sync};
+use super::directory::{Id, entries, id, id_of, open_child, refresh, sync};
 use super::names::{Kind, Temporary};
-use super::owner::{Life, life};
+use super::owner::{Life, Verdict, judge};
 use super::split;
 use super::target::has_magic;
-use crate::error::{Error, OPEN_PARENT, Result};
+use crate::error::{Error, Result};
 use crate::manifest;
 use crate::sys::file::open_directory;
 
@@ -31,24 +31,23 @@ fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| Temporary::parse(name.as_bytes()).is_some()).collect())
 }
 
-/// Takes the directory `found` away from whoever else may want it, and removes it. The rename decides: of all who try, one wins, and a
-/// directory that has its final name by now is not touched.
-pub(super) fn remove(parent: BorrowedFd<'_>, found: &OsStr) -> io::Result<()> {
+/// Takes the directory `found`, which is `expected`, away from whoever else may want it, and removes it. The rename decides: of all who
+/// try, one wins, and a directory that has its final name by now is not touched.
+pub(super) fn remove(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) -> io::Result<()> {
     let Some(temporary) = Temporary::parse(found.as_bytes()) else { return Ok(()) };
-    if temporary.kind == Kind::Del {
-        return destroy(parent, found);
-    }
     let garbage = temporary.garbage();
     match fs::renameat(parent, found, parent, &garbage) {
-        Err(Errno::NOENT | Errno::STALE) => Ok(()),
-        other => {
-            other?;
-            destroy(parent, &garbage)
-        }
+        Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+        other => other?,
     }
+    if id_of(parent, &garbage) != Some(expected) {
+        // Another one came to lie there since it was looked at.
+        return Ok(fs::renameat(parent, &garbage, parent, found)?);
+    }
+    destroy(parent, &garbage)
 }
 
-/// Removes a directory of plain files, its manifest first: what is half removed is no checkpoint. What is already gone is no failure.
+/// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already gone is not a failure.
 fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -59,7 +58,7 @@ fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
         other => other?,
     };
     let all = entries(directory.as_fd())?;
-    if all.iter().any(|(_, kind)| *kind == FileType::Directory) {
+    if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
         return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
     }
     gone(fs::unlinkat(&directory, manifest::FILE, AtFlags::empty()))?;
@@ -78,40 +77,75 @@ pub enum State {
     Dead,
     /// Its writer may live: nothing proves its death here.
     Unknown,
-    /// The only copy of an old checkpoint: between the two renames of a commit, or its successor was removed.
+    /// The only copy of an old checkpoint, or the workspace that belongs to it: a commit stands between its two renames, or
+    /// the successor was removed.
     Kept,
+    /// Not made by fastckpt: what somebody put in a save's way.
+    Foreign,
 }
 
-/// Tells what the temporary directory `found` is. `all` are its neighbours.
-fn state_of(parent: BorrowedFd<'_>, found: &OsStr, all: &[OsString]) -> State {
-    let Some(temporary) = Temporary::parse(found.as_bytes()) else { return State::Unknown };
-    match temporary.kind {
-        Kind::Del => State::Dead,
-        Kind::Old if is_superseded(parent, temporary.of(), found) => State::Dead,
-        Kind::Old => State::Kept,
+/// What was found out about a temporary directory. It holds as long as this is held.
+struct Finding {
+    state: State,
+    id: Id,
+    _verdict: Option<Verdict>,
+}
+
+/// Finds out what the temporary directory `found` is, unless it has gone.
+fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
+    let temporary = Temporary::parse(found.as_bytes())?;
+    let directory = open_child(parent, found).ok()?;
+    let id = id(&fs::fstat(&directory).ok()?);
+    let files = entries(directory.as_fd()).ok()?;
+    let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
+    let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
+    let (state, verdict) = match temporary.kind {
+        Kind::Del if plain => (State::Dead, None),
+        // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was killed.
+        _ if !plain || (!manifest && !files.is_empty()) => (State::Foreign, None),
+        Kind::Del => (State::Foreign, None),
+        Kind::Old if is_superseded(parent, temporary.of(), found) => (State::Dead, None),
+        Kind::Old => (State::Kept, None),
         Kind::Tmp => {
-            let Ok(directory) = open_child(parent, found) else { return State::Unknown };
-            let life = temporary.owner().map_or(Life::Unknown, |owner| life(owner, directory.as_fd()));
-            let partner = |t: Temporary<'_>| t.kind == Kind::Old && t.workspace() == found;
-            match life {
+            let verdict = judge(temporary.owner()?, directory.as_fd());
+            let state = match verdict.life {
                 Life::Alive => State::Alive,
-                // Together they tell that the old one is to be put back.
-                _ if all.iter().filter_map(|name| Temporary::parse(name.as_bytes())).any(partner) => {
-                    State::Kept
-                }
+                // Looked for after the verdict: a writer that lives may take an old checkpoint aside at any moment.
+                _ if has_partner(parent, found) => State::Kept,
                 Life::Dead => State::Dead,
                 Life::Unknown => State::Unknown,
-            }
+            };
+            (state, Some(verdict))
         }
-    }
+    };
+    Some(Finding { state, id, _verdict: verdict })
 }
 
-/// Whether a later checkpoint has the name that the one at `old` had: it is whole, and came after.
-fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
+/// Whether an old checkpoint was taken aside for the workspace `found`: together they tell that it is to be put back.
+fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
+    refresh(parent);
+    let is_partner = |name: &OsString| {
+        Temporary::parse(name.as_bytes()).is_some_and(|t| t.kind == Kind::Old && t.workspace() == found)
+    };
+    temporaries(parent).map_or(true, |all| all.iter().any(is_partner))
+}
+
+/// Whether a later checkpoint has the name that the one at `old` had.
+pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
+    refresh(parent);
     let Ok(holder) = open_child(parent, name) else { return false };
     // A client of NFS may believe for a while that the old one has its name still.
     let other = fs::fstat(&holder).is_ok_and(|stat| Some(id(&stat)) != id_of(parent, old));
-    other && has_magic(holder.as_fd()).unwrap_or(false)
+    let Ok(old) = open_child(parent, old) else { return false };
+    let later =
+        written(holder.as_fd()).is_some_and(|holder| written(old.as_fd()).is_none_or(|old| holder >= old));
+    other && later && has_magic(holder.as_fd()).unwrap_or(false)
+}
+
+/// When the manifest of the checkpoint in `directory` was written, seconds and nanoseconds.
+fn written(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
+    let stat = fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    Some((stat.st_mtime, stat.st_mtime_nsec))
 }
 
 /// Removes what nobody needs from the target's parent.
@@ -126,52 +160,61 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
         let is_workspace =
             |found: &OsStr| Temporary::parse(found.as_bytes()).is_some_and(|t| t.kind == Kind::Tmp);
         for found in all.iter().filter(|found| is_workspace(found) == workspaces) {
-            match state_of(parent, found, &all) {
+            let Some(finding) = examine(parent, found) else { continue };
+            match finding.state {
                 State::Dead => {}
                 State::Unknown => {
                     // Empty, it needs no proof: a writer that lives makes another.
                     let _ = fs::unlinkat(parent, found, AtFlags::REMOVEDIR);
                     continue;
                 }
-                State::Alive | State::Kept => continue,
+                State::Alive | State::Kept | State::Foreign => continue,
             }
             // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
             if !synced && sync(parent).is_err() {
                 return;
             }
             synced = true;
-            let _ = remove(parent, found);
+            let _ = remove(parent, found, finding.id);
         }
     }
 }
 
-/// The old checkpoint that a commit took aside and has put nothing in the place of yet, and whether its writer is dead.
-fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(OsString, bool)> {
-    let all = temporaries(parent).ok()?;
-    let mut newest = None;
-    for found in &all {
+/// An old checkpoint that a commit took aside and has put nothing in the place of yet.
+pub(super) struct Aside {
+    pub(super) name: OsString,
+    /// Its writer's, while this is held.
+    verdict: Option<Verdict>,
+}
+
+/// The newest checkpoint that was taken aside from `name`.
+pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Aside> {
+    let mut newest: Option<(_, Aside)> = None;
+    for found in temporaries(parent).ok()? {
         let Some(old) = Temporary::parse(found.as_bytes()).filter(|t| t.kind == Kind::Old && t.is_of(name))
         else {
             continue;
         };
-        // Without its workspace, its successor had the name: if that is gone, somebody removed it.
-        let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
-        let Ok(directory) = open_child(parent, found) else { continue };
+        let Ok(directory) = open_child(parent, &found) else { continue };
         if !has_magic(directory.as_fd()).unwrap_or(false) {
             continue;
         }
-        let Ok(stat) = fs::statat(&directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW) else { continue };
-        let dead = old.owner().is_some_and(|owner| life(owner, workspace.as_fd()) == Life::Dead);
-        let candidate = ((stat.st_mtime, stat.st_mtime_nsec), found, dead);
-        if newest.is_none_or(|newest| candidate > newest) {
-            newest = Some(candidate);
+        let Some(written) = written(directory.as_fd()) else { continue };
+        let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
+        let verdict = old.owner().map(|owner| judge(owner, workspace.as_fd()));
+        // Looked for after the verdict. Without its workspace, its successor had the name: if that is gone, somebody removed it.
+        if id_of(parent, &old.workspace()).is_none() {
+            continue;
+        }
+        if newest.as_ref().is_none_or(|(other, _)| written > *other) {
+            newest = Some((written, Aside { name: found, verdict }));
         }
     }
-    newest.map(|(_, found, dead)| (found.clone(), dead))
+    newest.map(|(_, aside)| aside)
 }
 
 /// Whether nothing has the name, or an empty directory that somebody laid there.
-fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
+pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     match open_child(parent, name) {
         Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
         Err(error) => matches!(error, Errno::NOENT | Errno::STALE),
@@ -179,48 +222,47 @@ fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
 }
 
 /// Puts an old checkpoint back whose writer died between the two plain renames.
-/// Returns the name under which it can be read if that fails (a read-only mount).
-pub(super) fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
+/// Returns the name under which it can be read where it must stay: the mount is read-only, or its writer may live.
+fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
     let give_up = Instant::now() + COMMIT_WAIT;
-    loop {
-        if !is_free(parent, name) {
-            return None;
-        }
-        let Some((old, dead)) = taken_aside(parent, name) else {
-            // Unless it was put in its place meanwhile, there is nothing.
-            return None;
-        };
-        if dead || Instant::now() > give_up {
+    while is_free(parent, name) {
+        let aside = taken_aside(parent, name)?;
+        if aside.verdict.as_ref().is_some_and(|verdict| verdict.life == Life::Dead) {
             // Replaces nothing but an empty directory.
-            match fs::renameat(parent, &old, parent, name) {
+            match fs::renameat(parent, &aside.name, parent, name) {
                 Ok(()) => {
                     let _ = sync(parent);
                     return None;
                 }
-                // Somebody else did, or its writer went on.
+                // Somebody else did.
                 Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
-                Err(_) => return Some(parent_path.join(old)),
+                Err(_) => return Some(parent_path.join(aside.name)),
             }
+        } else if Instant::now() > give_up {
+            return Some(parent_path.join(aside.name));
         }
         std::thread::sleep(PAUSE);
     }
+    None
 }
 
 /// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
-    match open_directory(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let instead = split(path).ok().and_then(|(parent_path, name)| {
-                let parent = open_directory(&parent_path).ok()?;
-                recover(&parent_path, parent.as_fd(), &name)
-            });
-            // The candidate of a read-only mount may have got its name meanwhile.
-            let instead = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
-            instead.or_else(|_| open_directory(path))
-        }
-        other => other,
+    let missing = |directory: &io::Result<OwnedFd>| match directory {
+        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    };
+    let mut directory = open_directory(path);
+    if missing(&directory) {
+        let instead = split(path).ok().and_then(|(parent_path, name)| {
+            let parent = open_directory(&parent_path).ok()?;
+            recover(&parent_path, parent.as_fd(), &name)
+        });
+        // What is read where it lies may have got its name meanwhile.
+        directory = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
+        directory = directory.or_else(|_| open_directory(path));
     }
-    .map_err(Error::io("open checkpoint", path))
+    directory.map_err(Error::io("open checkpoint", path))
 }
 
 /// What lies in a directory of checkpoints under a temporary name.
@@ -254,10 +296,11 @@ pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
             let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
             u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
         });
+        let Some(Finding { state, .. }) = examine(parent.as_fd(), name) else { continue };
         found.push(LeftOver {
             of: temporary.of().to_string_lossy().into_owned(),
             host: temporary.host(),
-            state: state_of(parent.as_fd(), name, &all),
+            state,
             bytes: sizes.sum(),
             changed: stat.st_ctime,
             name: name.clone(),
@@ -269,18 +312,15 @@ pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
 /// Removes one of [`left_overs`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is kept; never one
 /// whose writer lives. Returns whether it was removed.
 pub fn remove_left_over(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
-    let parent = open_directory(directory).map_err(Error::io(OPEN_PARENT, directory))?;
-    let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
-    if !all.iter().any(|found| found == name) {
-        return Ok(false);
-    }
-    match state_of(parent.as_fd(), name, &all) {
-        State::Alive => return Ok(false),
-        State::Unknown | State::Kept if !force => return Ok(false),
-        _ => {}
+    let parent = open_directory(directory).map_err(Error::io("open", directory))?;
+    let Some(finding) = examine(parent.as_fd(), name) else { return Ok(false) };
+    match finding.state {
+        State::Dead => {}
+        State::Unknown | State::Kept if force => {}
+        _ => return Ok(false),
     }
     sync(parent.as_fd()).map_err(Error::io("sync the directory", directory))?;
-    remove(parent.as_fd(), name).map_err(Error::io("remove", &directory.join(name)))?;
+    remove(parent.as_fd(), name, finding.id).map_err(Error::io("remove", &directory.join(name)))?;
     Ok(true)
 }
 
@@ -316,6 +356,7 @@ mod tests {
 
     fn half(path: PathBuf) -> PathBuf {
         std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join(manifest::FILE), "").unwrap();
         std::fs::write(path.join("model.safetensors"), "half").unwrap();
         path
     }
@@ -333,6 +374,9 @@ mod tests {
             at(".c.del-elsewhere-0000000000000001-1-1-00000000".into()),
             at(".b.del-elsewhere-0000000000000001-1-1-00000000".into()),
         ];
+        let own = parent.path().join(name_by("c", dead()));
+        std::fs::create_dir(&own).unwrap();
+        std::fs::write(own.join("notes.txt"), "displaced by a save that was killed").unwrap();
         let empty = parent.path().join(".c.tmp-elsewhere-0000000000000001-1-1-00000000");
         std::fs::create_dir(&empty).unwrap();
         let kept = [
@@ -345,7 +389,7 @@ mod tests {
         checkpoint(parent.path(), "c", "one");
         assert!(gone.iter().all(|path| !path.exists()) && !empty.exists());
         assert!(kept.iter().all(|path| path.join("model.safetensors").exists()));
-        assert!(mine.path_of("").exists());
+        assert!(mine.path_of("").exists() && own.join("notes.txt").exists());
         other.kill().unwrap();
         other.wait().unwrap();
     }
@@ -378,16 +422,25 @@ mod tests {
             std::fs::rename(&path, &aside).unwrap();
             half(parent.path().join(&temporary));
         };
+        let sweep = || {
+            drop(Workspace::create(&path, true).unwrap());
+            assert_eq!(temporaries(open_directory(parent.path()).unwrap().as_fd()).unwrap().len(), 0);
+        };
+        for somebody_makes_a_directory in [false, true] {
+            put_aside();
+            if somebody_makes_a_directory {
+                std::fs::create_dir(&path).unwrap();
+            }
+            open_checkpoint(&path).unwrap();
+            assert!(content(&path).ends_with("one"));
+            sweep();
+        }
+        // A save takes it over, with the files of others, and never has to put it back.
+        std::fs::write(path.join("config.json"), "{}").unwrap();
         put_aside();
-        open_checkpoint(&path).unwrap();
-        assert!(content(&path).ends_with("one"));
-        drop(Workspace::create(&path, true).unwrap());
-        put_aside();
-        // Somebody finds nothing there and makes a directory for the next save.
-        std::fs::create_dir(&path).unwrap();
-        drop(Workspace::create(&path, true).unwrap());
-        assert!(content(&path).ends_with("one"));
-        assert_eq!(temporaries(open_directory(parent.path()).unwrap().as_fd()).unwrap().len(), 0);
+        checkpoint(parent.path(), "c", "two");
+        assert!(content(&path).ends_with("two") && path.join("config.json").exists());
+        sweep();
     }
 
     #[test]

@@ -22,7 +22,7 @@ use rustix::io::{Errno, retry_on_intr};
 pub(crate) use self::directory::refresh;
 use self::directory::{Id, entries, id, id_of, open_child, sync};
 pub use self::leftovers::{LeftOver, State, left_overs, open_checkpoint, remove_left_over};
-use self::leftovers::{recover, remove, sweep};
+use self::leftovers::{is_superseded, remove, sweep};
 pub(crate) use self::locks::{Reach, reach};
 use self::names::{aside_name, workspace_name};
 use self::target::{Old, examine, look};
@@ -93,6 +93,8 @@ pub struct Committed {
     pub rival: bool,
     /// The file system cannot be asked to make names durable.
     pub unsynced: bool,
+    /// The old checkpoint had to make way before the new one took its place.
+    pub in_two_steps: bool,
 }
 
 impl Committed {
@@ -109,8 +111,8 @@ impl Committed {
 
 /// What a rename came to.
 enum Step {
-    /// The name is ours. What lies under the second name, if any, is no longer needed.
-    Done(Option<OsString>),
+    /// The name is ours. What lies under another one, if anything, is no longer needed.
+    Done(Option<(OsString, Id)>),
     /// Somebody else was faster: look again.
     Again,
 }
@@ -120,7 +122,6 @@ impl Workspace {
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split(target)?;
         let parent = open_directory(&parent_path).map_err(Error::io(OPEN_PARENT, &parent_path))?;
-        recover(&parent_path, parent.as_fd(), &name);
         let old = look(parent.as_fd(), &name, target, overwrite)?;
         sweep(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
@@ -149,7 +150,7 @@ impl Workspace {
                 // A sweep may meet the directory before its manifest is there and locked: then it is gone by now.
                 Err(Errno::NOENT | Errno::STALE) => {}
                 Err(error) => {
-                    let _ = remove(parent.as_fd(), &temporary);
+                    let _ = fs::unlinkat(&parent, &temporary, AtFlags::REMOVEDIR);
                     return Err(Error::io("open the temporary directory in", &parent_path)(error));
                 }
             }
@@ -221,8 +222,12 @@ impl Workspace {
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
         }
         // No longer needed; if removing it fails the next save will sweep it.
-        if let Some(displaced) = displaced {
-            let _ = remove(self.parent.as_fd(), &displaced);
+        if let Some((displaced, id)) = displaced {
+            let _ = remove(self.parent.as_fd(), &displaced, id);
+        }
+        if done.in_two_steps {
+            // A rival that was killed may have taken one aside that this save did not meet. It must not come back.
+            sweep(self.parent.as_fd());
         }
         Ok(done)
     }
@@ -237,8 +242,13 @@ impl Workspace {
         }
         let path = self.path_of("");
         done.unsynced |= !sync(self.directory()).map_err(Error::io("sync the directory", &path))?;
+        if old.is_some_and(|old| id_of(self.parent.as_fd(), &old.name) != Some(old.id)) && attempt < TURNS {
+            refresh(&self.parent);
+            return Ok(Step::Again); // its files may have been listed after it was emptied
+        }
         let outcome = match old {
             None => self.publish(),
+            Some(old) if old.name != self.name => self.replace_in_two_steps(old, attempt, done),
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
@@ -284,12 +294,12 @@ impl Workspace {
         }
         match id_of(self.parent.as_fd(), &self.temporary) {
             None => Ok(Step::Done(None)),
-            Some(there) if there == old.id => Ok(Step::Done(Some(self.temporary.clone()))),
+            Some(there) if there == old.id => Ok(Step::Done(Some((self.temporary.clone(), there)))),
             // Between the look and the exchange, somebody else put it there.
-            Some(_) => {
+            Some(there) => {
                 done.rival = true;
                 self.adopt(&self.temporary).map_err(|error| self.give_back(error))?;
-                Ok(Step::Done(Some(self.temporary.clone())))
+                Ok(Step::Done(Some((self.temporary.clone(), there))))
             }
         }
     }
@@ -323,20 +333,28 @@ impl Workspace {
     fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
         let (parent, name) = (&self.parent, &self.name);
         let aside = aside_name(&self.temporary, attempt);
-        fs::renameat(parent, name, parent, &aside).map_err(self.renaming())?;
+        done.in_two_steps = true;
+        fs::renameat(parent, &old.name, parent, &aside).map_err(self.renaming())?;
         let put_back = |error: Error| {
             let _ = fs::renameat(parent, &aside, parent, name);
             error
         };
-        if id_of(parent.as_fd(), &aside).is_some_and(|there| there != old.id) {
+        let there = id_of(parent.as_fd(), &aside).unwrap_or(old.id);
+        if there != old.id {
             done.rival = true;
             self.adopt(&aside).map_err(put_back)?;
         }
         match self.rename() {
-            Ok(()) => Ok(Step::Done(Some(aside))),
-            // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
+            Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
-                let _ = remove(parent.as_fd(), &aside);
+                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
+                if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
+                    let _ = remove(parent.as_fd(), &aside, there);
+                } else if id_of(parent.as_fd(), &aside) == Some(there) {
+                    let old = self.parent_path.join(&aside);
+                    let why = format!("something else took the name; what was there is `{}`", old.display());
+                    return Err(Error::Exists { path: self.target.clone(), why });
+                }
                 Err(self.renaming()(error))
             }
             Err(error) => Err(put_back(self.renaming()(error))),
@@ -415,8 +433,12 @@ fn furnish(
         let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode));
     }
     let manifest = create(directory.as_fd(), manifest::FILE)?;
-    // Refused where the file system has no locks; nobody relies on them there.
-    let _ = lock::take(&manifest);
+    match lock::take(&manifest) {
+        // A sweep has it.
+        Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
+        // Refused where the file system has no locks; nobody relies on them there.
+        _ => {}
+    }
     let id = id(&fs::fstat(&directory)?);
     if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
 }
@@ -452,8 +474,8 @@ impl Drop for Workspace {
     fn drop(&mut self) {
         // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
         self.manifest = None;
-        if !self.committed && self.is_there() {
-            let _ = remove(self.parent.as_fd(), &self.temporary);
+        if !self.committed {
+            let _ = remove(self.parent.as_fd(), &self.temporary, self.id);
         }
     }
 }

@@ -3,18 +3,18 @@
 //! A wrong proof would make a save fail that lives. It could not destroy a checkpoint: whatever is removed is renamed first.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::OnceLock;
 
-use rustix::fs;
+use rustix::fs::{self, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::locks::{Reach, reach};
 use crate::manifest;
-use crate::sys::{file::open_regular, lock};
+use crate::sys::lock;
 
 /// A process, as far as others can tell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,16 +83,33 @@ pub(super) enum Life {
     Unknown,
 }
 
-/// What is known of `owner`, whose workspace is `directory`.
-pub(super) fn life(owner: Owner, directory: BorrowedFd<'_>) -> Life {
-    if let Some(runs) = owner.runs() {
-        return if runs { Life::Alive } else { Life::Dead };
-    }
-    let Ok((file, _)) = open_regular(directory, manifest::FILE) else { return Life::Unknown };
-    match lock::is_free(&file) {
-        Ok(false) => return Life::Alive,
-        Err(_) => return Life::Unknown,
-        Ok(true) => {}
+/// A [`Life`], as long as this is held: a writer that is about to lock its manifest finds it locked.
+#[derive(Debug)]
+pub(super) struct Verdict {
+    pub(super) life: Life,
+    _lock: Option<OwnedFd>,
+}
+
+/// Judges `owner`, whose workspace is `directory`.
+pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
+    let (life, lock) = match owner.runs() {
+        Some(true) => (Life::Alive, None),
+        Some(false) => (Life::Dead, None),
+        None => by_lock(owner, directory),
+    };
+    Verdict { life, _lock: lock }
+}
+
+/// The verdict where the process cannot be seen.
+fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
+    let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let Ok(file) = fs::openat(directory, manifest::FILE, flags, Mode::empty()) else {
+        return (Life::Unknown, None);
+    };
+    match lock::take(&file) {
+        Err(error) if lock::is_taken(&error) => return (Life::Alive, None),
+        Err(_) => return (Life::Unknown, None),
+        Ok(()) => {}
     }
     let dead = match reach(directory) {
         // An earlier boot of this machine cannot be told from a machine that this one exports the file system to, except
@@ -101,7 +118,7 @@ pub(super) fn life(owner: Owner, directory: BorrowedFd<'_>) -> Life {
         Reach::Everywhere => true,
         Reach::Unknown => false,
     };
-    if dead { Life::Dead } else { Life::Unknown }
+    (if dead { Life::Dead } else { Life::Unknown }, Some(file))
 }
 
 /// Whether nothing was made, removed or renamed in `directory` since this kernel booted.

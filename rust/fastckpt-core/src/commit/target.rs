@@ -1,6 +1,6 @@
 //! What has the target's name, and whether a save may take its place.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -9,6 +9,7 @@ use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, entries, id, id_of, open_child, refresh};
+use super::leftovers::{is_free, taken_aside};
 use super::{TURNS, is_ours};
 use crate::error::{Error, Result};
 use crate::manifest;
@@ -17,6 +18,8 @@ use crate::sys::file::open_regular;
 /// A directory that a save may replace.
 #[derive(Debug)]
 pub(super) struct Old {
+    /// Where it lies: the target's name, or that under which a commit that was killed took it aside.
+    pub(super) name: OsString,
     /// Kept open: as long as it is, no other directory has its number.
     pub(super) directory: OwnedFd,
     pub(super) id: Id,
@@ -50,6 +53,13 @@ pub(super) fn look(
 
 fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {
     let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
+    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's death:
+    // whose rename comes first has the name, and the other one looks again.
+    if is_free(parent, name)
+        && let Some(aside) = taken_aside(parent, name)
+    {
+        return open_old(parent, &aside.name, target, overwrite);
+    }
     let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(None),
         other => other.map_err(Error::io("look at", target))?,
@@ -60,13 +70,17 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
         FileType::Symlink => return Err(exists("it is a symbolic link: save to the path it points to")),
         _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
     }
+    open_old(parent, name, target, overwrite)
+}
+
+fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {
     let directory = match open_child(parent, name) {
         Err(Errno::NOENT) => return Ok(None),
         other => other.map_err(Error::io("open", target))?,
     };
     let stat = fs::fstat(&directory).map_err(Error::io("look at", target))?;
     examine(directory.as_fd(), target, overwrite)?;
-    Ok(Some(Old { id: id(&stat), mode: stat.st_mode & 0o7777, directory }))
+    Ok(Some(Old { name: name.to_owned(), id: id(&stat), mode: stat.st_mode & 0o7777, directory }))
 }
 
 /// Whether `directory` may be replaced: a checkpoint, or a directory that holds nothing that would be lost.

@@ -19,13 +19,15 @@ fn request() -> libc::flock {
     request
 }
 
-fn call(fd: impl AsFd, command: libc::c_int) -> io::Result<libc::flock> {
-    let mut request = request();
+/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open file is closed,
+/// those of forked children included.
+pub fn take(fd: impl AsFd) -> io::Result<()> {
+    let request = request();
     loop {
-        // SAFETY: both commands take a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as long.
-        let outcome = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), command, &raw mut request) };
+        // SAFETY: the command takes a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as long.
+        let outcome = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const request) };
         if outcome == 0 {
-            return Ok(request);
+            return Ok(());
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -34,15 +36,10 @@ fn call(fd: impl AsFd, command: libc::c_int) -> io::Result<libc::flock> {
     }
 }
 
-/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open file is closed,
-/// those of forked children included.
-pub fn take(fd: impl AsFd) -> io::Result<()> {
-    call(fd, libc::F_OFD_SETLK).map(drop)
-}
-
-/// Whether nobody else holds the lock of `fd`. Only looks: nobody is kept from taking it.
-pub fn is_free(fd: impl AsFd) -> io::Result<bool> {
-    Ok(call(fd, libc::F_OFD_GETLK)?.l_type == libc::F_UNLCK as libc::c_short)
+/// Whether `error`, of [`take`], says that somebody else has it.
+#[must_use]
+pub fn is_taken(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
 }
 
 #[cfg(test)]
@@ -50,17 +47,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_is_seen_until_its_file_is_closed() {
+    fn a_lock_is_held_until_its_file_is_closed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let holder = std::fs::File::create(&path).unwrap();
-        let reader = std::fs::File::open(&path).unwrap();
-        assert!(is_free(&reader).unwrap());
+        let other = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
         take(&holder).unwrap();
-        assert!(!is_free(&reader).unwrap());
-        let second = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
-        assert!(take(&second).is_err());
+        assert!(is_taken(&take(&other).unwrap_err()));
         drop(holder);
-        assert!(is_free(&reader).unwrap());
+        take(&other).unwrap();
     }
 }
