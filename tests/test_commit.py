@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import time
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def check_order(calls, path, *, exchanged):
     commit = commits[0]
     temporary = commit.paths()[0]
     assert work.fullmatch(temporary), temporary
-    assert ("RENAME_EXCHANGE" if exchanged else "RENAME_NOREPLACE") in commit.arguments
+    # Without the flag a directory replaces nothing but an empty directory.
+    assert ("RENAME_EXCHANGE" in commit.arguments) == exchanged
 
     def synced(target):
         return [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [target]]
@@ -109,11 +111,12 @@ def check_order(calls, path, *, exchanged):
         assert not [call for call in later if call.start < commit.start], later
     target = f"{temporary}/{manifest.NAME}"
     touches = [call for call in calls if target in (*call.fd_paths(), *call.paths(), call.opened())]
-    # The manifest is the last thing that is made: not even opened before every shard is safe.
-    assert min(call.start for call in touches) > max(call.end for call in shard_syncs)
+    # The manifest is the last thing that is written: made empty for its lock, it holds nothing before every shard is safe.
+    writes = [call for call in touches if "write" in call.name]
+    assert min(call.start for call in writes) > max(call.end for call in shard_syncs)
     manifest_sync = synced(target)[-1]
     assert any(call.name == "fsync" for call in synced(target)), "a file that has grown needs fsync, not fdatasync"
-    assert max(call.end for call in touches if "write" in call.name) < manifest_sync.start
+    assert max(call.end for call in writes) < manifest_sync.start
     index = f"{temporary}/model.safetensors.index.json"
     assert synced(index)[-1].end < commit.start
     directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
@@ -426,7 +429,7 @@ def test_without_flags_of_rename(children, parent, tmp_path, error):
     renames = [call for call in calls if call.name in ("rename", "renameat") and call.ok]
     moved, placed = [call for call in renames if str(path) in call.paths()][:2]
     assert moved.paths()[0] == str(path)
-    assert re.fullmatch(r"\.step\.old-\w+-[0-9a-f]{8}-\d+-[0-9a-f]{8}", Path(moved.paths()[1]).name)
+    assert re.fullmatch(r"\.step\.old-\w+-[0-9a-f]{16}-\d+-\d+-[0-9a-f]{10}", Path(moved.paths()[1]).name)
     assert placed.paths()[1] == str(path)
     after = [
         call for call in calls if call.name in SYNCS and call.fd_paths() == [str(parent)] and call.start > placed.end
@@ -559,15 +562,26 @@ def test_savers_of_different_paths_in_one_parent_do_not_meet(children, parent):
 # --- left-overs ----------------------------------------------------------------------------------------------------
 
 HOST = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())
-BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
+SPACE = Path("/proc/self/ns/pid").stat().st_ino
+HERE = f"{HOST}-{BOOT}-{SPACE}"
 DEAD = 4_194_303  # the largest pid there can be, and not in use (checked below)
 
 
 def leave(parent, name):
     directory = parent / name
     directory.mkdir()
+    (directory / manifest.NAME).touch()
     (directory / "model.safetensors").write_bytes(b"half")
     return directory
+
+
+def lock(directory):
+    """Hold what a living writer holds: an open file description's lock on one byte of its manifest."""
+    fd = os.open(directory / manifest.NAME, os.O_WRONLY)
+    # struct flock: type, whence, start, length, pid.
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
+    return fd
 
 
 def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
@@ -575,35 +589,43 @@ def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp
     with pytest.raises(ProcessLookupError):
         os.kill(DEAD, 0)
     swept = [
-        leave(parent, f".step.tmp-{HOST}-{BOOT}-{DEAD}-0123abcd"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-0123abcd"),
         # Another checkpoint's, of the same parent.
-        leave(parent, f".other.tmp-{HOST}-{BOOT}-{DEAD}-0123abcd"),
-        # Before the last boot; the lock is the proof, the pid is not: 1 is alive, and is not the writer.
-        leave(parent, f".step.tmp-{HOST}-00000000-1-0123abcd"),
-        leave(parent, f".step.tmp-{HOST}-{BOOT}-1-0123abcd"),
+        leave(parent, f".other.tmp-{HERE}-{DEAD}-0123abcd"),
+        # Names of hosts prove nothing: a container of this machine that had another one.
+        leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-0123abcd"),
+        # Of a PID namespace that cannot be looked into: the lock is the proof.
+        leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-0123abcd"),
+        # Garbage needs no proof, whoever made it.
+        leave(parent, ".step.del-elsewhere-0000000000000001-1-1-0123abcd"),
     ]
-    living = leave(parent, f".step.tmp-{HOST}-{BOOT}-{DEAD}-89abcdef")
-    lock = os.open(living, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-89abcdef")
+    held = lock(living)
     outside = leave(tmp_path, "outside")
-    link = parent / f".step.tmp-{HOST}-{BOOT}-{DEAD}-11111111"
+    link = parent / f".step.tmp-{HERE}-{DEAD}-11111111"
     link.symlink_to(outside)
+    foreign = leave(parent, f".step.tmp-{HERE}-{DEAD}-33333333")
+    (foreign / manifest.NAME).unlink()
     kept = [
         living,
-        leave(parent, f".step.tmp-{HOST}x-{BOOT}-{DEAD}-0123abcd"),
-        leave(parent, f".step.tmp-elsewhere-{BOOT}-{DEAD}-0123abcd"),
+        # Somebody's own, which a save that was killed had displaced.
+        foreign,
+        # The process of that number lives, whatever the lock says.
+        leave(parent, f".step.tmp-{HERE}-1-0123abcd"),
+        # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
+        leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-0123abcd"),
         leave(parent, ".step.tmp-notes"),
-        leave(parent, f"step.tmp-{HOST}-{BOOT}-{DEAD}-0123abcd"),
-        leave(parent, f".step.tmp-{HOST}-{BOOT}-{DEAD}-0123abcd.bak"),
-        leave(parent, f".step.tmp-{HOST}-{BOOT}-{DEAD}-xyz"),
+        leave(parent, f"step.tmp-{HERE}-{DEAD}-0123abcd"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-0123abcd.bak"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-xyz"),
         leave(parent, ".cache"),
     ]
-    file = parent / f".step.tmp-{HOST}-{BOOT}-{DEAD}-22222222"
+    file = parent / f".step.tmp-{HERE}-{DEAD}-22222222"
     file.write_text("a file, so not ours")
     try:
         fastckpt.save(numbered(1, SMALL), parent / "step")
     finally:
-        os.close(lock)
+        os.close(held)
     assert [directory.name for directory in swept if directory.exists()] == []
     assert [directory.name for directory in kept if not (directory / "model.safetensors").exists()] == []
     assert (outside / "model.safetensors").read_bytes() == b"half"
@@ -616,27 +638,39 @@ def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp
 def test_old_one_aside_with_the_new_one_in_place_is_swept(parent):
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
-    shutil.copytree(path, parent / f".step.old-{HOST}-{BOOT}-{DEAD}-0123abcd")
+    shutil.copytree(path, parent / f".step.old-{HERE}-{DEAD}-0123abcd00")
     assert whole(path, SMALL) == 1
     fastckpt.save(numbered(2, SMALL), path)
     assert manifest.listing(parent) == ["step"]
 
 
-def test_old_one_whose_saver_still_lives_is_not_taken_away(parent):
+def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
     """Between the two renames of a living saver a reader must not interfere."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
-    aside = parent / f".step.old-{HOST}-{BOOT}-{DEAD}-0123abcd"
+    aside = parent / f".step.old-{HOST}-{BOOT}-1-1-0123abcd00"
     path.rename(aside)
-    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held = lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-0123abcd"))
     try:
-        with pytest.raises(FileNotFoundError):
-            fastckpt.load(path)
+        assert whole(path, SMALL) == 1
         assert aside.exists()
+        assert not path.exists()
     finally:
-        os.close(lock)
+        os.close(held)
     assert whole(path, SMALL) == 1
+    assert path.exists()
+
+
+def test_what_was_replaced_does_not_come_back(parent):
+    """Its saver died before it could remove it; somebody removes the one that replaced it."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    path.rename(parent / f".step.old-{HERE}-{DEAD}-0123abcd00")
+    with pytest.raises(FileNotFoundError):
+        fastckpt.load(path)
+    fastckpt.save(numbered(2, SMALL), path)
+    fastckpt.save(numbered(3, SMALL), path)
+    assert manifest.listing(parent) == ["step"]
 
 
 def test_name_as_long_as_the_file_system_takes(parent):
@@ -714,12 +748,9 @@ def test_open_reader_of_a_replaced_checkpoint(parent):
 
 
 def obstacles(parent):
-    def directory(path):
+    def foreign_weights(path):
         path.mkdir()
-        (path / "thesis.txt").write_text("the only copy")
-
-    def empty(path):
-        path.mkdir()
+        (path / "model.safetensors").write_text("the only copy")
 
     def file(path):
         path.write_text("the only copy")
@@ -749,7 +780,7 @@ def obstacles(parent):
 
     return {
         made.__name__: made
-        for made in (directory, empty, file, link, dangling, fifo, nested, other_manifest, linked_inside)
+        for made in (foreign_weights, file, link, dangling, fifo, nested, other_manifest, linked_inside)
     }
 
 
@@ -779,6 +810,24 @@ def test_overwrites_nothing_but_checkpoints(parent, kind):
     assert snapshot(parent) == before
 
 
+def test_directory_that_loses_nothing_is_filled(parent):
+    """os.makedirs(path, exist_ok=True) before a save, and a config.json laid there first."""
+    path = parent / "step"
+    path.mkdir(mode=0o700)
+    fastckpt.save(numbered(1, SMALL), path, overwrite=False)
+    assert whole(path, SMALL) == 1
+    other = parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError):
+        fastckpt.save(numbered(2, SMALL), other, overwrite=False)
+    fastckpt.save(numbered(2, SMALL), other)
+    assert whole(other, SMALL) == 2
+    assert (other / "config.json").read_text() == "{}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert manifest.listing(parent) == ["other", "step"]
+
+
 def test_overwrite_refused_by_the_caller(parent):
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path, overwrite=False)
@@ -790,9 +839,9 @@ def test_overwrite_refused_by_the_caller(parent):
     assert whole(path, SMALL) == 1
 
 
-@pytest.mark.parametrize("call", ["fdatasync", "renameat2"])
+@pytest.mark.parametrize("call", ["fdatasync", "renameat"])
 def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path, call):
-    """overwrite=False looks before it writes; the rename must look again. Mutant: rename without NOREPLACE."""
+    """overwrite=False looks before it writes; the rename replaces nothing but an empty directory."""
     path = parent / "step"
     # Without counters, whose page is put in place by a rename of its own.
     options = {"index": 1, "nbytes": SMALL, "overwrite": False, "env": {"FASTCKPT_TOP": "0"}}
@@ -811,7 +860,7 @@ def test_target_that_appears_during_the_save_is_not_overwritten(children, parent
 
 
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("call", ["fdatasync", "renameat2"])
+@pytest.mark.parametrize("call", ["fdatasync", "renames"])
 def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_path, call, existing):
     """A cleaning job that takes `.*.tmp-*` for rubbish: an error, and no waiting for what never comes back."""
     path = parent / "step"
@@ -819,12 +868,15 @@ def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_p
         fastckpt.save(numbered(1, SMALL), path)
     child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
     child.next()
-    with strace.attached(child.pid, tmp_path / "log", call, f"{call}:delay_enter=700000:when=1"):
+    calls = "renameat,renameat2" if call == "renames" else call
+    with strace.attached(child.pid, tmp_path / "log", calls, f"{calls}:delay_enter=700000:when=1"):
         child.go()
-        # Both calls are held up once the file is there that the save makes just before.
-        latest = manifest.NAME if call == "renameat2" else "model.safetensors"
+        # Both calls are held up once the file is there, and filled, that the save makes just before.
+        latest = manifest.NAME if call == "renames" else "model.safetensors"
         deadline = time.monotonic() + 10
-        while not (found := [*parent.glob(f".step.tmp-*/{latest}")]) and time.monotonic() < deadline:
+        found = []
+        while not found and time.monotonic() < deadline:
+            found = [file for file in parent.glob(f".step.tmp-*/{latest}") if file.stat().st_size]
             time.sleep(0.01)
         time.sleep(0.2)
         shutil.rmtree(found[0].parent)

@@ -223,6 +223,10 @@ impl Workspace {
         }
         // No longer needed; if removing it fails the next save will sweep it.
         if let Some((displaced, id)) = displaced {
+            // What somebody laid there while the names changed.
+            if let Ok(old) = open_child(self.parent.as_fd(), &displaced) {
+                let _ = self.carry_over(old.as_fd());
+            }
             let _ = remove(self.parent.as_fd(), &displaced, id);
         }
         if done.in_two_steps {

@@ -87,10 +87,11 @@ fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool
 pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool) -> Result<()> {
     let exists = |why: &str| Err(Error::Exists { path: target.to_path_buf(), why: why.to_owned() });
     let checkpoint = has_magic(directory).map_err(Error::io("open the manifest of", target))?;
-    if checkpoint && !overwrite {
+    let files = entries(directory).map_err(Error::io("list", target))?;
+    if !overwrite && !files.is_empty() {
         return exists("it exists, and overwrite=False");
     }
-    for (file, kind) in entries(directory).map_err(Error::io("list", target))? {
+    for (file, kind) in files {
         let what = file.to_string_lossy();
         if kind != FileType::RegularFile {
             return exists(&format!(
