@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::directory::{Id, entries, id, id_of, open_child, refresh, sync};
+use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
 use super::split;
@@ -40,15 +40,15 @@ pub(super) fn remove(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) -> io:
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     }
-    if id_of(parent, &garbage) != Some(expected) {
+    if id_of_renamed(parent, &garbage) != Some(expected) {
         // Another one came to lie there since it was looked at.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
-    destroy(parent, &garbage)
+    destroy(parent, &garbage, expected)
 }
 
 /// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already gone is not a failure.
-fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
         other => other,
@@ -57,6 +57,9 @@ fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     };
+    if id(&fs::fstat(&directory)?) != expected {
+        return Err(Errno::STALE.into()); // a client of NFS still believes another one to be here
+    }
     let all = entries(directory.as_fd())?;
     if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
         return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
