@@ -18,6 +18,8 @@ BOOTS = {
         "one_name",
         "rival_meanwhile",
         "directory_meanwhile",
+        "moved_meanwhile",
+        "swept_before_its_lock",
         "trainer:swept_in_the_middle",
         "failing_commit",
     ],

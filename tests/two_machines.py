@@ -234,19 +234,44 @@ def rival_meanwhile(one, two, logs):
 
 
 def directory_meanwhile(one, two, logs):
-    """Between the look and the rename somebody's directory takes the name: that stays."""
+    """Between the look and the rename the user moves the checkpoint away and puts a directory in its place: neither is
+    harmed. One that may be filled is filled, any other one stays and the save raises."""
+    for deep in (True, False):
+        # A name for each: a client may believe in one that is gone for half a minute.
+        name, moved = f"step-{deep}", f"moved-{deep}"
+        path, other = one[1] / name, two[1] / name
+        save(one[0], path, 1)
+        with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
+            other.rename(two[1] / moved)
+            thesis = other / "chapters" / "thesis.txt" if deep else other / "thesis.txt"
+            thesis.parent.mkdir(parents=True)
+            thesis.write_text("the only copy")
+        end = told(child)
+        assert look(two[0], two[1] / moved) == 1, os.listdir(two[1] / moved)
+        assert thesis.exists(), f"{end}: {os.listdir(two[1])}, {os.listdir(other)}"
+        assert thesis.read_text() == "the only copy"
+        if deep:
+            assert end is not None, "there was nothing that may be replaced"
+            assert end.kind == "FileExistsError", end
+        else:
+            assert end is None, end
+            assert look(two[0], other) == 2
+    tidy(one[1], "moved-False", "moved-True", "step-False", "step-True")
+
+
+def moved_meanwhile(one, two, logs):
+    """Between the look and the rename the user moves the checkpoint away and a rival saves: what was moved is whole."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
         (two[1] / "step").rename(two[1] / "moved")
-        (two[1] / "step").mkdir()
-        (two[1] / "step" / "thesis.txt").write_text("the only copy")
-    end = told(child)
-    assert end is not None, f"saved, and the directory is {os.listdir(one[1] / 'step')}"
-    assert end.kind == "FileExistsError", end
-    for _, place in (one, two):
-        assert (place / "step" / "thesis.txt").read_text() == "the only copy"
-    tidy(two[1], "moved", "step")
+        save(two[0], two[1] / "step", 3)
+        (two[1] / "step" / "config.json").write_text("mine")
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "moved") == 1, os.listdir(two[1] / "moved")
+    assert look(two[0], two[1] / "step") == 2
+    assert (two[1] / "step" / "config.json").read_text() == "mine"
+    tidy(one[1], "moved", "step")
 
 
 def failing_commit(one, two, logs):
@@ -264,6 +289,25 @@ def failing_commit(one, two, logs):
     assert end.errno == 13, end
     assert look(two[0], two[1] / "step") == 1
     tidy(one[1], "step")
+
+
+def swept_before_its_lock(one, two, logs):
+    """A saver that has made its manifest and not yet locked it looks dead. What it finds gone it makes again."""
+    probe = one[1] / "probe"
+    child = one[0].start("save_held", path=str(probe), index=1, nbytes=SMALL, threads=1)
+    child.next()
+    with strace.attached(child.pid, logs / "probe", "fcntl") as trace:
+        child.go()
+        assert told(child) is None
+        calls = [call.arguments for call in trace.calls() if call.name == "fcntl"]
+    shutil.rmtree(probe)
+    when = next(number for number, arguments in enumerate(calls, 1) if "F_OFD_SETLK" in arguments)
+    with machines.stopped_save(one[0], one[1] / "step", logs / "log", "fcntl", when, index=2) as child:
+        assert len(os.listdir(one[1])) == 1
+        save(two[0], two[1] / "other", 3)
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "step") == 2
+    tidy(one[1], "other", "step")
 
 
 def swept_in_the_middle(one, two, logs):

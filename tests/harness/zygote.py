@@ -199,7 +199,7 @@ class Zygote:
         if space == Path("/proc/self/ns/pid").readlink():
             return inner
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if (process / "ns/pid").readlink() == space:
                     numbers = re.search(r"^NSpid:(.*)$", (process / "status").read_text(encoding="ascii"), re.MULTILINE)
                     if numbers is not None and int(numbers[1].split()[-1]) == inner:

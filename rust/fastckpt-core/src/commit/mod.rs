@@ -227,7 +227,7 @@ impl Workspace {
             if let Ok(old) = open_child(self.parent.as_fd(), &displaced) {
                 let _ = self.carry_over(old.as_fd());
             }
-            let _ = remove(self.parent.as_fd(), &displaced, id);
+            let _ = remove(self.parent.as_fd(), &displaced, id, None);
         }
         if done.in_two_steps {
             // A rival that was killed may have taken one aside that this save did not meet. It must not come back.
@@ -353,7 +353,7 @@ impl Workspace {
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
                 // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
-                    let _ = remove(parent.as_fd(), &aside, there);
+                    let _ = remove(parent.as_fd(), &aside, there, None);
                 } else if id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
                     let why = format!("something else took the name; what was there is `{}`", old.display());
@@ -485,7 +485,7 @@ impl Drop for Workspace {
         // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
         self.manifest = None;
         if !self.committed {
-            let _ = remove(self.parent.as_fd(), &self.temporary, self.id);
+            let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
         }
     }
 }
