@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
+import re
 import resource
 import signal
 import subprocess
@@ -498,7 +499,81 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
     assert "asynchronous save to " in done.stderr
     assert "/no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
     asked = run(tmp_path, "fastckpt.save_async(state, target + '/no/c').exception()")
-    assert asked.stderr == ""
+    assert "nobody asked" not in asked.stderr
+
+
+BROKEN = """
+import multiprocessing, os, sys, time
+import fastckpt
+from fastckpt import _async
+
+def broken(job):
+    time.sleep(0.2)  # the program is at its end by then
+    raise OSError(5, "the disk is gone")
+
+def save(path):
+    _async._Job._write = broken
+    fastckpt.save_async({"n": 1}, path)
+
+if __name__ == "__main__":
+    method, path = sys.argv[1:]
+    if method == "alone":
+        save(path)
+        sys.exit(0)
+    if method == "fork after a save":
+        fastckpt.save_async({"n": 1}, path).result()
+    child = multiprocessing.get_context(method.split()[0]).Process(target=save, args=(path + "-child",))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["alone", "fork", "fork after a save", "forkserver", "spawn"])
+def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
+    """Without configured logging, and in children, too: those that multiprocessing forks never come to atexit."""
+    program = tmp_path / "program.py"
+    program.write_text(BROKEN)
+    done = subprocess.run(
+        [sys.executable, program, method, tmp_path / "c"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    path = f"{tmp_path}/c" + "-child" * (method != "alone")
+    # By two threads, in any order.
+    reason = "OSError: [Errno 5] the disk is gone"
+    assert sorted(line for line in done.stderr.splitlines() if "asynchronous save" in line) == [
+        f"fastckpt: the asynchronous save to {path} failed, and nobody asked for its result: {reason}",
+        f"the asynchronous save to {path} failed: {reason}",
+    ]
+
+
+LOGGING = {
+    "nothing": ("", True),
+    "silent handlers": ("logging.getLogger().addHandler(logging.NullHandler())", True),
+    "a handler of the root": ("logging.basicConfig(filename=os.devnull)", False),
+    "a handler of ours": ("logging.getLogger('fastckpt').addHandler(logging.FileHandler(os.devnull))", False),
+    "a root that is not asked": (
+        "logging.basicConfig(filename=os.devnull); logging.getLogger('fastckpt').propagate = False",
+        True,
+    ),
+    "no last resort": ("logging.lastResort = None", False),
+    "a level": ("logging.getLogger('fastckpt').setLevel(logging.CRITICAL)", False),
+}
+
+
+@pytest.mark.parametrize("name", LOGGING)
+def test_errors_go_to_stderr_where_no_logging_is_configured(name):
+    configure, heard = LOGGING[name]
+    code = f"""
+import logging, os, fastckpt
+{configure}
+logger = logging.getLogger("fastckpt")
+logger.warning("a warning")
+logger.info("some news")
+logger.error("an error of %s", "ours")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "an error of ours\n" * heard
 
 
 def test_a_forked_child_has_no_saves_in_flight(tmp_path):
@@ -530,7 +605,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         assert failed.exception()
         """,
     )
-    assert done.stderr == ""
+    assert "nobody asked" not in done.stderr
     assert fastckpt.verify(tmp_path / "c").ok
 
 
@@ -716,3 +791,16 @@ def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
     report = pending.result()
     assert report.stall == pytest.approx(report.seconds, rel=0.5)
     assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+@pytest.mark.parametrize("obstacle", ["parent", "file", "existing"])
+def test_a_bad_path_is_told_at_the_call(tmp_path, obstacle):
+    path = tmp_path / "missing" / "step" if obstacle == "parent" else tmp_path / "step"
+    if obstacle == "file":
+        path.write_text("the only copy")
+    elif obstacle == "existing":
+        fastckpt.save({"a": 1}, path)
+    expected = FileNotFoundError if obstacle == "parent" else FileExistsError
+    with pytest.raises(expected, match=re.escape(str(tmp_path))):
+        fastckpt.save_async({"a": np.zeros(3)}, path, overwrite=obstacle != "existing")
+    fastckpt.save_async({"a": 2}, tmp_path / "other").result()

@@ -556,6 +556,23 @@ def test_convert_to_safetensors(
     ]
 
 
+def test_keys_convert_tensors_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2), "name": "x", "n": [None, 1.5, torch.Size([1])]},
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    fastckpt.save(state, tmp_path / "c")
+    target = tmp_path / "m.safetensors"
+    assert call(capsys, "convert", tmp_path / "c", target, "--keys", "model.*")[0] == 0
+    assert list(safetensors_torch.load_file(target)) == ["model.w"]
+    target.unlink()
+    for pattern, reason in (("model.name", "chooses no tensor"), ("sparse.*", "layout torch.sparse_coo")):
+        status, _, err = call(capsys, "convert", tmp_path / "c", target, "--keys", pattern)
+        assert status == 2
+        assert reason in err
+        assert not target.exists()
+
+
 def test_nested_tied_and_numpy_tensors_get_flat_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     weight = torch.randn(4, 4)
     state = {

@@ -111,7 +111,8 @@ def check_order(calls, path, *, exchanged):
         assert not [call for call in later if call.start < commit.start], later
     target = f"{temporary}/{manifest.NAME}"
     touches = [call for call in calls if target in (*call.fd_paths(), *call.paths(), call.opened())]
-    # The manifest is the last thing that is written: made empty for its lock, it holds nothing before every shard is safe.
+    # The manifest is the last thing that is written: made empty for its lock, it holds nothing before every shard is
+    # safe.
     writes = [call for call in touches if "write" in call.name]
     assert min(call.start for call in writes) > max(call.end for call in shard_syncs)
     manifest_sync = synced(target)[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -86,15 +87,69 @@ def test_arguments_are_checked_first(options, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@b/x", "file:///tmp/x", "S3:/bucket/x"]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("as_path", [str, pathlib.Path, os.fsencode])
+def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
+    """Not even where somebody's makedirs() has made the directory ``s3:``: nobody would look for it there."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path(url).parent.mkdir(parents=True)
+    given = as_path(url)
+    for name, call in {
+        "save": lambda: fastckpt.save({}, given),
+        "save_async": lambda: fastckpt.save_async({}, given),
+        "load": lambda: fastckpt.load(given),
+        "open": lambda: fastckpt.open(given),
+        "verify": lambda: fastckpt.verify(given),
+        "doctor": lambda: fastckpt.doctor(given),
+        "plan": lambda: fastckpt.plan(checkpoint=given, gpus=8),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}: '{url.partition(':')[0]}:/.*' is a URL"):
+            call()
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info URL",
+        "ls URL",
+        "verify URL",
+        "convert URL x",
+        "convert x URL",
+        "plan --checkpoint URL",
+        "bench URL",
+        "doctor URL",
+    ],
+)
+def test_a_url_is_no_path_on_the_command_line(command, tmp_path, monkeypatch, capsys):
+    from fastckpt import cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    assert cli.main(command.replace("URL", "s3://bucket/x").split()) == 2
+    assert "is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["step:1", "a/s3:/x", "./s3:/x", "x:/y", "1:/2"])
+def test_a_path_with_a_colon_is_no_url(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    fastckpt.save({"n": 1}, path)
+    assert fastckpt.load(tmp_path / path) == {"n": 1}
+
+
 @pytest.mark.parametrize("path", [3, None, ["x"]])
 def test_path_types(path):
-    with pytest.raises(TypeError, match=r"save: path must be a str or os\.PathLike"):
+    with pytest.raises(TypeError, match=r"save: path must be a str, bytes or os\.PathLike"):
         fastckpt.save(1, path)
 
 
 def test_paths_of_every_sort(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in ("rel", pathlib.Path("p"), str(tmp_path / "absolute"), "./sub/../dotted"):
+    for path in ("rel", b"raw", pathlib.Path("p"), str(tmp_path / "absolute"), "./sub/../dotted"):
         (tmp_path / "sub").mkdir(exist_ok=True)
         report = fastckpt.save({"x": 1}, path)
         assert pathlib.Path(report.path).is_absolute()

@@ -250,6 +250,8 @@ def test_non_contiguous_quantized(trip):
 def test_torch_values(trip):
     state = {
         "size": torch.Size([2, 0, 3]),
+        "numpy's size": torch.Size([np.int64(2), np.uint8(3)]),
+        "large size": torch.Size([2**63 - 1, -(2**63)]),
         "none": torch.Size([]),
         "dtypes": DTYPES,
         "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
@@ -332,7 +334,9 @@ def test_counter(trip):
     assert loaded["c"]["missing"] == 0
     into = {"c": collections.Counter(), "w": [collections.Counter({(1, 2): torch.zeros(2)})]}
     assert trip(state, into=into)["w"][0][1, 2] is into["w"][0][1, 2]
-    assert same(trip(state, keys="w.*"), {"w": [state["w"][0]]})
+    assert same(trip(state, keys="w.*"), {"w": state["w"]})
+    assert same(trip(state, keys="w.0*"), {"w": [state["w"][0]]})
+    assert same(trip(state, keys="c.b"), {"c": state["c"]})
     state["c"].name = "attribute"
     with pytest.raises(UnsupportedTypeError, match="Counter with attributes"):
         trip(state)
@@ -722,6 +726,38 @@ def test_wrapper_subclass_through_its_own_protocol(registry, trip):
     assert isinstance(loaded["p"], torch.nn.Parameter)
 
 
+def test_a_type_that_was_refused_can_be_registered_after_all(registry, trip):
+    """What the message of the refusal says to do must work in the same process, in a notebook, too."""
+
+    class Late(torch.Tensor):
+        pass
+
+    state = {"v": torch.arange(3.0).as_subclass(Late)}
+    for _ in range(2):
+        with pytest.raises(UnsupportedTypeError, match=r"fastckpt\.register_type\(Late, encode, decode\)"):
+            trip(state)
+    registry(Late, lambda late: late.as_subclass(torch.Tensor), lambda plain: plain.as_subclass(Late), "late")
+    loaded = trip(state)["v"]
+    assert type(loaded) is Late
+    assert loaded.tolist() == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_only_what_can_never_be_registered_is_remembered_by_type(registry, tmp_path):
+    from fastckpt import _flatten
+
+    for make, _ in UNSUPPORTED.values():
+        with pytest.raises(UnsupportedTypeError):
+            fastckpt.save(make(), tmp_path / "c")
+    state = [pathlib.Path("a"), pathlib.PureWindowsPath("a"), torch.nn.Parameter(torch.ones(1)), torch.Size([1])]
+    fastckpt.save(state, tmp_path / "c")
+    remembered = set(_flatten._DESCRIBE) - {_flatten._Attributed, _flatten._Bare}
+    assert {type(pathlib.Path()), torch.Tensor, torch.Size} <= remembered
+    for kind in remembered:
+        with pytest.raises(ValueError, match="without registration"):
+            registry(kind, str, str)
+
+
 def test_unregistered_name(registry, tmp_path):
     registry(Colour, lambda c: c.value, Colour, "colour")
     fastckpt.save([Colour.RED], tmp_path / "c")
@@ -778,6 +814,11 @@ def a_freed_tensor():
     return freed
 
 
+def a_jagged_size():
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    return [1, jagged.shape]
+
+
 def a_fake_tensor():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -797,6 +838,8 @@ UNSUPPORTED = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
     "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), "layout torch._mkldnn"),
     "freed": (a_freed_tensor, "freed"),
+    "jagged size": (a_jagged_size, r"\[1\]: a torch\.Size with the symbolic size j\d+ has no value"),
+    "huge size": (lambda: torch.Size([2**63]), "beyond 64 bits"),
     "factory": (lambda: collections.defaultdict(lambda: 1), "factories"),
     "objects": (lambda: np.array([object()]), "numpy array of Python objects"),
     "structured": (lambda: np.zeros(2, "i4,f4"), "plain dtypes"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, exceptions
 from ._checkpoint import Checkpoint, Composed, TensorInfo, open
 from ._load import load
+from ._outcome import LastWord
 from ._registry import register_type
 from ._reports import Damage, LoadReport, SaveReport, VerifyReport
 from ._save import save
@@ -73,7 +74,7 @@ __all__ = [
 
 __version__ = _core.__version__
 
-logging.getLogger("fastckpt").addHandler(logging.NullHandler())
+logging.getLogger("fastckpt").addHandler(LastWord())
 
 
 #: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.

@@ -22,7 +22,7 @@ from ._reports import SaveReport
 from ._save import NO_TENSORS, step_of
 
 if TYPE_CHECKING:
-    import os
+    from ._options import AnyPath, Engine
 
 #: References to so many tensors are dropped at a time, with a pause for whoever wants the GIL.
 _DROPPED = 500
@@ -169,14 +169,14 @@ class _Job:
 
 def save_async(  # noqa: PLR0913 - one more than save has
     state: Any,
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     lazy: bool = False,
     max_in_flight: int = 1,
     overwrite: bool = True,
     metadata: Any = None,
     shard_size: int = 5 * 10**9,
-    io: str = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | None = None,
     nice: int | None = None,
@@ -189,9 +189,9 @@ def save_async(  # noqa: PLR0913 - one more than save has
     returned handle returns. The memory is one copy of the state for each save in flight; it is kept for the next save
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
-    A failure is logged (``fastckpt``, ERROR) when it happens, and raised by ``result()``. If nobody asks, the next
-    ``save_async`` raises it and does nothing else; call again to save. If there is none, it is told on stderr
-    at the end of the process.
+    A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
+    ``result()``. If nobody asks, the next ``save_async`` raises it and does nothing else; call again to save. If there
+    is none, it is told on stderr at the end of the process, of one that multiprocessing forked, too.
 
     Args:
         state: as for :func:`fastckpt.save`.
@@ -217,8 +217,10 @@ def save_async(  # noqa: PLR0913 - one more than save has
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        FileNotFoundError: the parent of ``path`` is missing.
+        FileExistsError: something has the name that may not be replaced.
         Exception: an earlier asynchronous save failed, and nobody had asked; or the copy failed.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``path`` is a URL.
     """
     began = time.perf_counter()
     target = path_of("save_async", path)
@@ -228,6 +230,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
     nice, io_priority = _priority(nice, io_priority)
+    _core.check_target(target, bool(overwrite))
     _flight.raise_unasked("this call did nothing: call again to save")
     flat = flatten(state, operation="save_async")
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)

@@ -19,10 +19,13 @@ from ._targets import Targets
 from ._unflatten import parse, unflatten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
     from types import TracebackType
-    from typing import Self
+
+    # Every type checker brings the stub; at run time nothing imports it.
+    from typing_extensions import Self
+
+    from ._options import AnyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class Checkpoint:
     found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self._path = path_of("open", path)
         self._reader: _core.Reader | None = _core.Reader(self._path)
         self._stored: list[Stored] = self._reader.tensors()
@@ -261,7 +264,7 @@ class Checkpoint:
         self.close()
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:
+def open(path: AnyPath) -> Checkpoint:
     """Open a checkpoint without reading its tensors. A shard is opened when it is first read from.
 
     Args:
@@ -271,6 +274,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
         FormatVersionError: it is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
+        ValueError: ``path`` is a URL.
 
     Example:
         >>> import fastckpt, numpy, tempfile

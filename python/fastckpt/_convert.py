@@ -18,6 +18,8 @@ import numpy as np
 
 import fastckpt
 
+from ._flatten import flatten
+from ._options import refuse_url
 from ._places import part_of, place_of
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
@@ -57,6 +59,8 @@ def convert(source: Path, destination: Path, *, keys: Sequence[str] | None, over
         CheckpointError: the source cannot be read, or the two do not go together.
     """
     begin = time.perf_counter()
+    refuse_url("convert", str(source))
+    refuse_url("convert", str(destination))
     if not os.path.lexists(source):
         raise FileNotFoundError(errno.ENOENT, "there is no such file or directory", str(source))
     if os.path.lexists(destination) and not overwrite:
@@ -195,12 +199,17 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
     tensors: dict[str, Any] = {}
     seen: set[int] = set()
     for path, leaf in _leaves(state):
+        # The patterns choose other values, too, which a file of tensors has no place for.
+        if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
+            continue
         tensor = _storable(leaf, path, source, library, torch)
         # Tied tensors are written under each of their names: the format has no word for them.
         address = tensor.untyped_storage().data_ptr()
         name = _unused(".".join(filter(None, map(part_of, path))) or "tensor", tensors)
         tensors[name] = tensor.clone() if address in seen else tensor.contiguous()
         seen.add(address)
+    if keys is not None and not tensors:
+        raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     try:
         try:

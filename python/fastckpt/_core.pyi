@@ -80,6 +80,19 @@ def save(
     exception that it, ``fill`` or a signal handler raises stops the save, removes what was written, and is raised.
     """
 
+def check_target(path: str, overwrite: bool) -> None:
+    """Raise what a save to ``path`` would: its parent is missing, or something has the name that stays."""
+
+def left_overs(directory: str) -> list[tuple[str, str, str, str, int, int]]:
+    """What lies in ``directory`` under temporary names.
+
+    Each is ``(name, checkpoint, host, state, bytes, changed)``: the state is ``alive``, ``dead``, ``unknown``,
+    ``kept`` or ``foreign``; ``changed`` is seconds since 1970.
+    """
+
+def remove_left_over(directory: str, name: str, force: bool) -> bool:
+    """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
+
 def set_target(target: str) -> None:
     """Tell the live counters what throughput this process wants: a tier, GB/s, or ``save=X,load=Y``.
 
@@ -109,9 +122,9 @@ class Files(TypedDict):
     uncached: int | None
     fallocate: int | None
     reflink: int | None
-    rename_noreplace: int | None
     rename_exchange: int | None
-    flock: int | None
+    lock: int | None
+    lock_reach: str
 
 @type_check_only
 class Probe(TypedDict):

@@ -234,6 +234,7 @@ def _describe_of(kind: type) -> Describe:
     registered = _registry.by_class(kind)
     if registered is not None:
         return _registered(registered)
+    # Only what can never be registered may be remembered: _DESCRIBE is asked before the registry.
     path = _values.path_encoder(kind)
     if path is not None:
         _DESCRIBE[kind] = path

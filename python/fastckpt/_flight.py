@@ -54,10 +54,7 @@ _registered = False
 
 def admit(flight: Flight, most: int) -> None:
     """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in."""
-    global _registered  # noqa: PLW0603 - once a process
-    if not _registered:
-        _registered = True
-        atexit.register(_at_exit)
+    _register()
     while True:
         # Before the count, or somebody may leave between the two.
         departure = Gate()
@@ -71,6 +68,20 @@ def admit(flight: Flight, most: int) -> None:
         departure.wait()
     with contextlib.suppress(ValueError):
         _waiting.remove(departure)
+
+
+def _register() -> None:
+    """Have the end of this process wait for what is in flight, and tell what failed."""
+    global _registered  # noqa: PLW0603 - once a process
+    if _registered:
+        return
+    _registered = True
+    atexit.register(_at_exit)
+    # Children that multiprocessing forks end without a word to atexit, and have finalizers of their own instead.
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def leave(flight: Flight) -> None:
@@ -153,25 +164,33 @@ def is_exiting() -> bool:
 
 
 def _at_exit() -> None:
-    """The interpreter has waited for the writing threads by now, if nothing came between."""
+    """The interpreter has waited for the writing threads by now, if nothing came between.
+
+    It may be called more than once: a forked child inherits what its parent registered with atexit.
+    """
     global _exiting  # noqa: PLW0603 - once a process
     _exiting = True
     for flight in in_flight():
         flight.landed.wait()
-    for failure in unasked():
+    while _unasked:
+        failure = _unasked.pop(0)
         kind = type(failure.error)
-        print(  # noqa: T201 - the last chance to tell
+        # In one piece: the thread that failed may be telling the log at this moment.
+        line = (
             f"fastckpt: the asynchronous save to {failure.path} failed, and nobody asked for its result: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
-            f"{kind.__qualname__}: {failure.error}",
-            file=sys.stderr,
+            f"{kind.__qualname__}: {failure.error}\n"
         )
+        if sys.stderr is not None:  # the last chance to tell
+            sys.stderr.write(line)
 
 
 def _forget() -> None:
     """A forked child has none of its parent's threads: nothing to wait for, nothing to tell."""
-    global _admission  # noqa: PLW0603 - another thread of the parent may have held it
+    # Another thread of the parent may have held the lock; and multiprocessing's children lose their finalizers.
+    global _admission, _registered  # noqa: PLW0603
     _admission = RLock()
+    _registered = False
     _in_flight.clear()
     _waiting.clear()
     _unasked.clear()

@@ -12,7 +12,9 @@ from ._pending import PendingSave
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Self
+
+    # Every type checker brings the stub; at run time nothing imports it.
+    from typing_extensions import Self
 
 _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
 

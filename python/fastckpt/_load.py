@@ -15,26 +15,30 @@ from ._into import Into
 from ._options import check_engine, check_framework, path_of
 from ._outcome import conclude, until_settled
 from ._progress import ticker
-from ._prune import aliases, find, prune
+from ._prune import find, named, prune
 from ._reports import LoadReport
 from ._targets import Targets
-from ._unflatten import is_tensor, parse, unflatten
+from ._unflatten import parse, unflatten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
+
+    from ._options import AnyPath, Engine, Framework
+
+#: So many names are compared with one that matches nothing, and none that is longer.
+_KNOWN, _LONG = 5000, 500
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     into: Any = None,
     keys: str | Sequence[str] | None = None,
-    framework: str = "auto",
+    framework: Framework = "auto",
     device: Any = None,
     mmap: bool = False,
     verify: bool = True,
-    io: str = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     progress: bool = False,
 ) -> Any:
@@ -45,9 +49,12 @@ def load(
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
             in the result; everything else comes from the checkpoint. A tensor need not be tied where the
             checkpoint's is. Tensors that overlap in memory without being tied are a mismatch.
-        keys: a glob pattern, or several, over tensor names (``"model.*"``): only tensors that match are read, and only
-            what leads to them is in the result: positions in lists close up. What is made of several tensors comes
-            whole. A tied tensor has a name at each of its places, and comes back at those that match.
+        keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
+            (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). Only tensors that match are
+            read, and the result holds only what matches, tensors and values, and the containers that lead there:
+            positions in lists close up. An empty container is a value. What is made of several parts (a sparse
+            tensor, a registered object) comes whole when it or one of its parts matches; types of other parts need not
+            be registered. A tied tensor has a name at each of its places, and comes back at those that match.
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
         device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
@@ -74,12 +81,12 @@ def load(
         CorruptCheckpointError: the checkpoint is damaged; the message tells where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
-        UnsupportedTypeError: a type is not registered, or a dtype is not available.
-        KeyError: a pattern of ``keys`` matches no tensor.
+        UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.
+        KeyError: a pattern of ``keys`` matches nothing.
         TypeError: ``keys`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``path`` is a URL.
     """
     source = path_of("load", path)
     check_engine("load", io, threads)
@@ -129,21 +136,22 @@ def _load(
     with paused():
         stored: list[Stored] = reader.tensors()
     tokens = parse(reader.structure())
-    check = Check(stored)
+    # With keys= types are asked for only where something was chosen: the rest may be another program's.
+    check = Check(stored, strangers=keys is not None)
     unflatten(tokens, check)
     targets = Targets(stored, framework, device)
     every, origin = tokens, None
     if keys is not None:
-        places = aliases(tokens, [name for name, *_ in stored])
-        chosen = select([name for *_, name in places], keys)
-        tokens, origin = prune(tokens, {places[number][0] for number in chosen})
+        tokens, origin = prune(tokens, select(named(tokens, [name for name, *_ in stored]), keys))
+        check = Check(stored)
+        unflatten(tokens, check)
     composed = None
     given = None
     if into is not None:
         given = Into(source, into, framework)
         composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
     else:
-        wanted = check.found if origin is None else [token for token in tokens if is_tensor(token)]
+        wanted = check.found
         numbers = sorted({token[1] for token in wanted}) if mmap else []
         if mmap:
             targets.mappings = reader.map(numbers)
@@ -172,20 +180,28 @@ def _load(
     return state
 
 
-def select(names: Sequence[str], keys: Any) -> set[int]:
-    """The numbers of the names that match any of the patterns; KeyError for a pattern that matches none."""
+def select(names: Iterable[tuple[int, str]], keys: Any) -> set[int]:
+    """The positions whose names match any of the patterns; KeyError for a pattern that matches none."""
     if not isinstance(keys, Iterable) or isinstance(keys, (bytes, bytearray)):
         raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {keys!r}")
     patterns = [keys] if isinstance(keys, str) else list(keys)
-    wanted: set[int] = set()
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {pattern!r}")
-        matches = re.compile(fnmatch.translate(pattern)).match
-        matching = [index for index, name in enumerate(names) if matches(name)]
-        if not matching:
-            raise KeyError(f"load: keys: {pattern!r} matches no tensor{suggest(pattern, names)}")
-        wanted.update(matching)
+    matches = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+    matched = [False] * len(patterns)
+    wanted: set[int] = set()
+    known: list[str] = []
+    for position, name in names:
+        for number, match in enumerate(matches):
+            if match(name):
+                matched[number] = True
+                wanted.add(position)
+        if len(known) < _KNOWN and len(name) <= _LONG:
+            known.append(name)
+    if not all(matched):
+        pattern = patterns[matched.index(False)]
+        raise KeyError(f"load: keys: {pattern!r} matches nothing{suggest(pattern, known)}")
     return wanted
 
 
@@ -194,5 +210,5 @@ def suggest(name: str, names: Sequence[str]) -> str:
     import difflib  # noqa: PLC0415 - for an error only
 
     # The comparison is slow, and a checkpoint may have 100,000 names.
-    close = difflib.get_close_matches(name, names[:5000], n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, names[:_KNOWN], n=3, cutoff=0.5)
     return f"; there are {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

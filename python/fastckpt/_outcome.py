@@ -32,6 +32,28 @@ def until_settled(read: Callable[[], _T]) -> _T:
                 raise
 
 
+class LastWord(logging.NullHandler):
+    """Silent, as a library has to be, but for errors in a program that has configured no logging.
+
+    Such a program would never hear of a save that fails in the background: the handler that Python keeps for its
+    warnings is off as soon as a library has one of its own, a silent one, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Give an error to Python's last resort, which writes to stderr, unless somebody else has a handler for it."""
+        at: logging.Logger | None = logging.getLogger(record.name)
+        while at is not None:
+            if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):
+                return False
+            at = at.parent if at.propagate else None
+        if logging.lastResort is not None:
+            logging.lastResort.handle(record)
+        return True
+
+
 def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
     """Make the report of an operation that began at ``began`` (``time.perf_counter``), and log it."""
     report = report_of(kind, path, began, core, **more)

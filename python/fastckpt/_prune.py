@@ -166,6 +166,61 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     return out
 
 
+def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
+
+    A value has the name that a tensor in its place would have; the root has none. Containers are chosen by what is in
+    them, empty ones as values. What is made of several values (a sparse tensor, a registered object) has a name, too,
+    and so has each part of it.
+    """
+    for position, _, name in aliases(tokens, stored):
+        yield position, name
+    ends = _ends(tokens)
+    stack = [_Frame(1, iter((THROUGH,)))]
+    # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
+    # a time: of deep nesting, all prefixes together would fill the memory.
+    path: list[str] = []
+    lengths = [0]
+    position = 0
+    while position < len(tokens):
+        frame = stack[-1]
+        if not frame.left:
+            stack.pop()
+            del path[lengths.pop() :]
+            continue
+        if frame.keys is None:
+            value = ends[position]
+            frame.key = _key(tokens, position, value)
+            position = value
+            frame.left -= 1
+        else:
+            frame.key = next(frame.keys)
+        frame.left -= 1
+        token = tokens[position]
+        tag = _tag(token)
+        count = arity(token) if tag is not None else 0
+        attributed = tag == "type" and token[1] == _registry.ATTRIBUTED
+        first = position + 1 + (tag == "ddict")
+        container = tag in _MAPPINGS or tag in _SEQUENCES or attributed
+        part = _part(frame.key)
+        if not is_tensor(token) and not (container and first < ends[position]):
+            yield position, ".".join((*path, *part))
+        position = first + attributed  # the pair of items and attributes leaves no trace
+        count = 2 if attributed else count - (tag == "ddict")
+        if count:
+            stack.append(_Frame(count, iter((THROUGH, THROUGH)) if attributed else _keys(tag, count)))
+            lengths.append(len(path))
+            path.extend(part)
+
+
+def _part(key: Any) -> tuple[str, ...]:
+    """What a key adds to a value's name; one that only the program that saved it could name, as it is in the file."""
+    part = part_of(key)
+    if part is None:
+        return ()
+    return (key.text if part is _NAMELESS else part,)
+
+
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
     if tag in _MAPPINGS:
         return None
@@ -181,10 +236,10 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
 
 
 def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
-    """Keep what leads to the tensors at the positions ``wanted``.
+    """Keep what leads to the positions ``wanted``, as :func:`named` tells them.
 
-    Containers lose every item without such a tensor; what is made of tensors (a sparse one, a registered object) stays
-    whole.
+    Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
+    object) stays whole.
 
     Returns:
         The tokens left, and for each its position in ``tokens``.
@@ -204,8 +259,12 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
         token = tokens[position]
         tag = _tag(token)
         if not whole and tag == "type" and token[1] == _registry.ATTRIBUTED:
-            # The attributes tell about a whole that is no longer there.
-            todo.append((position + 2, False))
+            items, attributes = position + 2, ends[position + 2]
+            if leads(attributes):
+                out.extend(tokens[position:items])
+                origin.extend(range(position, items))
+                todo.append((attributes, False))
+            todo.append((items, False))
             continue
         if whole or (tag not in _MAPPINGS and tag not in _SEQUENCES):
             out.extend(tokens[position : ends[position]])

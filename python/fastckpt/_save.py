@@ -14,19 +14,19 @@ from ._progress import ticker
 from ._reports import SaveReport
 
 if TYPE_CHECKING:
-    import os
+    from ._options import AnyPath, Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
 
 def save(
     state: Any,
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     overwrite: bool = True,
     metadata: Any = None,
     shard_size: int = 5 * 10**9,
-    io: str = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | None = None,
     progress: bool = False,
@@ -39,7 +39,8 @@ def save(
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
             once and come back tied.
-        path: the checkpoint's directory. Its parent must exist. An asynchronous save to it in flight is waited for.
+        path: the checkpoint's directory, not a URL. Its parent must exist. An asynchronous save to it in flight is
+            waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
         shard_size: bytes a file, about: a tensor is never split. A large state is split over the workers at least,
@@ -61,7 +62,7 @@ def save(
         FileNotFoundError: the parent directory does not exist.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``path`` is a URL.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save failed, and nobody has asked for its result.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -178,7 +178,16 @@ def _describe_quantized(value: Tensor) -> Parts:
 
 
 def _size(value: torch.Size) -> str:
-    return f'["size",{list(value)}]'.replace(" ", "")
+    sizes = []
+    item: Any
+    for item in value:
+        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are no numbers.
+        if isinstance(item, torch.SymInt):
+            raise Unsupported(f"a torch.Size with the symbolic size {item} has no value: store sizes that are numbers")
+        if not -(2**63) <= int(item) < 2**63:
+            raise Unsupported(f"a torch.Size with the size {item} cannot be stored: it is beyond 64 bits")
+        sizes.append(str(int(item)))
+    return f'["size",[{",".join(sizes)}]]'
 
 
 _DESCRIBE: dict[type, Describe] = {
@@ -191,15 +200,14 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None."""
+    """How to describe a type of torch's, or None; Unsupported for a tensor subclass, which may yet be registered."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
-        return _refuse
+        _refuse(kind)
     return found
 
 
-def _refuse(value: Tensor) -> Parts:
-    kind = type(value)
+def _refuse(kind: type[Tensor]) -> NoReturn:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__name__ == "DTensor":
         raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() a process")

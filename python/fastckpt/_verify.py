@@ -12,12 +12,10 @@ from ._progress import ticker
 from ._reports import Damage, VerifyReport
 
 if TYPE_CHECKING:
-    import os
+    from ._options import AnyPath, Engine
 
 
-def verify(
-    path: str | os.PathLike[str], *, io: str = "auto", threads: int | None = None, progress: bool = False
-) -> VerifyReport:
+def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, progress: bool = False) -> VerifyReport:
     """Compare every byte of a checkpoint with its checksum.
 
     Args:
@@ -35,6 +33,7 @@ def verify(
         CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
         FormatVersionError: the checkpoint is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
+        ValueError: an argument is out of range, or ``path`` is a URL.
     """
     began = time.perf_counter()
     target = path_of("verify", path)

@@ -1,4 +1,4 @@
-"""The command ``fastckpt``: look into checkpoints, verify and convert them, and plan them.
+"""The command ``fastckpt``: look into checkpoints, verify and convert them, plan them, clean up.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
 slower than its tier), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import fastckpt
 
-from . import _core
+from . import _clean, _core
 from ._bench import command as _measure
 from ._doctor import command as _doctor
 from ._load import suggest
@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _measure.add_options(bench)
 
     _doctor.register(command)
+    _clean.register(command)
     return parser
 
 
@@ -269,6 +270,7 @@ _COMMANDS = {
     "plan": _plan.run,
     "bench": _bench,
     "doctor": _doctor.run,
+    "clean": _clean.run,
 }
 
 

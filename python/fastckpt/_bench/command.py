@@ -74,12 +74,13 @@ def given(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Measure: exit status, document, lines."""
     # Imported here, so that the other commands start without it.
-    from fastckpt._options import check_engine  # noqa: PLC0415
+    from fastckpt._options import check_engine, refuse_url  # noqa: PLC0415
     from fastckpt._tiers import TIERS  # noqa: PLC0415
 
     from . import rounds, text  # noqa: PLC0415
 
     _refuse_simulation(options)
+    refuse_url("bench", str(options.path))
     chosen = {
         name: default if getattr(options, name) is None else getattr(options, name)
         for name, default in _DEFAULTS.items()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fastckpt._options import AnyPath
+
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
 
@@ -63,7 +65,7 @@ class Diagnosis:
         return {**asdict(self), "findings": [asdict(finding) for finding in self.findings]}
 
 
-def doctor(path: str | os.PathLike[str] = ".", *, probe: bool = True) -> Diagnosis:
+def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
     """Tell how checkpoints in a directory will be written and read, what stands in the way, and what to do about it.
 
     Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
@@ -79,9 +81,9 @@ def doctor(path: str | os.PathLike[str] = ".", *, probe: bool = True) -> Diagnos
         The diagnosis. Whatever is wrong with the directory is a finding, not an exception.
 
     Raises:
-        ValueError: ``FASTCKPT_IO`` names no engine.
+        ValueError: ``FASTCKPT_IO`` names no engine, or ``path`` is a URL.
     """
     # Nobody pays for this at import.
     from . import facts, findings  # noqa: PLC0415
 
-    return findings.diagnose(facts.collect(os.fspath(path), measured=probe))
+    return findings.diagnose(facts.collect(os.fsdecode(path), measured=probe))

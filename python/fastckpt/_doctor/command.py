@@ -113,9 +113,9 @@ def _io_rows(io: Mapping[str, Any]) -> dict[str, str]:
     answers = {
         "uncached (RWF_DONTCACHE)": "uncached",
         "fallocate": "fallocate",
-        "rename without replacing": "rename_noreplace",
         "exchange": "rename_exchange",
-        "locks": "flock",
+        "locks": "lock",
+        "locks seen by": "lock_reach",
         "reflinks": "reflink",
     }
     return {

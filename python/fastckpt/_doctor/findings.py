@@ -223,23 +223,26 @@ def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
     io = facts["io"]
     if io is None:
         return
-    refused = [name for name in ("rename_noreplace", "rename_exchange") if io[name] != "ok"]
-    if refused:
+    if io["rename_exchange"] != "ok":
         yield Finding(
             code="rename-flags",
             level="note",
             text="no atomic exchange of directories: a save over an existing checkpoint takes two renames, and the "
             "next load or save puts the old one back after a crash between them",
-            evidence=tuple(f"renameat2(RENAME_{name.removeprefix('rename_').upper()}): {io[name]}" for name in refused),
+            evidence=(f"renameat2(RENAME_EXCHANGE): {io['rename_exchange']}",),
             remedies={"any": "a new name for each step needs no exchange"},
         )
-    if io["flock"] != "ok":
+    if io["lock"] != "ok" or io["lock_reach"] == "unknown":
         yield Finding(
             code="no-locks",
             level="note",
-            text="no file locks: what a killed save leaves is not swept by the next one",
-            evidence=(f"flock: {io['flock']}",),
-            remedies={"any": "mount with locks (Lustre: -o flock; NFS: without nolock), or remove .NAME.tmp-* by hand"},
+            text="no locks that other machines and containers are known to see: what a save that is killed leaves is "
+            "swept only by processes that can see that it has ended",
+            evidence=(f"lock on a file: {io['lock']}", f"seen by: {io['lock_reach']}"),
+            remedies={
+                "any": "fastckpt clean DIR --remove --older-than HOURS; Lustre: mount with -o flock; NFS: without "
+                "nolock and local_lock"
+            },
         )
     if io["fallocate"] != "ok":
         yield Finding(

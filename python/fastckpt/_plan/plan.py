@@ -14,6 +14,8 @@ from .layout import Layout, Share, check, layout
 if TYPE_CHECKING:
     import os
 
+    from .._options import AnyPath  # noqa: TID252
+
 #: Hours that one accelerator runs between failures, as MLCommons reckons.
 MTTF_GPU = 50_000.0
 
@@ -204,7 +206,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     *,
     params: float | str | None = None,
     config: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: AnyPath | None = None,
     size: float | str | None = None,
     expert_params: float | str | None = None,
     weights: str = "bf16",
@@ -377,7 +379,7 @@ def _rule(goodput: float | str | None, overhead: float | str | None, interval: f
 def _held(
     params: float | str | None,
     config: str | os.PathLike[str] | None,
-    checkpoint: str | os.PathLike[str] | None,
+    checkpoint: AnyPath | None,
     size: float | str | None,
     expert_params: float | str | None,
     weights: str,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import os
+    from .._options import AnyPath  # noqa: TID252
 
 #: Bytes of one weight as it is trained and saved.
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
@@ -98,7 +98,7 @@ def contents(parameters: int, experts: int, each: tuple[float, float]) -> Conten
     return Contents(*(number * part for number in (parameters, experts) for part in each))
 
 
-def checkpoint_bytes(path: str | os.PathLike[str]) -> int:
+def checkpoint_bytes(path: AnyPath) -> int:
     """Bytes of the shards of a checkpoint that exists, as its manifest lists them; nothing is read but that.
 
     Args:

@@ -11,9 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{self, AtFlags, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, StatxFlags};
+use rustix::fs::{self, AtFlags, FallocateFlags, Mode, OFlags, RenameFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::commit::{Reach, reach};
 use crate::crew::Crew;
 use crate::io::uring;
 use crate::options::{self, Options, STAGING_BUDGET};
@@ -21,6 +22,7 @@ use crate::report::Fallback;
 use crate::sys::buf::{Slab, give_slabs, take_slab};
 use crate::sys::cachestat::cached_pages;
 use crate::sys::file::{DataFile, open_directory};
+use crate::sys::lock;
 use crate::sys::probe::{memory_advice, ring_calls};
 use crate::telemetry::layout::Segment;
 
@@ -81,12 +83,12 @@ pub struct Files {
     pub fallocate: Answer,
     /// `FICLONE`.
     pub reflink: Answer,
-    /// `RENAME_NOREPLACE` of a directory.
-    pub rename_noreplace: Answer,
     /// `RENAME_EXCHANGE` of two directories.
     pub rename_exchange: Answer,
-    /// `flock` of a directory, by which the living are told from the dead.
-    pub flock: Answer,
+    /// The lock of a writer that lives.
+    pub lock: Answer,
+    /// Which machines that lock proves something to.
+    pub lock_reach: Reach,
 }
 
 /// What was found.
@@ -144,7 +146,7 @@ struct Trials {
 
 impl Trials {
     const FILES: [&str; 3] = ["data", "plain", "copy"];
-    const DIRECTORIES: [&str; 3] = ["a", "b", "c"];
+    const DIRECTORIES: [&str; 2] = ["a", "b"];
 
     fn create(path: &Path) -> Result<Self, Trouble> {
         let failed = |operation| {
@@ -197,7 +199,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     let plain = plain.map_err(|error| failed("create a file in")(error.into()))?;
     let mut found = Files {
         fallocate: system(fs::fallocate(&plain, FallocateFlags::empty(), 0, TRIAL as u64)),
-        flock: system(fs::flock(&trials.directory, FlockOperation::NonBlockingLockExclusive)),
+        lock: Some(lock::take(&plain).map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |()| 0)),
+        lock_reach: reach(trials.directory.as_fd()),
         ..Files::default()
     };
     retry_on_intr(|| rustix::io::pwrite(&plain, &slab[..TRIAL], 0))
@@ -283,12 +286,7 @@ fn renames(trials: &Trials, found: &mut Files) -> rustix::io::Result<()> {
     for name in ["a", "b"] {
         fs::mkdirat(directory, name, Mode::from_raw_mode(0o700))?;
     }
-    found.rename_noreplace =
-        system(fs::renameat_with(directory, "a", directory, "c", RenameFlags::NOREPLACE));
-    if found.rename_noreplace != Some(0) {
-        fs::renameat(directory, "a", directory, "c")?;
-    }
-    found.rename_exchange = system(fs::renameat_with(directory, "b", directory, "c", RenameFlags::EXCHANGE));
+    found.rename_exchange = system(fs::renameat_with(directory, "a", directory, "b", RenameFlags::EXCHANGE));
     Ok(())
 }
 
@@ -303,9 +301,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let files = probe.files.unwrap();
         assert_eq!(files.direct_open == Some(0), files.direct_write.is_some());
-        for tried in
-            [files.uncached, files.reflink, files.rename_noreplace, files.rename_exchange, files.flock]
-        {
+        for tried in [files.uncached, files.reflink, files.rename_exchange, files.lock] {
             assert!(tried.is_some());
         }
         assert_eq!(probe.ring.refused.is_some(), probe.crew.fallback.is_some());

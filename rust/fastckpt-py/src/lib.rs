@@ -4,6 +4,7 @@
 use pyo3::prelude::*;
 
 mod buffers;
+mod commit;
 mod error;
 mod probe;
 mod reader;
@@ -17,6 +18,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     save::register(module)?;
+    commit::register(module)?;
     probe::register(module)?;
     snapshot::register(module)?;
     reader::register(module)

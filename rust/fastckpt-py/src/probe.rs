@@ -52,9 +52,9 @@ fn files_to_dict<'py>(py: Python<'py>, files: &Files) -> PyResult<Bound<'py, PyD
     dict.set_item("uncached", files.uncached)?;
     dict.set_item("fallocate", files.fallocate)?;
     dict.set_item("reflink", files.reflink)?;
-    dict.set_item("rename_noreplace", files.rename_noreplace)?;
     dict.set_item("rename_exchange", files.rename_exchange)?;
-    dict.set_item("flock", files.flock)?;
+    dict.set_item("lock", files.lock)?;
+    dict.set_item("lock_reach", files.lock_reach.word())?;
     Ok(dict)
 }
 

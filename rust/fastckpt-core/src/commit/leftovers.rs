@@ -94,6 +94,20 @@ pub enum State {
     Foreign,
 }
 
+impl State {
+    /// One word.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Alive => "alive",
+            Self::Dead => "dead",
+            Self::Unknown => "unknown",
+            Self::Kept => "kept",
+            Self::Foreign => "foreign",
+        }
+    }
+}
+
 /// What was found out about a temporary directory. It holds as long as this is held.
 struct Finding {
     state: State,

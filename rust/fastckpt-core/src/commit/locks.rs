@@ -5,14 +5,27 @@ use std::os::fd::BorrowedFd;
 use rustix::fs::{self, major, minor};
 
 /// Who sees a lock on a file of a file system.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reach {
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Reach {
     /// Every process of this machine, the only one that has the file system mounted.
     Machine,
     /// Every machine that has it mounted.
     Everywhere,
     /// There is no telling: perhaps only those who came through the same mount.
+    #[default]
     Unknown,
+}
+
+impl Reach {
+    /// One word.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Machine => "machine",
+            Self::Everywhere => "everywhere",
+            Self::Unknown => "unknown",
+        }
+    }
 }
 
 /// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs, overlayfs, f2fs, ZFS,
