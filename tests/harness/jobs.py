@@ -5,12 +5,15 @@ arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import io as text_io
 import json
 import logging
 import os
 import resource
+import select
 import signal
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import fastckpt
+from fastckpt import cli
 from harness import seccomp
 from harness.states import numbered, same, which
 from harness.zygote import Channel
@@ -31,6 +35,7 @@ if os.environ.get("FASTCKPT_TEST_TORCH"):
 for late in ("tqdm", "gzip", "fastckpt._doctor.facts", "fastckpt._doctor.findings"):
     importlib.import_module(late)
 numbered(0, 4096)
+SMALL = 1 << 18
 
 
 class Records(logging.Handler):
@@ -166,6 +171,17 @@ def save_loop(
         channel.send({"report": ["done", index]})
 
 
+def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options: Any) -> None:
+    """Save once."""
+    fastckpt.save(numbered(index, nbytes), path, **options)
+
+
+def save_repeatedly(channel: Channel, *, path: str, count: int, nbytes: int, **options: Any) -> None:
+    """Save the states from 1 to ``count`` to one path."""
+    for index in range(1, count + 1):
+        fastckpt.save(numbered(index, nbytes), path, **options)
+
+
 def contend(channel: Channel, *, path: str, first: int, step: int, count: int, nbytes: int, **options: Any) -> Any:
     """Save to a path that others save to as well; how each save ended."""
     ends = []
@@ -210,6 +226,51 @@ def load_timed(
     seconds = time.monotonic() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {**end, "ok": getattr(done, "ok", None), "seconds": seconds, "grown": grown}
+
+
+def _look(operation: str, path: str, nbytes: int) -> Any:
+    """Look at a checkpoint in one of the ways there are; the index of its state, where that way tells."""
+    if operation in ("load", "mmap"):
+        return which(fastckpt.load(path, mmap=operation == "mmap"), nbytes)
+    if operation == "open":
+        return len(fastckpt.open(path).keys())
+    if operation == "info":
+        with contextlib.redirect_stdout(text_io.StringIO()), contextlib.redirect_stderr(text_io.StringIO()) as said:
+            code = cli.main(["info", path])
+        return f"exit {code}: {said.getvalue()}" if code else 0
+    report = fastckpt.verify(path)
+    return 0 if report.ok else str(report)
+
+
+def look(channel: Channel, *, path: str, operation: str = "load", nbytes: int = SMALL, held: bool = False) -> Any:
+    """Look at a checkpoint once, at the word if ``held``."""
+    if held:
+        channel.send({"report": "ready"})
+        channel.receive()
+    return _look(operation, path, nbytes)
+
+
+def look_until_told(
+    channel: Channel, *, path: str, operations: list[str], nbytes: int = SMALL, least: int = 3
+) -> dict[str, Any]:
+    """Look in every way in turn until the parent says a word; how often it went well, and all that did not."""
+    channel.send({"report": "ready"})
+    well = dict.fromkeys(operations, 0)
+    ill: dict[str, int] = {}
+    while min(well.values()) < least or not select.select([channel.sock], [], [], 0)[0]:
+        for operation in operations:
+            try:
+                found = _look(operation, path, nbytes)
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+            if isinstance(found, int):
+                well[operation] += 1
+            else:
+                text = f"{operation}: {found.replace(path, 'PATH')}"
+                ill[text] = ill.get(text, 0) + 1
+                if sum(ill.values()) > 1000:
+                    return {"well": well, "ill": ill}
+    return {"well": well, "ill": ill}
 
 
 def load_many(channel: Channel, *, paths: list[str]) -> list[str]:

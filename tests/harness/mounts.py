@@ -86,6 +86,24 @@ def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[
 
 
 @contextlib.contextmanager
+def twins() -> Iterator[tuple[Path, Path]]:
+    """One directory behind two FUSE mounts: two clients with caches and locks of their own."""
+    needs.root()
+    needs.tool("bindfs", "bindfs")
+    needs.tool("mount.fuse3", "fuse3")
+    with tempfile.TemporaryDirectory(prefix="fastckpt-twins-", ignore_cleanup_errors=True) as name:
+        base = Path(name)
+        (base / "below").mkdir()
+        arguments = ["-t", "fuse.bindfs", "-o", "allow_other", str(base / "below")]
+        with contextlib.ExitStack() as mounted:
+            points = []
+            for part in ("a", "b"):
+                (base / part).mkdir()
+                points.append(mounted.enter_context(_mounted(base / part, *arguments)))
+            yield points[0], points[1]
+
+
+@contextlib.contextmanager
 def read_only(point: Path) -> Iterator[None]:
     """Remount read-only for a while."""
     _run("mount", "-o", "remount,ro", str(point))

@@ -114,12 +114,17 @@ def injection(call: str, what: str, when: str | int) -> str:
 
 
 @contextlib.contextmanager
-def attached(pid: int, log: Path, trace: str, *inject: str) -> Iterator[Trace]:
-    """strace on a running process and its threads to be; returns once the process is being watched."""
+def attached(
+    pid: int, log: Path, trace: str, *inject: str, path: str | os.PathLike[str] | None = None
+) -> Iterator[Trace]:
+    """strace on a running process and its threads to be; returns once the process is being watched.
+    With ``path``, only calls that name it or a descriptor of it are seen."""
     program = needs.tool("strace", "strace")
     command = [program, "-f", "-y", "-s", "4096", "-o", str(log), "-e", f"trace={trace}"]
     for item in inject:
         command += ["-e", f"inject={item}"]
+    if path is not None:
+        command += ["-P", os.fspath(path)]
     with subprocess.Popen([*command, "-p", str(pid)], stderr=subprocess.PIPE, text=True) as process:
         try:
             _wait_for_attachment(process, pid)
@@ -145,3 +150,44 @@ def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:
         if not piece:
             raise AssertionError(f"strace did not attach to {pid}: {seen!r}")
         seen += piece
+
+
+# strace holds a call back for as long as this, and lets go when it ends.
+_FOR_EVER = 3600 * 10**6
+
+
+@dataclass
+class Stop:
+    """A process that will stop in front of its k-th call, and stays there, alive, until the block ends."""
+
+    log: Path
+    call: str
+    when: int
+
+    def reached(self) -> bool:
+        """Whether a thread stands there now."""
+        begun: dict[str, int] = {}
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        for pid in re.findall(rf"^(\d+)\s+{self.call}\(", text, re.MULTILINE):
+            begun[pid] = begun.get(pid, 0) + 1
+        return any(count >= self.when for count in begun.values())
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Return once it stands there."""
+        deadline = time.monotonic() + seconds
+        while not self.reached():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.call} {self.when} never came: {self.log.read_text(errors='replace')}")
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def stopping(
+    pid: int, log: Path, call: str, when: int = 1, *inject: str, path: str | os.PathLike[str] | None = None
+) -> Iterator[Stop]:
+    """Stop a process in front of its ``when``-th ``call`` (that names ``path``), counted per thread."""
+    log.unlink(missing_ok=True)
+    names = ",".join({call, *(item.partition(":")[0] for item in inject)})
+    hold = injection(call, f"delay_enter={_FOR_EVER}", when)
+    with attached(pid, log, names, *inject, hold, path=path):
+        yield Stop(log, call, when)

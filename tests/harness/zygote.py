@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -90,9 +91,10 @@ class Raised:
 
 @dataclass
 class Child:
-    """One forked process and the job in it."""
+    """One forked process and the job in it. ``inner`` is its number where the zygote lives, ``pid`` the one here."""
 
     pid: int
+    inner: int
     channel: Channel
     zygote: Zygote
     reports: list[Any] = field(default_factory=list)
@@ -146,10 +148,14 @@ class Child:
             self.signal(signal.SIGKILL)
         return self.wait()
 
+    def ended(self) -> bool:
+        """Whether it has run to its end, or was killed."""
+        return " Z " in Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8")
+
     def wait(self) -> int:
         """The wait status; blocks until the process is gone and with it its locks."""
         if self.status is None:
-            self.status = self.zygote.reap(self.pid)
+            self.status = self.zygote.reap(self.inner)
         return self.status
 
 
@@ -184,8 +190,21 @@ class Zygote:
             if self.control.receive(30) != "socket":
                 raise AssertionError("the zygote is out of step")
             socket.send_fds(self.control.sock, [b"\n"], [theirs.fileno()])
-            pid = self.control.receive(30)
-        return Child(pid, Channel(ours), self)
+            inner = self.control.receive(30)
+        return Child(self._outer(inner), inner, Channel(ours), self)
+
+    def _outer(self, inner: int) -> int:
+        """The number that a child has here, where a prefix of ``unshare --pid`` gives it another one inside."""
+        space = Path(f"/proc/{self.process.pid}/ns/pid_for_children").readlink()
+        if space == Path("/proc/self/ns/pid").readlink():
+            return inner
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if (process / "ns/pid").readlink() == space:
+                    numbers = re.search(r"^NSpid:(.*)$", (process / "status").read_text(encoding="ascii"), re.MULTILINE)
+                    if numbers is not None and int(numbers[1].split()[-1]) == inner:
+                        return int(process.name)
+        raise AssertionError(f"no process {inner} in {space}")
 
     def run(self, job: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
         """Run a job to its end in a child; what it returned, or a :class:`Raised`."""

@@ -2,9 +2,12 @@
 
 use std::ffi::{CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 
 use rustix::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::{Errno, Result, retry_on_intr};
+
+use super::locks::is_nfs;
 
 /// Which directory it is, whatever its name. An inode's number is not given away again while the directory is open.
 pub(super) type Id = (u64, u64);
@@ -16,6 +19,29 @@ pub(super) fn id(stat: &Stat) -> Id {
 /// Which file or directory has the name `name` inside `parent`.
 pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).ok().as_ref().map(id)
+}
+
+/// Which directory a rename has just brought to `name` inside `parent`.
+///
+/// A network client renames by name, and believes to find under the new name what it believed to have the old one. If another client
+/// put something else there before, that belief is wrong, and asking again does not mend it on NFS: only a listing names what there is.
+pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
+    refresh(parent);
+    let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
+    // FUSE: what is believed of the inode itself may be old.
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
+    let _ = fs::statx(parent, name, flags, StatxFlags::BASIC_STATS);
+    let (device, number) = id_of(parent, name)?;
+    Some((device, listed.unwrap_or(number)))
+}
+
+/// The inode's number that a listing of `parent` gives for `name`.
+fn number_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<u64> {
+    let mut entries = Dir::read_from(parent).ok()?;
+    entries.find_map(|entry| {
+        let entry = entry.ok()?;
+        (entry.file_name().to_bytes() == name.as_bytes()).then(|| entry.ino())
+    })
 }
 
 /// The entries of a directory.

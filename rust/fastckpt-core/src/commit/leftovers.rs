@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::directory::{Id, entries, id, id_of, open_child, refresh, sync};
+use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
 use super::split;
@@ -32,23 +32,30 @@ fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
 }
 
 /// Takes the directory `found`, which is `expected`, away from whoever else may want it, and removes it. The rename decides: of all who
-/// try, one wins, and a directory that has its final name by now is not touched.
-pub(super) fn remove(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) -> io::Result<()> {
+/// try, one wins, and a directory that has its final name by now is not touched. The `verdict` that it may be removed is held until then,
+/// and no longer: its file is open, and NFS only renames what is open.
+pub(super) fn remove(
+    parent: BorrowedFd<'_>,
+    found: &OsStr,
+    expected: Id,
+    verdict: Option<Verdict>,
+) -> io::Result<()> {
     let Some(temporary) = Temporary::parse(found.as_bytes()) else { return Ok(()) };
     let garbage = temporary.garbage();
     match fs::renameat(parent, found, parent, &garbage) {
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     }
-    if id_of(parent, &garbage) != Some(expected) {
+    drop(verdict);
+    if id_of_renamed(parent, &garbage) != Some(expected) {
         // Another one came to lie there since it was looked at.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
-    destroy(parent, &garbage)
+    destroy(parent, &garbage, expected)
 }
 
 /// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already gone is not a failure.
-fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
         other => other,
@@ -57,6 +64,9 @@ fn destroy(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     };
+    if id(&fs::fstat(&directory)?) != expected {
+        return Err(Errno::STALE.into()); // a client of NFS still believes another one to be here
+    }
     let all = entries(directory.as_fd())?;
     if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
         return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
@@ -102,7 +112,7 @@ impl State {
 struct Finding {
     state: State,
     id: Id,
-    _verdict: Option<Verdict>,
+    verdict: Option<Verdict>,
 }
 
 /// Finds out what the temporary directory `found` is, unless it has gone.
@@ -132,7 +142,7 @@ fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
             (state, Some(verdict))
         }
     };
-    Some(Finding { state, id, _verdict: verdict })
+    Some(Finding { state, id, verdict })
 }
 
 /// Whether an old checkpoint was taken aside for the workspace `found`: together they tell that it is to be put back.
@@ -189,7 +199,7 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
                 return;
             }
             synced = true;
-            let _ = remove(parent, found, finding.id);
+            let _ = remove(parent, found, finding.id, finding.verdict);
         }
     }
 }
@@ -334,7 +344,8 @@ pub fn remove_left_over(directory: &Path, name: &OsStr, force: bool) -> Result<b
         _ => return Ok(false),
     }
     sync(parent.as_fd()).map_err(Error::io("sync the directory", directory))?;
-    remove(parent.as_fd(), name, finding.id).map_err(Error::io("remove", &directory.join(name)))?;
+    remove(parent.as_fd(), name, finding.id, finding.verdict)
+        .map_err(Error::io("remove", &directory.join(name)))?;
     Ok(true)
 }
 

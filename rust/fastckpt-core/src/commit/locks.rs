@@ -48,6 +48,11 @@ const CLUSTER: [u64; 3] = [0x00C3_6400, 0x0116_1970, 0x7461_636F];
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
+/// Whether `directory` lies on NFS.
+pub(super) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
+    fs::fstatfs(directory).is_ok_and(|about| u64::try_from(about.f_type) == Ok(NFS))
+}
+
 /// Who sees a lock on a file in `directory`.
 pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
     let Ok(about) = fs::fstatfs(directory) else { return Reach::Unknown };

@@ -20,7 +20,7 @@ use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 pub(crate) use self::directory::refresh;
-use self::directory::{Id, entries, id, id_of, open_child, sync};
+use self::directory::{Id, entries, id, id_of, id_of_renamed, open_child, sync};
 pub use self::leftovers::{LeftOver, State, left_overs, open_checkpoint, remove_left_over};
 use self::leftovers::{is_superseded, remove, sweep};
 pub use self::locks::Reach;
@@ -228,7 +228,7 @@ impl Workspace {
             if let Ok(old) = open_child(self.parent.as_fd(), &displaced) {
                 let _ = self.carry_over(old.as_fd());
             }
-            let _ = remove(self.parent.as_fd(), &displaced, id);
+            let _ = remove(self.parent.as_fd(), &displaced, id, None);
         }
         if done.in_two_steps {
             // A rival that was killed may have taken one aside that this save did not meet. It must not come back.
@@ -297,13 +297,13 @@ impl Workspace {
             Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
             other => other.map_err(self.renaming())?,
         }
-        match id_of(self.parent.as_fd(), &self.temporary) {
+        match id_of_renamed(self.parent.as_fd(), &self.temporary) {
             None => Ok(Step::Done(None)),
             Some(there) if there == old.id => Ok(Step::Done(Some((self.temporary.clone(), there)))),
             // Between the look and the exchange, somebody else put it there.
             Some(there) => {
                 done.rival = true;
-                self.adopt(&self.temporary).map_err(|error| self.give_back(error))?;
+                self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
                 Ok(Step::Done(Some((self.temporary.clone(), there))))
             }
         }
@@ -344,17 +344,17 @@ impl Workspace {
             let _ = fs::renameat(parent, &aside, parent, name);
             error
         };
-        let there = id_of(parent.as_fd(), &aside).unwrap_or(old.id);
+        let there = id_of_renamed(parent.as_fd(), &aside).unwrap_or(old.id);
         if there != old.id {
             done.rival = true;
-            self.adopt(&aside).map_err(put_back)?;
+            self.adopt(&aside, there).map_err(put_back)?;
         }
         match self.rename() {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
                 // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
-                    let _ = remove(parent.as_fd(), &aside, there);
+                    let _ = remove(parent.as_fd(), &aside, there, None);
                 } else if id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
                     let why = format!("something else took the name; what was there is `{}`", old.display());
@@ -367,7 +367,7 @@ impl Workspace {
     }
 
     /// Takes the files of other people along from what was displaced without having been looked at, if it may be replaced at all.
-    fn adopt(&self, displaced: &OsStr) -> Result<()> {
+    fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
         let directory = match open_child(self.parent.as_fd(), displaced) {
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
             Err(Errno::NOTDIR | Errno::LOOP) => {
@@ -378,6 +378,10 @@ impl Workspace {
             }
             other => other.map_err(Error::io("open", &self.target))?,
         };
+        if fs::fstat(&directory).map(|stat| id(&stat)) != Ok(expected) {
+            let why = "another machine put something there while it was saved, which cannot be looked at yet: save again";
+            return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
+        }
         examine(directory.as_fd(), &self.target, self.overwrite)?;
         self.carry_over(directory.as_fd())?;
         sync(self.directory()).map(drop).map_err(Error::io("sync the directory", &self.target))
@@ -445,6 +449,8 @@ fn furnish(
         _ => {}
     }
     let id = id(&fs::fstat(&directory)?);
+    // A network client takes its own word for a name that it made a moment ago.
+    refresh(parent);
     if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
 }
 
@@ -480,7 +486,7 @@ impl Drop for Workspace {
         // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
         self.manifest = None;
         if !self.committed {
-            let _ = remove(self.parent.as_fd(), &self.temporary, self.id);
+            let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
         }
     }
 }

@@ -99,8 +99,11 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     operation.phase(Phase::Commit);
     index.map_or(Ok(()), Index::sync)?;
     workspace.sync_manifest()?;
+    let total = job.total();
+    // The shards are closed: should the commit fail, NFS and FUSE would only rename what is open, and its directory stays.
+    drop(job);
     // From here on it is quick, and cannot be stopped half-way.
-    if !tick(job.total(), job.total()) {
+    if !tick(total, total) {
         return Err(Error::Interrupted);
     }
     let shards = plan.shards.iter().map(|shard| (shard.file.as_str(), shard.bytes));

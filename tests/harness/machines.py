@@ -1,0 +1,70 @@
+"""What looks like another machine: a host name, a boot id and processes of its own, though the kernel is this one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import needs, strace, zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# `sh -c` takes the host's name as $0, a file with the boot id as $1 ("-" keeps it), then the command.
+_ENTER = """
+echo "$0" > /proc/sys/kernel/hostname
+[ "$1" = - ] || mount --bind "$1" /proc/sys/kernel/random/boot_id
+shift
+exec "$@"
+"""
+
+
+def command(host: str, boot: str = "-", *, pids: bool = True) -> list[str]:
+    """The command that runs what follows it as a machine called ``host``, booted as the file ``boot`` says."""
+    apart = ["--pid", "--fork", "--kill-child", "--mount-proc"] if pids else []
+    return ["unshare", "--uts", "--mount", *apart, "sh", "-c", _ENTER, host, boot]
+
+
+@contextlib.contextmanager
+def machine(directory: Path, host: str, *, boot: bool = True, pids: bool = True) -> Iterator[zygote.Zygote]:
+    """Children on a machine of that name; ``boot`` gives it a boot id of its own, ``pids`` a PID namespace."""
+    needs.root()
+    given = "-"
+    if boot:
+        given = str(directory / f"boot-{uuid.uuid4()}")
+        Path(given).write_text(f"{uuid.uuid4()}\n", encoding="ascii")
+    with zygote.running(*command(host, given, pids=pids)) as children:
+        yield children
+
+
+@contextlib.contextmanager
+def stopped_save(
+    children: zygote.Zygote,
+    path: Path,
+    log: Path,
+    call: str,
+    when: int = 1,
+    *inject: str,
+    at: Path | None = None,
+    **options: Any,
+) -> Iterator[zygote.Child]:
+    """A save that stands in front of its ``when``-th ``call`` (of those that name ``at``) while the block runs.
+    It goes on after that, unless the block has killed it."""
+    options = {"index": 1, "nbytes": 1 << 18, "threads": 1, **options}
+    child = children.start("save_held", path=str(path), **options)
+    child.next(60)
+    with strace.stopping(child.pid, log, call, when, *inject, path=at) as stop:
+        child.go()
+        stop.wait()
+        yield child
+
+
+def wait_until(what: Any, seconds: float = 60.0) -> None:
+    """Return once ``what()`` is true."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)

@@ -1,0 +1,69 @@
+"""A real NFSv4.2 server with two clients, in a user-mode Linux: an ordinary process that needs no privileges here.
+
+Its root is this machine's, read-only; ``uml/init.py`` is its first process, makes the server and mounts it twice, at
+``/run/a`` and ``/run/b``. ``uml/fetch`` downloads what it needs. It has one processor and boots in about three seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import needs, zygote
+
+HERE = Path(__file__).resolve().parent / "uml"
+UNPACKED = HERE.parents[2] / "target" / "uml"
+SERVER, CLIENTS = Path("/run/disk/shared"), (Path("/run/a"), Path("/run/b"))
+OUT = Path("/run/out")
+DISK = 512 << 20
+
+
+def require() -> Path:
+    """Where the programs are, or a loud skip."""
+    if not (UNPACKED / "whole").exists() or not (UNPACKED / "xstate.so").exists():
+        needs.missing("needs user-mode Linux and an NFS server (run tests/harness/uml/fetch)")
+    needs.tool("mkfs.ext4", "e2fsprogs")
+    needs.tool("strace", "strace")
+    return UNPACKED
+
+
+def boot(program: Path, *arguments: str, seconds: int) -> list[dict[str, Any]]:
+    """Run a Python program between two clients; the JSON lines that it wrote to ``OUT/results``."""
+    programs = require()
+    with tempfile.TemporaryDirectory(prefix="fastckpt-uml-") as name:
+        out = Path(name)
+        disk = out / "disk"
+        with disk.open("wb") as file:
+            file.truncate(DISK)
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(disk)], check=True)
+        # Not on the kernel's command line, which is short and which the kernel adds to.
+        (out / "program").write_text(json.dumps([str(program), *arguments]), encoding="utf-8")
+        command = [
+            *("timeout", "--signal=KILL", str(seconds), str(programs / "usr/bin/linux.uml")),
+            *("rootfstype=hostfs", "rootflags=/", "root=none", "ro", "mem=1G", "quiet", f"ubda={disk}"),
+            *("con=null", "con0=null,fd:1", f"uml_dir={out}"),
+            *(f"PYTHONPATH={zygote.environment()['PYTHONPATH']}", f"init={sys.executable}", "--"),
+            *(str(HERE / "init.py"), str(programs), name),
+        ]
+        variables = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("FASTCKPT_")},
+            "LD_PRELOAD": str(programs / "xstate.so"),
+        }
+        # In a session of its own, which `timeout` ends as a whole: each of its processes is one of this machine's.
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=variables, check=False, start_new_session=True
+        )
+        log = out / "log"
+        said = done.stdout.decode(errors="replace") + (log.read_text(errors="replace") if log.exists() else "")
+        results = out / "results"
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        found = [json.loads(line) for line in lines]
+        if not found or found[-1] != {"end": True}:
+            raise AssertionError(f"exit {done.returncode} after {found}: {said[-4000:]}")
+        print(said)
+        return found[:-1]

@@ -1,0 +1,66 @@
+"""What runs inside (see :mod:`harness.nfs`): the scenarios of a module, each in a directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from harness import machines, nfs, zygote
+
+
+class Pair:
+    """Two machines: ``node-a`` and ``node-b``, or two that share a name."""
+
+    def __init__(self, logs: Path, host: str) -> None:
+        self.logs, self.names = logs, [host, host] if host else ["node-a", "node-b"]
+        self.children = self._start()
+
+    def _start(self) -> list[zygote.Zygote]:
+        self.running = contextlib.ExitStack()
+        return [self.running.enter_context(machines.machine(self.logs, name)) for name in self.names]
+
+    def replace(self) -> None:
+        """A scenario that failed may have left a process that is not to be spoken to."""
+        with contextlib.suppress(Exception):
+            self.running.close()
+        self.children = self._start()
+
+
+def main(module: str, names: list[str]) -> None:
+    scenarios = importlib.import_module(module)
+    logs = Path(tempfile.mkdtemp())
+    pairs = {host: Pair(logs, host) for host in sorted({name.rpartition(":")[0] for name in names})}
+    for name in names:
+        began = time.monotonic()
+        host, _, scenario = name.rpartition(":")
+        failed = None
+        try:
+            directories = [client / name.replace(":", "-") for client in nfs.CLIENTS]
+            directories[0].mkdir()
+            # The other client may believe for a while that there is none.
+            machines.wait_until(directories[1].is_dir)
+            getattr(scenarios, scenario)(*zip(pairs[host].children, directories, strict=True), logs)
+        except BaseException:  # noqa: BLE001 - whatever it was, the test outside is told
+            failed = traceback.format_exc()
+            pairs[host].replace()
+        say({"scenario": name, "seconds": round(time.monotonic() - began, 1), "failed": failed})
+    say({"end": True})
+
+
+def say(result: dict[str, Any]) -> None:
+    with (nfs.OUT / "results").open("a", encoding="utf-8") as results:
+        print(json.dumps(result), file=results)
+
+
+if __name__ == "__main__":
+    # The counters of the monitor belong to no scenario.
+    os.environ["FASTCKPT_TOP"] = "0"
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,358 @@
+"""Scenarios of two machines that share a file system: each gets two ``(children, directory)``, where both directories
+are one, and a place for logs. test_nfs.py runs them in a user-mode Linux, test_fuse.py on two mounts of one directory.
+
+A saver is stopped in front of a system call, not raced, wherever the order matters.
+"""
+
+# ruff: noqa: PTH208 - names as the kernel has them
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+
+from harness import machines, strace, zygote
+from harness.jobs import SMALL
+
+SHARDS = {"nbytes": SMALL, "shard_size": SMALL // 2, "io": "threads"}
+READERS = ("load", "mmap", "open", "verify", "info")
+# In front of which calls a saver is stopped and killed: while it writes, and all the way through the commit.
+POINTS = (
+    ("fdatasync", (1,)),
+    ("renameat2", (1, 2, 3)),
+    ("renameat", (1, 2, 3)),
+    ("rename", (1, 2, 3)),
+    ("fsync", (2, 3, 4)),
+    ("unlinkat", (1, 2)),
+)
+
+
+def save(children, path, index, **options):
+    end = children.run("save_now", path=str(path), index=index, **{"nbytes": SMALL, **options})
+    assert end is None, end
+
+
+def look(children, path, operation="load"):
+    return children.run("look", path=str(path), operation=operation)
+
+
+def told(child):
+    """How a save ended: None, or what it raised."""
+    end = child.outcome()
+    return end if isinstance(end, zygote.Raised) else None
+
+
+def tidy(directory, *names):
+    """Nothing but these lies there; a client may need a moment to see that."""
+    try:
+        machines.wait_until(lambda: sorted(os.listdir(directory)) == sorted(names), 10)
+    except AssertionError:
+        raise AssertionError(f"litter: {sorted(os.listdir(directory))}, not {sorted(names)}") from None
+
+
+def different_names(one, two, logs):
+    """Two savers, each with a name of its own in one parent: no save takes the other's work for a left-over."""
+    children = [
+        machine.start("contend", path=str(place / f"of-{number}"), first=number, step=2, count=10, **SHARDS)
+        for number, (machine, place) in enumerate((one, two))
+    ]
+    for child in children:
+        child.next()
+    for child in children:
+        child.go()
+    ends = [child.outcome() for child in children]
+    failed = [end for all_of_one in ends for end in all_of_one if end[1] != "saved"]
+    assert not failed, f"{len(failed)} of 20 saves failed: {failed[:3]}"
+    assert [look(two[0], two[1] / "of-0"), look(one[0], one[1] / "of-1")] == [18, 19]
+    tidy(one[1], "of-0", "of-1")
+    tidy(two[1], "of-0", "of-1")
+
+
+def one_name(one, two, logs):
+    """Two savers of one name: each save succeeds, the last one is there, and so is a file that is nobody's."""
+    save(one[0], one[1] / "step", 1000)
+    (one[1] / "step" / "config.json").write_text("mine")
+    children = [
+        machine.start("contend", path=str(place / "step"), first=number, step=2, count=10, **SHARDS)
+        for number, (machine, place) in enumerate((one, two))
+    ]
+    for child in children:
+        child.next()
+    for child in children:
+        child.go()
+    ends = [child.outcome() for child in children]
+    failed = [end for all_of_one in ends for end in all_of_one if end[1] != "saved"]
+    assert not failed, f"{len(failed)} of 20 saves failed: {failed[:3]}"
+    found = {look(machine, place / "step") for machine, place in (one, two)}
+    assert len(found) == 1, found
+    assert found <= {18, 19}, found
+    assert [(place / "step" / "config.json").read_text() for _, place in (one, two)] == ["mine"] * 2
+    save(one[0], one[1] / "step", 2000)
+    tidy(one[1], "step")
+    tidy(two[1], "step")
+
+
+def readers_beside_a_saver(one, two, logs):
+    """Whoever reads while another machine saves over it gets a whole checkpoint, whatever way it reads."""
+    save(one[0], one[1] / "step", 0, **SHARDS)
+    reader = two[0].start("look_until_told", path=str(two[1] / "step"), operations=READERS)
+    reader.next()
+    assert one[0].run("save_repeatedly", path=str(one[1] / "step"), count=20, **SHARDS) is None
+    reader.go()
+    seen = reader.outcome()
+    assert isinstance(seen, dict), seen
+    assert not seen["ill"], seen
+    assert look(two[0], two[1] / "step") == 20
+    tidy(two[1], "step")
+
+
+def stopped_but_alive(one, two, logs):
+    """A saver that stands still is not dead: nobody takes its work away."""
+    for name in ("mine", "other"):
+        with machines.stopped_save(one[0], one[1] / "mine", logs / "log", "fdatasync") as child:
+            save(two[0], two[1] / name, 7)
+            left = [entry for entry in os.listdir(one[1]) if ".tmp-" in entry]
+            assert len(left) == 1, os.listdir(one[1])
+        assert (end := told(child)) is None, end
+        assert look(two[0], two[1] / "mine") == 1
+    tidy(one[1], "mine", "other")
+
+
+def killed(one, two, logs):
+    """Killed in front of any call: whole old or whole new for the other machine, which also sweeps what is left."""
+    hits = 0
+    for call, turns in POINTS:
+        for when in turns:
+            path = one[1] / "step"
+            save(one[0], path, 1, **SHARDS)
+            child = one[0].start("save_held", path=str(path), index=2, threads=1, **SHARDS)
+            child.next()
+            with strace.stopping(child.pid, logs / "log", call, when) as stop:
+                child.go()
+                machines.wait_until(lambda stop=stop, child=child: stop.reached() or child.ended())
+                hit = stop.reached()
+                child.signal(signal.SIGKILL)
+            child.wait()
+            hits += hit
+            if not hit:
+                break
+            where = f"{call} {when}: {os.listdir(one[1])}"
+            for machine, place in (two, one):
+                found = look(machine, place / "step")
+                assert found in (1, 2), f"{where}: {found}"
+            save(two[0], two[1] / "step", 3, **SHARDS)
+            assert look(one[0], path) == 3, where
+            tidy(one[1], "step")
+            tidy(two[1], "step")
+    assert hits >= 6, f"a saver was stopped {hits} times only"
+
+
+def killed_and_not_swept(one, two, logs):
+    """Where nothing proves a death on another machine, its left-overs stay, and harm nobody; its own machine sweeps."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    with machines.stopped_save(one[0], path, logs / "log", "fdatasync", index=2) as child:
+        child.signal(signal.SIGKILL)
+    child.wait()
+    save(two[0], two[1] / "step", 3)
+    assert len([name for name in os.listdir(two[1]) if ".tmp-" in name]) == 1, os.listdir(two[1])
+    assert look(one[0], path) == 3
+    save(one[0], path, 4)
+    tidy(two[1], "step")
+
+
+def removed_by_its_owner(one, two, logs):
+    """What a saver leaves that dies as it cleans up does not come back when the user removes the checkpoint."""
+    for call, when in (("unlinkat", 1), ("unlinkat", 2), ("unlinkat", 3)):
+        path = one[1] / "step"
+        save(one[0], path, 1, **SHARDS)
+        with machines.stopped_save(one[0], path, logs / "log", call, when, index=2, **SHARDS) as child:
+            child.signal(signal.SIGKILL)
+        child.wait()
+        assert look(one[0], path) == 2
+        shutil.rmtree(path)
+        for machine, place in (one, two):
+            found = look(machine, place / "step")
+            assert isinstance(found, zygote.Raised), f"{call} {when}: state {found} is back"
+            assert found.kind == "FileNotFoundError", found
+        save(two[0], two[1] / "step", 3)
+        assert look(one[0], path) == 3
+        shutil.rmtree(path)
+        # Those of another machine may have to wait for that machine's next save.
+        save(one[0], one[1] / "other", 4)
+        tidy(one[1], "other")
+        shutil.rmtree(one[1] / "other")
+
+
+def stopped_between_two_renames(one, two, logs):
+    """A reader puts the old one back when the saver takes too long; the saver then looks again."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    call = second_rename(one, logs)
+    with machines.stopped_save(one[0], path, logs / "log", *call, index=2) as child:
+        assert min(os.listdir(one[1])).startswith(".step.old-"), os.listdir(one[1])
+        assert look(two[0], two[1] / "step") == 1
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "step") == 2
+    tidy(two[1], "step")
+
+
+def second_rename(machine, logs):
+    """The call that gives a new checkpoint the name that the old one has just lost."""
+    path = machine[1] / "probe"
+    save(machine[0], path, 1)
+    child = machine[0].start("save_held", path=str(path), index=2, nbytes=SMALL)
+    child.next()
+    with strace.attached(child.pid, logs / "probe", "rename,renameat,renameat2") as trace:
+        child.go()
+        assert told(child) is None
+        calls = trace.calls()
+    counts = {}
+    for call in calls:
+        counts[call.name] = counts.get(call.name, 0) + 1
+        if call.ok and call.paths()[1:] == [str(path)]:
+            shutil.rmtree(path)
+            return call.name, counts[call.name]
+    raise AssertionError(calls)
+
+
+def rival_meanwhile(one, two, logs):
+    """Between a saver's look at the old one and its rename a rival commits: a file laid there since is not lost."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    (path / "config.json").write_text("mine")
+    with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
+        save(two[0], two[1] / "step", 3)
+        (two[1] / "step" / "late.json").write_text("mine too")
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "step") == 2
+    assert [(path / name).read_text() for name in ("config.json", "late.json")] == ["mine", "mine too"]
+    tidy(one[1], "step")
+
+
+def directory_meanwhile(one, two, logs):
+    """Between the look and the rename the user moves the checkpoint away and puts a directory in its place: neither is
+    harmed. One that may be filled is filled, any other one stays and the save raises."""
+    for deep in (True, False):
+        # A name for each: a client may believe in one that is gone for half a minute.
+        name, moved = f"step-{deep}", f"moved-{deep}"
+        path, other = one[1] / name, two[1] / name
+        save(one[0], path, 1)
+        with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
+            other.rename(two[1] / moved)
+            thesis = other / "chapters" / "thesis.txt" if deep else other / "thesis.txt"
+            thesis.parent.mkdir(parents=True)
+            thesis.write_text("the only copy")
+        end = told(child)
+        assert look(two[0], two[1] / moved) == 1, os.listdir(two[1] / moved)
+        assert thesis.exists(), f"{end}: {os.listdir(two[1])}, {os.listdir(other)}"
+        assert thesis.read_text() == "the only copy"
+        if deep:
+            assert end is not None, "there was nothing that may be replaced"
+            assert end.kind == "FileExistsError", end
+        else:
+            assert end is None, end
+            assert look(two[0], other) == 2
+    tidy(one[1], "moved-False", "moved-True", "step-False", "step-True")
+
+
+def moved_meanwhile(one, two, logs):
+    """Between the look and the rename the user moves the checkpoint away and a rival saves: what was moved is whole."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    with machines.stopped_save(one[0], path, logs / "log", "renameat2", index=2) as child:
+        (two[1] / "step").rename(two[1] / "moved")
+        save(two[0], two[1] / "step", 3)
+        (two[1] / "step" / "config.json").write_text("mine")
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "moved") == 1, os.listdir(two[1] / "moved")
+    assert look(two[0], two[1] / "step") == 2
+    assert (two[1] / "step" / "config.json").read_text() == "mine"
+    tidy(one[1], "moved", "step")
+
+
+def failing_commit(one, two, logs):
+    """A save that fails in its commit leaves nothing, not even a file that is open under another name."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    call, when = second_rename(one, logs)
+    child = one[0].start("save_held", path=str(path), index=2, nbytes=SMALL)
+    child.next()
+    fault = strace.injection(call, "error=EACCES", when)
+    with strace.attached(child.pid, logs / "log", call, fault):
+        child.go()
+        end = told(child)
+    assert end is not None
+    assert end.errno == 13, end
+    assert look(two[0], two[1] / "step") == 1
+    tidy(one[1], "step")
+
+
+def swept_before_its_lock(one, two, logs):
+    """A saver that has made its manifest and not yet locked it looks dead. What it finds gone it makes again."""
+    probe = one[1] / "probe"
+    child = one[0].start("save_held", path=str(probe), index=1, nbytes=SMALL, threads=1)
+    child.next()
+    with strace.attached(child.pid, logs / "probe", "fcntl") as trace:
+        child.go()
+        assert told(child) is None
+        calls = [call.arguments for call in trace.calls() if call.name == "fcntl"]
+    shutil.rmtree(probe)
+    when = next(number for number, arguments in enumerate(calls, 1) if "F_OFD_SETLK" in arguments)
+    with machines.stopped_save(one[0], one[1] / "step", logs / "log", "fcntl", when, index=2) as child:
+        assert len(os.listdir(one[1])) == 1
+        save(two[0], two[1] / "other", 3)
+    assert (end := told(child)) is None, end
+    assert look(two[0], two[1] / "step") == 2
+    tidy(one[1], "other", "step")
+
+
+def swept_in_the_middle(one, two, logs):
+    """One saver stands before its commit while another one sweeps, then stands in the middle of that, if it ever
+    comes there: the first either commits the whole or raises."""
+    path = one[1] / "mine"
+    save(one[0], path, 1, **SHARDS)
+    with contextlib.ExitStack() as second:
+        with machines.stopped_save(one[0], path, logs / "first", "renameat2", index=2, **SHARDS) as child:
+            other = two[0].start("save_held", path=str(two[1] / "other"), index=3, nbytes=SMALL)
+            other.next()
+            stop = second.enter_context(strace.stopping(other.pid, logs / "second", "unlinkat", 2))
+            other.go()
+            machines.wait_until(lambda: stop.reached() or other.ended())
+        end = told(child)
+    assert (rival := told(other)) is None, rival
+    found = look(two[0], two[1] / "mine")
+    assert end is None, f"{end}; the path holds {found}"
+    assert found == 2, found
+    tidy(one[1], "mine", "other")
+
+
+def reader_overtaken(one, two, logs):
+    """A reader stopped in front of any of its opens, while the checkpoint is replaced, begins again."""
+    path = one[1] / "step"
+    index = 0
+    save(one[0], path, index)
+    for operation in READERS:
+        hits = 0
+        for call in ("open", "openat", "openat2"):
+            for when in itertools.count(1):
+                reader = two[0].start("look", path=str(two[1] / "step"), operation=operation, held=True)
+                reader.next()
+                with strace.stopping(reader.pid, logs / "log", call, when, path=two[1] / "step") as stop:
+                    reader.go()
+                    machines.wait_until(lambda stop=stop, reader=reader: stop.reached() or reader.ended())
+                    if hit := stop.reached():
+                        index += 1
+                        save(one[0], path, index)
+                end = reader.outcome()
+                assert isinstance(end, int), f"{operation} stopped at its {call} {when}: {end}"
+                if operation in ("load", "mmap"):
+                    assert end in (index, index - 1), (operation, call, when, end, index)
+                if not hit:
+                    break
+                hits += 1
+        assert hits >= 2, f"{operation} was stopped {hits} times only"
+    tidy(one[1], "step")
