@@ -106,7 +106,7 @@ impl Reader {
         drain: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(io, threads)?;
+        let options = options(py, io, threads)?;
         let raised = Arc::new(Raised::default());
         let drain = drain.map(Arc::new);
         let mut wanted = Vec::with_capacity(requests.len());
@@ -137,7 +137,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options("buffered", threads)?;
+        let options = options(py, "buffered", threads)?;
         let raised = Raised::default();
         let maps = &mappings.maps;
         let report = py.detach(|| {
@@ -154,7 +154,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(io, threads)?;
+        let options = options(py, io, threads)?;
         let raised = Raised::default();
         let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;

@@ -39,7 +39,7 @@ fn save<'py>(
     fill: Option<Py<PyAny>>,
     tick: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let options = Options { bandwidth_limit, step, ..options(io, threads)? };
+    let options = Options { bandwidth_limit, step, ..options(py, io, threads)? };
     let raised = Arc::new(Raised::default());
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());

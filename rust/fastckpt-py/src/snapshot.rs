@@ -137,7 +137,7 @@ impl Snapshot {
         last: bool,
         threads: Option<usize>,
     ) -> PyResult<()> {
-        let options = options("auto", threads)?;
+        let options = options(py, "auto", threads)?;
         let mut memory = lock(&arena.memory, "snapshot's memory")?;
         let memory = memory.as_deref_mut().ok_or_else(gone)?;
         let mut state = lock(&self.state, "snapshot")?;
@@ -186,7 +186,7 @@ impl Snapshot {
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let priority = priority(nice, io_priority)?;
-        let options = Options { bandwidth_limit, priority, step, ..options(io, threads)? };
+        let options = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
         let memory = lock(&arena.memory, "snapshot's memory")?;
         let memory = memory.as_deref().ok_or_else(gone)?;
         let state = lock(&self.state, "snapshot")?.take().ok_or_else(gone)?;
