@@ -26,9 +26,13 @@ struct Mappings {
 
 #[pymethods]
 impl Mappings {
-    fn address(&self, shard: usize) -> PyResult<usize> {
+    fn address(&self, shard: usize, offset: usize, nbytes: usize) -> PyResult<usize> {
         let map = self.maps.get(shard).and_then(Option::as_ref);
-        map.map(|map| map.address()).ok_or_else(|| PyIndexError::new_err("this shard is not mapped"))
+        let map = map.ok_or_else(|| PyIndexError::new_err("this shard is not mapped"))?;
+        let inside = offset.checked_add(nbytes).is_some_and(|end| end <= map.len());
+        inside
+            .then(|| map.address() + offset)
+            .ok_or_else(|| PyIndexError::new_err("these bytes lie beyond the mapped shard"))
     }
 }
 
@@ -99,7 +103,7 @@ impl Reader {
     fn read<'py>(
         &self,
         py: Python<'py>,
-        requests: Vec<(usize, u64, u64, usize)>,
+        requests: Vec<(usize, u64, u64, usize, u64)>,
         verify: bool,
         io: &str,
         threads: Option<usize>,
@@ -110,11 +114,9 @@ impl Reader {
         let raised = Arc::new(Raised::default());
         let drain = drain.map(Arc::new);
         let mut wanted = Vec::with_capacity(requests.len());
-        for (index, (tensor, start, end, address)) in requests.into_iter().enumerate() {
-            let nbytes = end
-                .checked_sub(start)
-                .ok_or_else(|| PyIndexError::new_err("a read request ends before it starts"))?;
-            let destination = buffers::destination(index, address, nbytes, drain.as_ref(), &raised)?;
+        for (index, (tensor, start, end, address, capacity)) in requests.into_iter().enumerate() {
+            let (range, memory) = ((start, end), (address, capacity));
+            let destination = buffers::destination(index, range, memory, drain.as_ref(), &raised)?;
             wanted.push(Request { tensor, start, end, destination });
         }
         let report = py.detach(|| {
