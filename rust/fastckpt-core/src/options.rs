@@ -1,9 +1,10 @@
 //! Every tunable, once.
 
-use std::env;
 use std::str::FromStr;
+use std::thread;
 
 use crate::align::{self, PAGE};
+use crate::environment::Environment;
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
 use crate::manifest;
@@ -61,9 +62,9 @@ impl FromStr for Io {
 
 impl Io {
     /// What to use: the choice made in the call, else `FASTCKPT_IO`, else `Auto`.
-    pub fn or_environment(self) -> Result<Self, Error> {
-        match env::var("FASTCKPT_IO") {
-            Ok(text) if self == Self::Auto && !text.is_empty() => text
+    pub fn or_environment(self, environment: &Environment) -> Result<Self, Error> {
+        match environment.text("FASTCKPT_IO") {
+            Some(text) if self == Self::Auto => text
                 .parse()
                 .map_err(|error| Error::Invalid(format!("environment variable FASTCKPT_IO: {error}"))),
             _ => Ok(self),
@@ -93,6 +94,8 @@ pub struct Options {
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
+    /// What the environment said when the operation began.
+    pub environment: Environment,
 }
 
 impl Default for Options {
@@ -107,47 +110,54 @@ impl Default for Options {
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
             faults: None,
+            environment: Environment::default(),
         }
     }
 }
 
 impl Options {
-    /// These options with what the environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
+    /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
     /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = manifest::MAX_BLOCK;
-        if let Some(bytes) =
-            setting("FASTCKPT_BLOCK_SIZE", |&bytes| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes))?
-        {
+        let environment = &self.environment;
+        let whole = |&bytes: &u64| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes);
+        if let Some(bytes) = setting(environment, "FASTCKPT_BLOCK_SIZE", whole)? {
             self.block_size = Some(bytes);
         }
-        if let Some(depth) =
-            setting("FASTCKPT_QUEUE_DEPTH", |&depth| (1..=MOST_DEPTH as u64).contains(&depth))?
-        {
+        let possible = |&depth: &u64| (1..=MOST_DEPTH as u64).contains(&depth);
+        if let Some(depth) = setting(environment, "FASTCKPT_QUEUE_DEPTH", possible)? {
             self.queue_depth = depth as usize;
         }
-        if let Some(flag) = setting("FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {
+        if let Some(flag) = setting(environment, "FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {
             self.zero_copy = Some(flag == 1);
         }
         Ok(self)
     }
+
+    /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
+    /// (`LOCAL_WORLD_SIZE`). To ask costs 0.1 ms.
+    #[must_use]
+    pub fn cores(&self) -> usize {
+        let all = thread::available_parallelism().map_or(1, usize::from);
+        let ranks = self.environment.text("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).unwrap_or(1);
+        (all / ranks.max(1)).max(1)
+    }
 }
 
 /// The number in an environment variable, where it is set and `good`.
-fn setting(name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
-    let Some(text) = env::var_os(name).filter(|text| !text.is_empty()) else { return Ok(None) };
+fn setting(environment: &Environment, name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
+    let Some(text) = environment.get(name) else { return Ok(None) };
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(good);
     number.map(Some).ok_or_else(|| {
         Error::Invalid(format!("environment variable {name}: `{}` is out of range", text.to_string_lossy()))
     })
 }
 
-/// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node. To ask costs 0.1 ms.
-#[must_use]
-pub fn cores() -> usize {
-    let all = std::thread::available_parallelism().map_or(1, usize::from);
-    let ranks = env::var("LOCAL_WORLD_SIZE").ok().and_then(|text| text.parse::<usize>().ok()).unwrap_or(1);
-    (all / ranks.max(1)).max(1)
+/// A thread to be started, with the stack that std gives: std looks for another size in the environment unless it is told one.
+pub fn thread_builder() -> thread::Builder {
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
+    thread::Builder::new().stack_size(2 << 20)
 }
 
 #[cfg(test)]

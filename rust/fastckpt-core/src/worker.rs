@@ -191,7 +191,7 @@ pub fn run<J: Job>(
                     caller.unpark();
                 };
                 let name = format!("fastckpt-{number}");
-                if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
+                if let Err(error) = options::thread_builder().name(name).spawn_scoped(scope, body) {
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                     refused = Some(error);
                 } else {

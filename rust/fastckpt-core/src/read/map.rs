@@ -41,7 +41,7 @@ impl Checkpoint {
     /// shard; the first difference is an error. Of `options` the engine does not count: a mapping's pages are the page cache's.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
-        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let operation = Operation::begin(Kind::Load, &self.path, &options);
         let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
         let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));

@@ -119,7 +119,7 @@ impl Checkpoint {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
-        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let operation = Operation::begin(Kind::Load, &self.path, options);
         let outcome =
             self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
