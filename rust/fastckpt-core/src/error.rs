@@ -98,6 +98,9 @@ pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 /// The operation whose failure means that direct I/O was demanded and is not to be had.
 const DIRECT: &str = "use direct I/O on";
 
+/// The operation whose failure means that the process may map no more.
+pub(crate) const MAP: &str = "map";
+
 /// The system's words, without the number that the standard library adds: the exception carries it.
 fn cause(source: &std::io::Error) -> String {
     let text = source.to_string();
@@ -116,7 +119,11 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
         Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
+        Some(libc::ENOMEM) if operation == MAP => {
+            ": load without mmap=True, or allow the process more mappings (sysctl vm.max_map_count) or addresses (`ulimit -v`)"
+        }
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
+        Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
         Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
         _ => "",
