@@ -1,6 +1,7 @@
 //! Every tunable, once.
 
 use std::env;
+use std::path::Path;
 use std::str::FromStr;
 
 use crate::align::{self, PAGE};
@@ -71,6 +72,40 @@ impl Io {
     }
 }
 
+/// The processes of one job on one node, as torchrun tells them of each other.
+#[derive(Debug, Clone, Default)]
+pub struct Ranks {
+    /// How many there are; 0 where nobody says.
+    pub local: usize,
+    /// The numbers that this one has: among all, and on its node.
+    pub own: Vec<u64>,
+}
+
+impl Ranks {
+    fn of_environment() -> Self {
+        let number = |name| env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+        Self {
+            local: number("LOCAL_WORLD_SIZE").map_or(0, |ranks| ranks as usize),
+            own: ["RANK", "LOCAL_RANK"].into_iter().filter_map(number).collect(),
+        }
+    }
+
+    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path that names its rank (`rank-3`,
+    /// `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
+    #[must_use]
+    pub fn share(&self, path: &Path) -> bool {
+        self.local > 1 && !self.is_named_in(&path.to_string_lossy().to_ascii_lowercase())
+    }
+
+    fn is_named_in(&self, path: &str) -> bool {
+        path.match_indices("rank").any(|(at, word)| {
+            let number = path[at + word.len()..].trim_start_matches(['-', '_', '=']);
+            let digits = number.find(|c: char| !c.is_ascii_digit()).unwrap_or(number.len());
+            number[..digits].parse().is_ok_and(|number| self.own.contains(&number))
+        })
+    }
+}
+
 /// How an operation runs.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -82,6 +117,8 @@ pub struct Options {
     pub bandwidth_limit: Option<u64>,
     /// How much the worker threads stand back behind others.
     pub priority: Priority,
+    /// The other ranks of this node.
+    pub ranks: Ranks,
     /// The training step, for the live counters.
     pub step: Option<i64>,
     /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`BLOCK_SIZE`].
@@ -102,6 +139,7 @@ impl Default for Options {
             threads: None,
             bandwidth_limit: None,
             priority: Priority::default(),
+            ranks: Ranks::default(),
             step: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,
@@ -113,8 +151,9 @@ impl Default for Options {
 
 impl Options {
     /// These options with what the environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
-    /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
+    /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1); and about ranks.
     pub fn or_environment(mut self) -> Result<Self, Error> {
+        self.ranks = Ranks::of_environment();
         let most = manifest::MAX_BLOCK;
         if let Some(bytes) =
             setting("FASTCKPT_BLOCK_SIZE", |&bytes| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes))?
@@ -158,5 +197,20 @@ mod tests {
     fn engines_parse_by_name_and_nothing_else_does() {
         assert_eq!("uring".parse::<Io>().unwrap(), Io::Uring);
         assert!("io_uring".parse::<Io>().unwrap_err().to_string().contains("`threads`"));
+    }
+
+    #[test]
+    fn a_path_is_shared_unless_it_names_its_rank() {
+        let ranks = Ranks { local: 8, own: vec![19, 3] };
+        for path in ["/c/rank-3", "/c/rank3/step-7", "/c/mp_rank_03", "/c/step-7/rank=19", "/c/Rank_00019.d"]
+        {
+            assert!(!ranks.share(Path::new(path)), "{path}");
+        }
+        for path in ["/c/step-3", "/c/rank-4", "/c/rank-30", "/c/rank-", "/c/frank/3", "/c/llama-3"] {
+            assert!(ranks.share(Path::new(path)), "{path}");
+        }
+        for local in [0, 1] {
+            assert!(!Ranks { local, own: vec![] }.share(Path::new("/c/step-3")));
+        }
     }
 }

@@ -404,6 +404,7 @@ impl Job for ReadJob<'_> {
             (true, _) => reason,
             (_, true) => Way::Cached,
             _ if self.direct => Way::Refused,
+            _ if self.io == Io::Auto => Way::Shared,
             _ => Way::Asked,
         };
         let slab = if staged > 0 { Some(slab(staged)?) } else { None };

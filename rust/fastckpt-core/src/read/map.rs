@@ -33,8 +33,7 @@ impl Checkpoint {
     fn map_shard(&self, index: usize) -> Result<FileMap> {
         let shard = &self.body.shards[index];
         let file = self.open_shard(index, false)?;
-        FileMap::new(file.fd(false), shard.bytes as usize)
-            .map_err(Error::io(MAP, &self.path_of(&shard.file)))
+        FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &self.path_of(&shard.file)))
     }
 
     /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the header of each
