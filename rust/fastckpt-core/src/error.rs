@@ -86,6 +86,12 @@ impl Error {
         }
     }
 
+    /// Whether it failed because the process, or the machine, has as many files open as it may.
+    #[must_use]
+    pub fn wants_descriptors(&self) -> bool {
+        matches!(self.errno(), Some(libc::EMFILE | libc::ENFILE))
+    }
+
     /// A [`Error::Corrupt`] about `path`.
     pub fn corrupt(path: &Path, what: impl Into<String>) -> Self {
         Self::Corrupt { path: path.to_path_buf(), what: what.into() }
