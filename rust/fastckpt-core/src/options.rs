@@ -1,5 +1,6 @@
 //! Every tunable, once.
 
+use std::path::Path;
 use std::str::FromStr;
 use std::thread;
 
@@ -72,6 +73,40 @@ impl Io {
     }
 }
 
+/// The processes of one job on one node, as torchrun tells them of each other.
+#[derive(Debug, Clone, Default)]
+pub struct Ranks {
+    /// How many there are; 0 where nobody says.
+    pub local: usize,
+    /// The numbers that this one has: among all, and on its node.
+    pub own: Vec<u64>,
+}
+
+impl Ranks {
+    fn of(environment: &Environment) -> Self {
+        let number = |name| environment.text(name).and_then(|text| text.parse::<u64>().ok());
+        Self {
+            local: number("LOCAL_WORLD_SIZE").map_or(0, |ranks| ranks as usize),
+            own: ["RANK", "LOCAL_RANK"].into_iter().filter_map(number).collect(),
+        }
+    }
+
+    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path that names its rank (`rank-3`,
+    /// `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
+    #[must_use]
+    pub fn share(&self, path: &Path) -> bool {
+        self.local > 1 && !self.is_named_in(&path.to_string_lossy().to_ascii_lowercase())
+    }
+
+    fn is_named_in(&self, path: &str) -> bool {
+        path.match_indices("rank").any(|(at, word)| {
+            let number = path[at + word.len()..].trim_start_matches(['-', '_', '=']);
+            let digits = number.find(|c: char| !c.is_ascii_digit()).unwrap_or(number.len());
+            number[..digits].parse().is_ok_and(|number| self.own.contains(&number))
+        })
+    }
+}
+
 /// How an operation runs.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -135,6 +170,12 @@ impl Options {
         Ok(self)
     }
 
+    /// This process among the ranks of its node.
+    #[must_use]
+    pub fn ranks(&self) -> Ranks {
+        Ranks::of(&self.environment)
+    }
+
     /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
     /// (`LOCAL_WORLD_SIZE`). To ask costs 0.1 ms.
     #[must_use]
@@ -168,5 +209,20 @@ mod tests {
     fn engines_parse_by_name_and_nothing_else_does() {
         assert_eq!("uring".parse::<Io>().unwrap(), Io::Uring);
         assert!("io_uring".parse::<Io>().unwrap_err().to_string().contains("`threads`"));
+    }
+
+    #[test]
+    fn a_path_is_shared_unless_it_names_its_rank() {
+        let ranks = Ranks { local: 8, own: vec![19, 3] };
+        for path in ["/c/rank-3", "/c/rank3/step-7", "/c/mp_rank_03", "/c/step-7/rank=19", "/c/Rank_00019.d"]
+        {
+            assert!(!ranks.share(Path::new(path)), "{path}");
+        }
+        for path in ["/c/step-3", "/c/rank-4", "/c/rank-30", "/c/rank-", "/c/frank/3", "/c/llama-3"] {
+            assert!(ranks.share(Path::new(path)), "{path}");
+        }
+        for local in [0, 1] {
+            assert!(!Ranks { local, own: vec![] }.share(Path::new("/c/step-3")));
+        }
     }
 }
