@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 
 use super::Request;
 use crate::align::{self, PAGE, STRAIGHT};
-use crate::checksum::{self, Side};
+use crate::checksum;
 use crate::commit::Workspace;
 use crate::crew::Crew;
 use crate::error::{Error, Result};
@@ -262,7 +262,7 @@ impl<'a> WriteJob<'a> {
         match &self.request.contents[extent.tensor] {
             Content::Memory(source) => {
                 let from = source.part(start as usize, to.len()).ok_or_else(too_short)?;
-                Ok(checksum::copy(to, from.bytes(), Side::Source))
+                Ok(checksum::copy(to, from.bytes()))
             }
             Content::Pull(fill) => {
                 fill(start, to).map_err(Error::Callback)?;
