@@ -4,9 +4,9 @@ use std::env;
 use std::str::FromStr;
 
 use crate::align::{self, PAGE};
+use crate::bounds;
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
-use crate::manifest;
 use crate::sys::priority::Priority;
 
 /// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
@@ -115,7 +115,7 @@ impl Options {
     /// These options with what the environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
     /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
-        let most = manifest::MAX_BLOCK;
+        let most = bounds::MAX_BLOCK;
         if let Some(bytes) =
             setting("FASTCKPT_BLOCK_SIZE", |&bytes| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes))?
         {

@@ -29,6 +29,8 @@ pub enum Way {
     Preferred,
     /// Likewise: only the checksum is wanted.
     Checked,
+    /// Likewise, after it was written straight: somebody changed its memory meanwhile.
+    Changed,
     /// Through the page cache: asked for.
     Asked,
     /// Likewise: it was there.
@@ -43,7 +45,7 @@ pub enum Way {
 
 impl Way {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Straight,
         Self::Small,
         Self::Incongruent,
@@ -51,6 +53,7 @@ impl Way {
         Self::SmallPages,
         Self::Preferred,
         Self::Checked,
+        Self::Changed,
         Self::Asked,
         Self::Cached,
         Self::Mapped,
@@ -69,6 +72,7 @@ impl Way {
             Self::SmallPages => ("staged", "memory in small pages"),
             Self::Preferred => ("staged", "as asked"),
             Self::Checked => ("staged", "only checked"),
+            Self::Changed => ("staged", "its memory changed while it was written"),
             Self::Asked => ("buffered", "as asked"),
             Self::Cached => ("buffered", "in the page cache"),
             Self::Mapped => ("buffered", "mapped"),

@@ -21,6 +21,7 @@ use self::names::temporary_name;
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
 use crate::sys::file::{open_directory, open_regular, start_write_back};
+use crate::sys::fork::Note;
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
 const TURNS: usize = 100;
@@ -97,6 +98,8 @@ pub struct Workspace {
     target: PathBuf,
     name: std::ffi::OsString,
     temporary: std::ffi::OsString,
+    /// A forked child does not keep it: its lock would outlive the writer.
+    _note: Note,
     /// Holds the lock that proves that the writer lives.
     directory: OwnedFd,
     overwrite: bool,
@@ -141,6 +144,7 @@ impl Workspace {
                 target,
                 name,
                 temporary,
+                _note: Note::new(directory.as_fd()),
                 directory,
                 overwrite,
                 committed: false,
