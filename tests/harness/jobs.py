@@ -5,6 +5,7 @@ arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -159,8 +160,8 @@ def crowded(
     user: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Save and load where the process may have no more threads: a tracer refuses them once it is told to begin, or, with
-    ``user``, a limit of that user's processes does."""
+    """Save and load where the process may have no more threads: a tracer refuses them once it is told to begin, or,
+    with ``user``, a limit of that user's processes does."""
     state = numbered(7, nbytes)
     path = os.path.join(directory, "step")
     records = Records()
@@ -211,8 +212,11 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
         fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
 
     def descriptors() -> list[str]:
-        links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-        return [os.readlink(link) for link in links if os.path.lexists(link)]
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+                found.append(str(Path("/proc/self/fd", name).readlink()))
+        return found
 
     saver = threading.Thread(target=save)
     saver.start()
@@ -226,7 +230,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as answer:
+    with os.fdopen(reading, "rb") as answer:
         theirs = json.loads(answer.read())
     os.waitpid(pid, 0)
     go_on.set()
