@@ -417,14 +417,23 @@ mod tests {
     fn what_is_too_large_is_named() {
         let deep = [spec("deep", Dtype::U8, &[1; MAX_DIMENSIONS + 1])];
         let error = plan(&deep, 1 << 30, 1, BLOCK).unwrap_err();
-        assert!(matches!(&error, Error::TooLarge(what) if what.contains("`deep` has 65 dimensions")), "{error}");
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`deep` has 65 dimensions")),
+            "{error}"
+        );
         let info = TensorInfo { dtype: Dtype::U8, shape: vec![1], data_offsets: (0, 1) };
         let entries = || vec![("n".repeat(5000), info.clone())];
         assert_eq!(header(entries(), "shard", 0, 8184).unwrap().len(), 8192);
         let error = header(entries(), "shard", 0, 8183).unwrap_err();
-        assert!(matches!(&error, Error::TooLarge(what) if what.contains("`shard` takes 8184 bytes")), "{error}");
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`shard` takes 8184 bytes")),
+            "{error}"
+        );
         let error = checked_sizes(&[spec("a", Dtype::U8, &[1]), spec("b", Dtype::U8, &[1])], 1).unwrap_err();
-        assert!(matches!(&error, Error::TooLarge(what) if what.contains("2 tensors, more than the 1 ")), "{error}");
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("2 tensors, more than the 1 ")),
+            "{error}"
+        );
     }
 
     #[test]

@@ -179,7 +179,7 @@ mod tests {
             true_type: Some(("torch.\"complex128\"".to_owned(), vec![1; 64])),
             residue: None,
         };
-        let specs = vec![spec("\u{1}\u{2}\u{3}\n\"\\", 9 << 20), spec("empty", 0), spec(&"x".repeat(5000), 3)];
+        let specs = vec![spec("\u{1}\u{2}\u{3}\n\"\\", 9 << 20), spec("empty", 0), spec(&"x".repeat(500), 3)];
         let read = Arc::new(AtomicUsize::new(0));
         let fill = |read: &Arc<AtomicUsize>| {
             let read = Arc::clone(read);
