@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -291,9 +292,11 @@ def _priority(nice: int | None, io_priority: str | None) -> tuple[int | None, st
                 _core.try_priority(*key)
                 _tried[key] = True
             except OSError as error:
-                _tried[key] = False
+                # No thread to try it in says nothing about the next time.
+                if error.errno != errno.EAGAIN:
+                    _tried[key] = False
                 logger.warning(
                     "save_async: %s: the kernel refuses: %s", "io_priority" if key[0] is None else f"nice={nice}", error
                 )
-        granted.append((key[0] if key[0] is not None else key[1]) if _tried[key] else None)
+        granted.append((key[0] if key[0] is not None else key[1]) if _tried.get(key) else None)
     return granted[0], granted[1]

@@ -5,6 +5,8 @@ from typing import Any, TypedDict, final, type_check_only
 
 __all__ = [
     "DEBUG_BUILD",
+    "MAX_DIMENSIONS",
+    "MAX_TOKENS",
     "Arena",
     "Mappings",
     "Reader",
@@ -18,6 +20,10 @@ __all__ = [
 
 __version__: str
 DEBUG_BUILD: bool
+MAX_DIMENSIONS: int
+"""The most dimensions of a tensor (docs/format.md, section 3.4)."""
+MAX_TOKENS: int
+"""The most tokens of a structure."""
 
 @type_check_only
 class Report(TypedDict):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _memory, _numpy, _registry, _values
+from . import _core, _memory, _numpy, _registry, _values
 from ._collector import paused
 from ._places import THROUGH, KeyText, Part, part_of, place_of, show
 from ._values import Unsupported
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 #: Nesting and size of a structure (docs/format.md, section 3.4).
 DEPTH_LIMIT = 10_000
-TOKEN_LIMIT = 33_554_432
-_DIMENSIONS = 64
+TOKEN_LIMIT = _core.MAX_TOKENS
+_DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 As: TypeAlias = "tuple[str, Sequence[int]] | None"

@@ -51,6 +51,9 @@ pub enum Error {
     /// The tensors or options do not make a checkpoint.
     #[error("{0}")]
     Invalid(String),
+    /// The state is beyond what the format holds; nothing was written.
+    #[error("this state is too large for one checkpoint: {0}")]
+    TooLarge(String),
     /// The caller's own code, called from a worker, failed.
     #[error("copying a tensor failed: {0}")]
     Callback(String),

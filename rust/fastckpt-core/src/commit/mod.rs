@@ -30,6 +30,7 @@ use self::target::{Old, examine, look};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
 use crate::sys::file::{open_directory, start_write_back};
+use crate::sys::fork::Note;
 use crate::sys::lock;
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
@@ -77,10 +78,11 @@ pub struct Workspace {
     target: PathBuf,
     name: OsString,
     temporary: OsString,
+    _note: Note,
     directory: OwnedFd,
     id: Id,
-    /// The manifest, empty until its content is written: its lock proves that the writer lives.
-    manifest: Option<std::fs::File>,
+    /// The manifest, empty until its content is written: its lock proves that the writer lives. A forked child does not keep it.
+    manifest: Option<(Note, std::fs::File)>,
     overwrite: bool,
     /// What had the target's name when the save began.
     before: Option<Id>,
@@ -140,9 +142,10 @@ impl Workspace {
                         target: target.to_path_buf(),
                         name,
                         temporary,
+                        _note: Note::new(directory.as_fd()),
                         directory,
                         id,
-                        manifest: Some(manifest),
+                        manifest: Some((Note::new(manifest.as_fd()), manifest)),
                         overwrite,
                         before: old.map(|old| old.id),
                         committed: false,
@@ -180,12 +183,12 @@ impl Workspace {
 
     /// Writes the manifest's content, after all else, and begins to write it back.
     pub fn write_manifest(&self, bytes: &[u8]) -> Result<()> {
-        self.manifest.as_ref().map_or(Ok(()), |file| fill(file, &self.path_of(manifest::FILE), bytes))
+        self.manifest.as_ref().map_or(Ok(()), |(_, file)| fill(file, &self.path_of(manifest::FILE), bytes))
     }
 
     /// Makes the manifest durable.
     pub fn sync_manifest(&self) -> Result<()> {
-        let synced = self.manifest.as_ref().map_or(Ok(()), |file| retry_on_intr(|| fs::fsync(file)));
+        let synced = self.manifest.as_ref().map_or(Ok(()), |(_, file)| retry_on_intr(|| fs::fsync(file)));
         synced.map_err(Error::io("sync", &self.path_of(manifest::FILE)))
     }
 
