@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _memory, _numpy, _registry, _values
+from . import _hashes, _memory, _numpy, _registry, _values
 from ._collector import paused
 from ._places import THROUGH, KeyText, Part, part_of, place_of, show
 from ._values import Unsupported
@@ -97,8 +97,14 @@ class Flat:
         self.movers[index](start, address, nbytes)
 
 
+def _mapping(token: str, value: dict[Any, Any]) -> Parts:
+    if _hashes.crowds(value):
+        raise Unsupported(_hashes.WHY)
+    return Parts(token, value.items(), keyed=True)
+
+
 def _dict(value: dict[Any, Any]) -> Parts:
-    return Parts(f'["dict",{len(value)}]', value.items(), keyed=True)
+    return _mapping(f'["dict",{len(value)}]', value)
 
 
 def _ordered(value: OrderedDict[Any, Any]) -> Parts:
@@ -108,7 +114,7 @@ def _ordered(value: OrderedDict[Any, Any]) -> Parts:
 
 
 def _items(value: OrderedDict[Any, Any]) -> Parts:
-    return Parts(f'["odict",{len(value)}]', value.items(), keyed=True)
+    return _mapping(f'["odict",{len(value)}]', value)
 
 
 class _Attributed:
@@ -146,11 +152,20 @@ def _default(value: defaultdict[Any, Any]) -> Parts:
                 f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}"
             )
         name = f'"{known}"'
-    return Parts(f'["ddict",{len(value)}],{name}', value.items(), keyed=True)
+    return _mapping(f'["ddict",{len(value)}],{name}', value)
 
 
 def _sequence(tag: str) -> Callable[[Any], Parts]:
     return lambda value: Parts(f'["{tag}",{len(value)}]', enumerate(value))
+
+
+def _members(tag: str) -> Callable[[Any], Parts]:
+    def describe(value: set[Any] | frozenset[Any]) -> Parts:
+        if _hashes.crowds(value, in_set=True):
+            raise Unsupported(_hashes.WHY)
+        return Parts(f'["{tag}",{len(value)}]', enumerate(value))
+
+    return describe
 
 
 def _slice(value: slice) -> Parts:
@@ -174,8 +189,8 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
     Counter: _counter,
     list: _sequence("list"),
     tuple: _sequence("tuple"),
-    set: _sequence("set"),
-    frozenset: _sequence("fset"),
+    set: _members("set"),
+    frozenset: _members("fset"),
     slice: _slice,
     dt.datetime: _datetime,
     dt.time: _time,

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod buffers;
 mod error;
+mod hashes;
 mod probe;
 mod reader;
 mod report;
@@ -18,6 +19,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     save::register(module)?;
     probe::register(module)?;
+    hashes::register(module)?;
     snapshot::register(module)?;
     reader::register(module)
 }
