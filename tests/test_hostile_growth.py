@@ -10,14 +10,20 @@ import collections
 import datetime as dt
 import itertools
 import json
+import os
 import random
 import struct
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt import _prune, cli
 from harness import manifest, zygote
 
+#: Processor time, so that a busy machine does not matter; each of these took several times as much, and most minutes.
 SECONDS = 10.0
 GROWTH = 192 << 20
 
@@ -35,12 +41,12 @@ def forged(tmp_path):
     return path, manifest.minimal(path, [("a", "U8", [4], b"data")])
 
 
-def ended(children, path, operation="load", **options):
+def ended(children, path, operation="load", *, job="load_timed", bound=GROWTH, **options):
     """How an operation on ``path`` ended, in a process of its own; it had to be quick and small."""
-    end = children.run("load_timed", path=str(path), operation=operation, timeout=120, **options)
+    end = children.run(job, path=str(path), operation=operation, timeout=120, **options)
     assert not isinstance(end, zygote.Raised), end
-    assert end["seconds"] < SECONDS, end
-    assert end["grown"] < GROWTH, end
+    assert end["processor"] < SECONDS, end
+    assert end["grown"] < bound, end
     return end
 
 
@@ -209,3 +215,219 @@ def test_keys_as_people_have_them_are_taken(tmp_path, family):
     back = fastckpt.load(tmp_path / "c")
     assert list(back["dict"]) == keys
     assert back == state
+
+
+# --- ties, tokens, and what else takes more than its file ------------------------------------------------------------
+
+
+def tied(depth, width=1):
+    """A tensor at each of ``depth`` levels, ``width`` times."""
+    tokens = []
+    for _ in range(depth):
+        tokens += [["dict", width + 1]]
+        tokens += [token for place in range(width) for token in (f"k{place}", ["array", 0])]
+        tokens += ["d"]
+    return [*tokens, None]
+
+
+@pytest.mark.parametrize("operation", ["load", "open", "keys", "into", "info", "ls"])
+def test_a_tie_at_each_of_many_levels(children, forged, operation):
+    path, body = forged
+    body["structure"] = tied(9000)
+    manifest.forge(path, body)
+    if operation in ("info", "ls"):
+        end = ended(children, path, operation, job="command_timed")
+        assert end["status"] == 0, end
+        return
+    options = {"keys": {"keys": "*k0"}, "into": {"into": {}}}.get(operation, {})
+    end = ended(children, path, operation if operation == "open" else "load", **options)
+    assert end["kind"] == ("StructureMismatchError" if operation == "into" else "loaded"), end
+
+
+def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
+    """What is beyond it goes with the first: nothing that is tied is lost, and no name is wrong."""
+    path, body = forged
+    monkeypatch.setattr(_prune, "_NAMES", 0)
+    monkeypatch.setattr(_prune, "_NAMES_OF_TOKEN", 1)
+    body["structure"] = [["dict", 40], *(token for number in range(40) for token in (f"key-{number}", ["array", 0]))]
+    manifest.forge(path, body)
+    with fastckpt.open(path) as checkpoint:
+        named = [number for number in range(40) if f"key-{number}" in checkpoint]
+    assert 0 < len(named) < 40
+    assert named == list(range(1, len(named) + 1))
+    assert len(fastckpt.load(path, keys="a")) == 40 - len(named)
+    assert len(fastckpt.load(path, keys=["a", "key-*"])) == 40
+
+
+def test_deep_ties_are_filled_in_place(forged):
+    """A state as deep as its checkpoint, and one that lacks the deepest tensor."""
+    path, body = forged
+    body["structure"] = tied(3000)
+    manifest.forge(path, body)
+    state = fastckpt.load(path)
+    state["k0"][:] = 0
+    assert bytes(fastckpt.load(path, into=state)["d"]["d"]["k0"]) == b"data"
+    inner = state
+    for _ in range(2999):
+        inner = inner["d"]
+    del inner["k0"]
+    with pytest.raises(fastckpt.StructureMismatchError, match="missing from into") as raised:
+        fastckpt.load(path, into=state)
+    (difference,) = raised.value.differences
+    assert difference.startswith("['d']['d']")
+    assert difference.endswith("['d']['d']['k0']: missing from into")
+    assert len(difference) < 500
+
+
+EMPTY = {
+    "sets": [["set", 0]],
+    "frozen sets": [["fset", 0]],
+    "sets of one": [["set", 1], 0],
+    "dicts": [["dict", 0]],
+    "dicts of one": [["dict", 1], 0, 0],
+    "ordered dicts": [["odict", 0]],
+    "ordered dicts of one": [["odict", 1], 0, 0],
+    "default dicts": [["ddict", 0], None],
+    "ties": [["array", 0]],
+    "lists": [["list", 0]],
+    "tuples of one": [["tuple", 1], 0],
+    "slices": [["slice"], 0, 0, 0],
+    "integers": [["int", "0xfffffffffffffff"]],
+    "short bytes": [["bytes", ""]],
+    "sizes": [["size", []]],
+    "numbers in one token": None,
+}
+#: Bytes of memory that a byte of the manifest may take (docs/format.md, section 3.4).
+FACTOR = 64
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_what_a_reader_takes_is_bounded_by_the_file(children, forged, kind):
+    path, body = forged
+    if EMPTY[kind] is None:
+        body["structure"] = [["size", [7] * 3_000_000]]
+    else:
+        many = 300_000
+        body["structure"] = [["list", many], *EMPTY[kind] * many]
+    manifest.forge(path, body)
+    size = (path / manifest.NAME).stat().st_size
+    for operation in ("load", "open"):
+        end = ended(children, path, operation, bound=FACTOR * size)
+        assert end["kind"] == "loaded", end
+
+
+def test_a_token_of_many_lists_is_refused_before_it_is_parsed(children, forged):
+    path, body = forged
+    body["structure"] = [["size", *([[]] * 3_000_000)]]
+    manifest.forge(path, body)
+    end = ended(children, path, "load", bound=48 << 20)
+    assert end["kind"] == "CorruptCheckpointError", end
+    assert "more than one list" in end["text"], end
+
+
+def test_verify_of_many_missing_shards(children, tmp_path):
+    """Twice the shards take twice the steps: 40,000 of them with 40,000 tensors are no matter of minutes."""
+    path, many = tmp_path / "step", 40_000
+    body = manifest.minimal(path, [("a", "U8", [4], b"data")])
+    (shard,), (tensor,) = body["shards"], body["tensors"]
+    names = [f"{number}.safetensors" for number in range(many)]
+    body["shards"] = [{**shard, "file": name} for name in names]
+    body["tensors"] = [{**tensor, "name": name, "shard": number} for number, name in enumerate(names)]
+    body["structure"] = [None]
+    manifest.forge(path, body)
+    end = ended(children, path, "verify")
+    assert end["ok"] is False, end
+
+
+# --- text of a file on a terminal -------------------------------------------------------------------------------------
+
+#: Colours, a title, a line that returns, C1 codes, a reversed direction, a line feed, a lone surrogate.
+NASTY = "a\x1b[31mb\x1b]0;title\x07\rc\x9b2Jd\u202ee\u2066\n\x7f\u200ff"
+
+
+def forge_escaped(path, body):
+    """A manifest in ASCII: a lone surrogate has no UTF-8."""
+    manifest.forge(path, json.dumps(body).encode()[1:] + b"\n")
+
+
+def harmless(text):
+    return all(char.isprintable() or char == "\n" for char in text)
+
+
+@pytest.fixture
+def nasty(tmp_path):
+    path = tmp_path / "step"
+    state = {NASTY: np.zeros(3), "tie": {NASTY + "2": np.ones(2)}}
+    fastckpt.save(state, path, metadata={NASTY: NASTY, "lone": "\udc80", "\ud800": ["\udfff"]})
+    body = manifest.body_of(path)
+    body["writer"] = {"name": NASTY, "version": NASTY}
+    body["saved"].update(engine=NASTY, fallback=NASTY)
+    forge_escaped(path, body)
+    return path, body
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "verify", "convert"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_text_of_a_file_does_not_reach_the_terminal_raw(nasty, command, as_json, tmp_path):
+    path, _ = nasty
+    more = [str(tmp_path / "out.safetensors")] if command == "convert" else []
+    arguments = [sys.executable, "-m", "fastckpt", command, str(path), *more, *(["--json"] if as_json else [])]
+    done = subprocess.run(arguments, capture_output=True, check=False)
+    assert done.returncode == 0, done
+    assert harmless(done.stdout.decode())
+    assert harmless(done.stderr.decode())
+    if command in ("info", "ls") and not as_json:
+        assert b"\\x1b[31m" in done.stdout
+        assert b"\\u202e" in done.stdout
+    if command == "info":
+        assert b"\\udc80" in done.stdout
+
+
+def test_damage_and_errors_show_no_text_raw(nasty, tmp_path):
+    path, body = nasty
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "fastckpt", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, check=False)
+        assert harmless(done.stdout.decode()), done
+        assert harmless(done.stderr.decode()), done
+        return done.returncode, (done.stdout + done.stderr).decode()
+
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    status, told = run("verify", path)
+    assert status == 1
+    assert "\\x1b[31m" in told
+    with pytest.raises(fastckpt.CorruptCheckpointError) as raised:
+        fastckpt.load(path)
+    assert harmless(str(raised.value))
+    # A name in an error of the core.
+    body["tensors"][0]["offset"] = 1 << 40
+    forge_escaped(path, body)
+    status, told = run("info", path)
+    assert status == 1
+    assert "1b" in told
+    with pytest.raises(fastckpt.CorruptCheckpointError) as raised:
+        fastckpt.open(path)
+    assert harmless(str(raised.value))
+    assert run("ls", tmp_path / NASTY)[0] == 2
+    assert run("convert", tmp_path / NASTY, tmp_path / "out")[0] == 2
+
+
+def test_a_locale_without_the_characters_is_no_traceback(nasty):
+    path, _ = nasty
+    fastckpt.save({"größe": np.zeros(1)}, path, overwrite=True)
+    command = [sys.executable, "-m", "fastckpt", "ls", str(path)]
+    done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"gr\\xf6\\xdfe" in done.stdout
+
+
+def test_one_long_name_does_not_widen_all_rows(capsys, tmp_path):
+    state = {f"t{number}": np.zeros(1) for number in range(200)}
+    fastckpt.save({**state, "n" * 50_000: np.zeros(1)}, tmp_path / "c")
+    assert cli.main(["ls", str(tmp_path / "c")]) == 0
+    out = capsys.readouterr().out
+    assert "n" * 50_000 in out
+    assert len(out) < 50_000 + 202 * 200
