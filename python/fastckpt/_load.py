@@ -195,7 +195,8 @@ def select(names: Sequence[str], keys: Any) -> set[int]:
             raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {pattern!r}")
         matches = re.compile(fnmatch.translate(pattern)).match
         matching = [index for index, name in enumerate(names) if matches(name)]
-        if not matching:
+        # Of a state without tensors, all of them are none.
+        if not matching and (names or pattern.strip("*")):
             raise KeyError(f"load: keys: {pattern!r} matches no tensor{suggest(pattern, names)}")
         wanted.update(matching)
     return wanted

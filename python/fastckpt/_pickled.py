@@ -24,9 +24,12 @@ _MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
 _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 
 #: It must find the modules that this process finds, and no others: not those of the directory that it is started in.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fastckpt._pickled import look; look(sys.argv[2])"
-)
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv[2:]
+from fastckpt._pickled import look
+look(sys.argv[1])
+"""
 
 
 class RefusedError(Exception):
@@ -48,12 +51,14 @@ def check(source: Path) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603 - our own
     lines = done.stdout.splitlines()
     told = json.loads(lines[-1]) if lines else {}
-    if done.returncode or told.get("kind") == "MemoryError":
+    kind = told.get("kind")
+    if done.returncode > 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        kind = last.partition(":")[0]
+        told = {"kind": kind, "reason": last}
+    if done.returncode < 0 or kind == "MemoryError":
         size = source.stat().st_size
-        raise RefusedError(
-            None,
-            f"reading it takes more memory or time than a file of {size} bytes may, or ended the process that tried",
-        )
+        raise RefusedError(None, f"to read it takes more memory or time than a file of {size} bytes may")
     if told:
         raise RefusedError(**told)
 
