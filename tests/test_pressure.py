@@ -43,7 +43,10 @@ def save_changing(path, *, io, change=True):
             first[:] = 2
 
     # Of a whole number of pages, and so before the other.
-    tensors = [("a", "U8", [first.size], first.ctypes.data, None), ("b", "U8", [(2 << 20) + 5], 0, None)]
+    tensors = [
+        ("a", "U8", [first.size], first.ctypes.data, first.nbytes, None),
+        ("b", "U8", [(2 << 20) + 5], 0, 0, None),
+    ]
     structure = '[["dict",2],"a",["array",0],"b",["array",1]]'
     return _core.save(
         str(path),

@@ -12,6 +12,7 @@ __all__ = [
     "Reader",
     "Snapshot",
     "__version__",
+    "crowded",
     "probe",
     "save",
     "set_target",
@@ -145,6 +146,13 @@ class Probe(TypedDict):
     counters: int
     files: Files | None
     trouble: tuple[str, int] | None
+
+def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
+    """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.
+
+    A dict looks at one place a step, and ``neighbours`` is 0; a set looks at the 9 behind it, too. TypeError where a
+    key cannot be hashed.
+    """
 
 def probe(directory: str, *, io: str) -> Probe:
     """Try in ``directory`` what a save with this ``io`` would do, and remove it all again.

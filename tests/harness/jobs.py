@@ -187,8 +187,12 @@ def crowded(
 
 def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_priority: str) -> dict[str, Any]:
     """Write a snapshot from the thread that calls, with a priority for the threads that write."""
+    import numpy as np
+
     memory = np.ones(nbytes, np.uint8)
-    snapshot = fastckpt._core.Snapshot([("a", "U8", [nbytes], memory.ctypes.data, None)], "[null]", "[null]", None)
+    snapshot = fastckpt._core.Snapshot(
+        [("a", "U8", [nbytes], memory.ctypes.data, nbytes, None)], "[null]", "[null]", None
+    )
     arena = fastckpt._core.Arena(snapshot.nbytes)
     channel.send({"report": "ready"})
     channel.receive()
@@ -209,7 +213,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
             go_on.wait(60)
 
     def save() -> None:
-        tensors = [("a", "U8", [12 << 20], 0, None)]
+        tensors = [("a", "U8", [12 << 20], 0, 0, None)]
         settings = {"overwrite": True, "shard_size": 1 << 40, "threads": 1, "bandwidth_limit": None, "step": None}
         fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
 
@@ -294,7 +298,7 @@ def load_timed(
     if headroom is not None:
         _limit_address_space(headroom)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
+    start, processor = time.monotonic(), time.process_time()
     done = None
     try:
         done = ways.through(operation, path, **options)
@@ -308,9 +312,22 @@ def load_timed(
         }
     else:
         end = {"kind": "loaded", "ours": False, "os": False, "errno": None, "text": ""}
-    seconds = time.monotonic() - start
+    seconds, processor = time.monotonic() - start, time.process_time() - processor
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return {**end, "ok": getattr(done, "ok", None), "seconds": seconds, "grown": grown}
+    return {**end, "ok": getattr(done, "ok", None), "seconds": seconds, "processor": processor, "grown": grown}
+
+
+def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, Any]:
+    """Run a command of ``fastckpt`` on a checkpoint; its status, its time, and the growth of resident memory."""
+    from fastckpt import cli
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    processor = time.process_time()
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        status = cli.main([operation, path])
+    processor = time.process_time() - processor
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return {"status": status, "processor": processor, "grown": grown}
 
 
 def _look(operation: str, path: str, nbytes: int) -> Any:

@@ -4,6 +4,8 @@
 pub const MAX_BYTES: u64 = 512 << 20;
 /// The most tokens of a structure.
 pub const MAX_TOKENS: usize = 1 << 25;
+/// The most values in the tokens of a structure: tags, numbers, texts.
+pub const MAX_VALUES: usize = 1 << 27;
 /// The largest header that safetensors readers take, in bytes.
 pub const MAX_HEADER: u64 = 100_000_000;
 /// The most tensors of one checkpoint.

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 
 use crate::align::{self, PAGE};
 pub use crate::bounds::MAX_BYTES;
-use crate::bounds::{MAX_BLOCK, MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS, MAX_TOKENS};
+use crate::bounds::{MAX_BLOCK, MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS, MAX_TOKENS, MAX_VALUES};
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::plan::{self, Plan, RESERVED_NAME, TensorSpec};
@@ -346,6 +346,9 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, 
     if tensor.true_type.is_some() && (tensor.dtype != Dtype::U8 || tensor.shape.len() != 1) {
         return Err("only a vector of bytes can stand for another type".to_owned());
     }
+    if tensor.true_type.as_ref().is_some_and(|t| !t.dtype.bytes().all(|byte| byte.is_ascii_graphic())) {
+        return Err("the name of its true dtype is none".to_owned());
+    }
     let extents = plan::extent_count(tensor.offset, bytes, body.block_size);
     let digits = tensor.crc.bytes().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
     if extents.checked_mul(16) != Some(tensor.crc.len() as u64) || !digits {
@@ -354,9 +357,10 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, 
     Ok((tensor.offset, end))
 }
 
-/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens there are.
+/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens and values there are.
 pub fn check_tokens(what: &str, json: &str) -> std::result::Result<(), String> {
-    let (mut depth, mut tokens, mut in_string, mut escaped) = (0usize, 1usize, false, false);
+    let (mut depth, mut tokens, mut values, mut lists) = (0usize, 1usize, 1usize, 0usize);
+    let (mut in_string, mut escaped) = (false, false);
     if !json.starts_with('[') {
         return Err(format!("{what} is not an array"));
     }
@@ -372,14 +376,26 @@ pub fn check_tokens(what: &str, json: &str) -> std::result::Result<(), String> {
         }
         match byte {
             b'"' => in_string = true,
-            b'[' => depth += 1,
+            b'[' => {
+                depth += 1;
+                lists += usize::from(depth == TOKEN_DEPTH);
+            }
             b']' => depth = depth.saturating_sub(1),
             b'{' => return Err(format!("{what} holds an object")),
-            b',' if depth == 1 => tokens += 1,
+            b',' => {
+                if depth == 1 {
+                    tokens += 1;
+                    lists = 0;
+                }
+                values += 1;
+            }
             _ => {}
         }
-        if depth > TOKEN_DEPTH || tokens > MAX_TOKENS {
+        if depth > TOKEN_DEPTH || tokens > MAX_TOKENS || values > MAX_VALUES {
             return Err(format!("{what} is deeper or longer than the format allows"));
+        }
+        if lists > 1 {
+            return Err(format!("{what} holds a token of more than one list"));
         }
     }
     Ok(())
@@ -505,8 +521,16 @@ mod tests {
             ("vector of bytes", |b| {
                 b.tensors[0].true_type = Some(TrueType { dtype: "torch.bits8".to_owned(), shape: vec![8] });
             }),
+            ("true dtype", |b| {
+                b.tensors[0].dtype = Dtype::U8;
+                b.tensors[0].shape = vec![8];
+                b.tensors[0].true_type = Some(TrueType { dtype: "torch.\x1b[2J".to_owned(), shape: vec![8] });
+            }),
             ("object", |b| b.structure = RawValue::from_string("[{}]".to_owned()).unwrap()),
             ("deeper", |b| b.metadata = RawValue::from_string("[[[[]]]]".to_owned()).unwrap()),
+            ("more than one list", |b| {
+                b.metadata = RawValue::from_string(r#"[["size",[1],[]]]"#.to_owned()).unwrap();
+            }),
             ("not an array", |b| b.metadata = RawValue::from_string("1".to_owned()).unwrap()),
         ];
         for (word, change) in cases {

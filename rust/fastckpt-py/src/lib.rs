@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 mod buffers;
 mod commit;
 mod error;
+mod hashes;
 mod probe;
 mod reader;
 mod report;
@@ -23,6 +24,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     save::register(module)?;
     commit::register(module)?;
     probe::register(module)?;
+    hashes::register(module)?;
     snapshot::register(module)?;
     reader::register(module)
 }
