@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+
+import fastckpt
+from fastckpt import _memory
+
+MIB = 1 << 20
 
 PROGRAM = """
 import json, sys
@@ -45,5 +54,109 @@ def test_memory_beyond_the_state(tmp_path, operation, beyond, io):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     grown, size = json.loads(done.stdout)
-    assert size == 512 << 20
-    assert grown <= beyond << 20
+    assert size == 512 * MIB
+    assert grown <= beyond * MIB
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("\n")
+
+
+def resident() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+def buffers(count: int, nbytes: int) -> list[np.ndarray]:
+    """Memory for tensors that lie one after another in a file, at torch's usual residue."""
+    return [_memory.buffer(nbytes, 64 + number * nbytes, 2) for number in range(count)]
+
+
+@pytest.mark.parametrize("nbytes", [4 * MIB, 6_300_000, 31 * MIB])
+def test_tensors_share_mappings(nbytes):
+    """A process may have 65,530 of them, and a model more tensors than that. Nothing is touched here."""
+    count = 3000
+    before = mappings()
+    kept = buffers(count, nbytes)
+    # One for each 256 MiB less what one more tensor may need, where they are not neighbours; and some for malloc.
+    assert mappings() - before <= count * nbytes / (224 * MIB) + 50
+    assert {array.ctypes.data % 4096 for array in kept} == {(64 + i * nbytes) % 4096 for i in range(count)}
+    # No byte belongs to two.
+    places = sorted((array.ctypes.data, array.nbytes) for array in kept)
+    assert all(left + size <= right for (left, size), (right, _) in itertools.pairwise(places))
+    del kept
+    assert mappings() - before <= 50
+
+
+@pytest.mark.parametrize("nbytes", [5 * MIB + 4, 40 * MIB])
+def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
+    count = 400 * MIB // nbytes
+    before = resident()
+    kept = buffers(count, nbytes)
+    for number, array in enumerate(kept):
+        array[:] = number % 251
+    whole = resident() - before
+    assert whole >= count * nbytes * 0.95
+    # Every other one: each is between two that stay.
+    del kept[1::2], array
+    assert resident() - before <= whole * 0.55
+    assert all((array == 2 * number % 251).all() for number, array in enumerate(kept))
+    kept = kept[:1]
+    assert resident() - before <= 2 * nbytes + 16 * MIB
+    assert (kept[0] == 0).all()
+
+
+def limited(path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` with no more address space than another 200 MiB from where it says ``limit()``."""
+    prelude = f"""
+import errno, mmap, resource, sys
+import numpy as np, fastckpt
+from fastckpt import _memory
+path = {str(path)!r}
+
+def limit():
+    size = int(open("/proc/self/statm").read().split()[0]) * {resource.getpagesize()} + (200 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    try:
+        mmap.mmap(-1, 256 << 20)
+    except OSError:
+        return
+    sys.exit("the limit has no effect")
+"""
+    command = [sys.executable, "-c", prelude + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_no_room_for_an_arena_is_no_failure(tmp_path):
+    state = {f"w{i}": np.random.default_rng(i).integers(0, 256, 5 * MIB + i, np.uint8) for i in range(6)}
+    fastckpt.save(state, tmp_path / "c")
+    done = limited(
+        tmp_path / "c",
+        """
+limit()
+loaded = fastckpt.load(path, io="threads", threads=1)
+for i in range(6):
+    assert np.array_equal(loaded[f"w{i}"], np.random.default_rng(i).integers(0, 256, (5 << 20) + i, np.uint8))
+""",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_room_to_map_a_shard_tells_what_helps(tmp_path):
+    fastckpt.save({"w": np.zeros(256 * MIB, np.uint8)}, tmp_path / "c")
+    done = limited(
+        tmp_path / "c",
+        """
+limit()
+try:
+    fastckpt.load(path, mmap=True)
+except OSError as error:
+    assert error.errno == errno.ENOMEM, error
+    sys.exit(str(error))
+""",
+    )
+    assert done.returncode == 1
+    assert "cannot map `" in done.stderr
+    assert "model.safetensors`: Cannot allocate memory: " in done.stderr
+    for remedy in ("mmap=True", "vm.max_map_count", "ulimit -v"):
+        assert remedy in done.stderr

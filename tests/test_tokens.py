@@ -42,8 +42,9 @@ def decode(source, stored=STORED, reader=None):
     unflatten(tokens, check)
     targets = Targets(stored, "auto")
     targets.make(check.found)
-    for number, start, stop, address in targets.requests:
+    for number, start, stop, address, room in targets.requests:
         assert 0 <= start <= stop <= stored[number][5]
+        assert stop - start <= room
         assert address
     if reader is not None:
         reader.read(targets.requests, verify=True, io="threads", threads=1, drain=None, tick=None)

@@ -62,11 +62,11 @@ class _Job:
             self.movers.clear()
             return
         # Only tensors have a guard that waits for them.
-        now = bytes(isinstance(value, (np.ndarray, bytes, bytearray)) for value in self.keep)
+        now = bytes(isinstance(value, np.ndarray) for value in self.keep)
         self.stage(now, last=False)
         self.rest = bytes(not at_once for at_once in now)
-        # Their memory must stay even if the tensors are given another.
-        self.keep = [value if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
+        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
+        self.keep[:] = [None if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
@@ -232,8 +232,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
     _flight.raise_unasked("this call did nothing: call again to save")
-    flat = flatten(state, operation="save_async")
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
+    flat = flatten(state, operation="save_async")
     settings = {
         "overwrite": bool(overwrite),
         "shard_size": shard_size,

@@ -227,9 +227,11 @@ class Checkpoint:
         memory = np.empty(sum(stop - start for start, stop in reads), np.uint8)
         requests = []
         address = _memory.address_of(memory)
+        end = address + memory.nbytes
         for start, stop in reads:
             if stop > start:
-                requests.append((number, start, stop, address))
+                # What is left of the memory, whatever the plan says.
+                requests.append((number, start, stop, address, end - address))
                 address += stop - start
         reader.read(requests, verify=True, io="auto", threads=None, drain=None, tick=None)
         part, sizes = rest(memory)

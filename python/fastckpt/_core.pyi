@@ -54,7 +54,7 @@ class Verified(Report):
 
 def save(
     path: str,
-    tensors: Sequence[tuple[str, str, Sequence[int], int, tuple[str, Sequence[int]] | None]],
+    tensors: Sequence[tuple[str, str, Sequence[int], int, int, tuple[str, Sequence[int]] | None]],
     structure: str,
     metadata: str,
     *,
@@ -69,15 +69,13 @@ def save(
 ) -> Report:
     """Write a checkpoint; durable and visible when it returns.
 
-    Each tensor is ``(name, dtype, shape, address, as)``: dtype as safetensors names it, the address of its contiguous
-    bytes in
-    host memory, or 0 when ``fill(index, start, address, nbytes)`` is to copy its bytes ``[start, start + nbytes)`` to
-    ``address``,
-    called from worker threads; and the true dtype and shape where those differ, else None. The caller keeps the
-    memory alive
-    and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on the calling
-    thread, in bytes; an
-    exception that it, ``fill`` or a signal handler raises stops the save, removes what was written, and is raised.
+    Each tensor is ``(name, dtype, shape, address, capacity, as)``: dtype as safetensors names it; the address of its
+    contiguous bytes in host memory, or 0 when ``fill(index, start, address, nbytes)`` is to copy its bytes
+    ``[start, start + nbytes)`` to ``address``, called from worker threads; the bytes that the memory has, ValueError
+    unless dtype and shape need as many; and the true dtype and shape where those differ, else None. The caller keeps
+    the memory alive and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on
+    the calling thread, in bytes; an exception that it, ``fill`` or a signal handler raises stops the save, removes
+    what was written, and is raised.
     """
 
 def check_target(path: str, overwrite: bool) -> None:
@@ -156,8 +154,8 @@ def try_priority(nice: int | None, io_priority: str | None) -> None:
 class Mappings:
     """Shards as private memory, unmapped with this object: what is written to it never reaches the files."""
 
-    def address(self, shard: int) -> int:
-        """Where the first byte of a shard's file is; IndexError where it is not mapped."""
+    def address(self, shard: int, offset: int, nbytes: int) -> int:
+        """Where ``nbytes`` of a shard's file begin, ``offset`` bytes in; IndexError where they are not mapped."""
 
 @final
 class Arena:
@@ -177,7 +175,7 @@ class Snapshot:
 
     def __new__(
         cls,
-        tensors: Sequence[tuple[str, str, Sequence[int], int, tuple[str, Sequence[int]] | None]],
+        tensors: Sequence[tuple[str, str, Sequence[int], int, int, tuple[str, Sequence[int]] | None]],
         structure: str,
         metadata: str,
         fill: Callable[[int, int, int, int], None] | None,
@@ -232,7 +230,7 @@ class Reader:
         """Format version, writer, created, saved, block_size."""
     def read(
         self,
-        requests: Sequence[tuple[int, int, int, int]],
+        requests: Sequence[tuple[int, int, int, int, int]],
         *,
         verify: bool,
         io: str,
@@ -242,10 +240,11 @@ class Reader:
     ) -> Report:
         """Read byte ranges of tensors.
 
-        Each request is ``(tensor, start, end, address)``, bytes of the tensor's own; the address of writable host
-        memory for them, or 0 when
-        ``drain(request, start, address, nbytes)`` is to take the bytes ``[start, start + nbytes)`` of the tensor from
-        ``address``, called from worker threads.
+        Each request is ``(tensor, start, end, address, capacity)``: bytes of the tensor's own; the address of writable
+        host memory for them, or 0 when ``drain(request, start, address, nbytes)`` is to take the bytes
+        ``[start, start + nbytes)`` of the tensor from ``address``, called from worker threads; and the bytes that are
+        there to be written to, or that ``drain`` can take. It comes from the memory itself and never from a manifest:
+        a request that would write beyond it is a ValueError before anything is read.
         An extent that is read whole is compared with its checksum when ``verify`` is set.
         """
     def map(self, tensors: Sequence[int]) -> Mappings:

@@ -71,9 +71,9 @@ class Flat:
 
     Attributes:
         tokens: JSON text of each structure token.
-        tensors: what ``_core.save`` takes: name, dtype, shape, address, true dtype and shape.
+        tensors: what ``_core.save`` takes: name, dtype, shape, address, bytes, true dtype and shape.
         movers: by tensor number, what brings the bytes of those without an address.
-        keep: everything that addresses point into.
+        keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
         problems: with ``observe``, what could not be flattened, by place.
     """
@@ -82,7 +82,7 @@ class Flat:
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.tensors: list[tuple[str, str, Sequence[int], int, As]] = []
+        self.tensors: list[tuple[str, str, Sequence[int], int, int, As]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
         self.occurrences: list[Occurrence] = []
@@ -210,8 +210,7 @@ def _bytes(tag: str) -> Callable[[Any], Stored | str]:
     def describe(value: bytes | bytearray) -> Stored | str:
         if len(value) < _values.LONG_BYTES:
             return _values.short_bytes(tag, value)
-        address = _memory.address_of(np.frombuffer(value, np.uint8))
-        return Stored((tag, id(value)), "U8", (len(value),), address, None, head, ',"tensor"]', None)
+        return Stored((tag, id(value)), "U8", (len(value),), 0, None, head, ',"tensor"]', None)
 
     return describe
 
@@ -357,11 +356,20 @@ class _Flattener:
             if len(shape if true is None else true[1]) > _DIMENSIONS:
                 raise Unsupported(f"a tensor of more than {_DIMENSIONS} dimensions cannot be stored")
             self.ties[tie] = index
-            flat.tensors.append((self.name(frame), dtype, shape, address, true))
+            if not address and type(value) in _EXPORTED:
+                # The array is an export: as long as it is kept, a bytearray refuses to be resized.
+                value = np.frombuffer(value, np.uint8)
+                shape, address = value.shape, _memory.address_of(value)
+            flat.tensors.append((self.name(frame), dtype, shape, address, value.nbytes, true))
             flat.keep.append(value)
             if mover is not None:
                 flat.movers[index] = mover
         flat.tokens.append(f"{head}{index}{tail}")
+
+    def check_size(self) -> None:
+        """Refuse a structure that is too large at its end."""
+        if len(self.flat.tokens) > TOKEN_LIMIT:
+            raise UnsupportedTypeError(f"{self.operation}: the state has more than {TOKEN_LIMIT} values")
 
     def name(self, frame: _Frame) -> str:
         """A tensor's name: the keys on the way, made unique."""
@@ -434,6 +442,7 @@ class _Flattener:
         self.flat.tokens.append("null")
 
 
+_EXPORTED = frozenset((bytes, bytearray))
 _PLAIN_KEYS = frozenset((str, int, float, bool, type(None)))
 
 
@@ -450,11 +459,15 @@ def flatten(state: Any, *, operation: str = "save", refuse_tensors: str | None =
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.
     """
     flattener = _Flattener(operation, refuse_tensors, observe=observe)
-    with paused():
-        flattener.walk(state)
     flat = flattener.flat
-    if len(flat.tokens) > TOKEN_LIMIT:
-        raise UnsupportedTypeError(f"{operation}: the state has more than {TOKEN_LIMIT} values")
+    try:
+        with paused():
+            flattener.walk(state)
+        flattener.check_size()
+    except BaseException:
+        # The traceback has this frame, and with it exports of the caller's buffers.
+        flat.keep.clear()
+        raise
     return flat
 
 

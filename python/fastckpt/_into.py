@@ -96,7 +96,7 @@ class Into:
                 if place not in known and place.rpartition(".")[0] not in unfit
             )
         self._raise()
-        self._ask(fill, stored, targets)
+        self._ask(fill, targets)
         return composed
 
     def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Stored], ties: dict[Any, int]) -> str | None:
@@ -119,6 +119,8 @@ class Into:
                 reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
+        if _is_torch(given) and not torch_for("a torch tensor").is_whole(given.value):
+            reasons.append("the memory of the tensor in into has been freed in part")
         if self._overlaps(given):
             reasons.append("elements of the tensor in into share memory (it is expanded)")
         if ties.setdefault(mine.tie, index) != index:
@@ -196,7 +198,7 @@ class Into:
             return f"into is a {kind}: pass a state of containers and tensors"
         return 'give a state with the same tensors, or choose those that it has, as in keys="model.*"'
 
-    def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], stored: Sequence[Stored], targets: Targets) -> None:
+    def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], targets: Targets) -> None:
         asked: set[tuple[int, Any]] = set()
         for item, given in fill:
             if given is None or given.stored is None:
@@ -208,7 +210,7 @@ class Into:
             if (index, mine.tie) in asked:
                 continue
             asked.add((index, mine.tie))
-            targets.ask(index, stored[index][5], mine.address, None if mine.address else self._mover(given))
+            targets.ask(index, given.value, mine.address, None if mine.address else self._mover(given))
             if _is_torch(given):
                 self.filled.append(given.value)
 

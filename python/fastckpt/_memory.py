@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, TypeAlias
@@ -22,6 +23,10 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 CONGRUENT = 1 << 20
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
+#: From this size on, a new buffer is in huge pages; from the second on, in a mapping of its own.
+_LARGE, _ALONE = 4 << 20, 32 << 20
+#: Address space that is mapped at a time for those between.
+_ARENA = 256 << 20
 #: Columns that are copied together: as many cache lines fit the smallest caches.
 _STRIP = 256
 _OVERLAP_WORK = 1_000_000
@@ -87,23 +92,67 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
     """
     if nbytes < CONGRUENT or offset % itemsize:
         return np.empty(nbytes, np.uint8)
-    if nbytes < 2 * _HUGE_PAGE:
-        memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
-        skip = (offset - address_of(memory)) % _PAGE
-        return memory[skip : skip + nbytes]
-    # What begins at a huge page is in huge pages, all but its end, which would take one for a few bytes. A mapping of
-    # its own, because malloc's notes before it would take another. The room is address space: nobody touches it.
+    residue = offset % _PAGE
+    if nbytes >= _LARGE:
+        # Where there is no room for an arena, there may be some for the tensor.
+        with contextlib.suppress(OSError):
+            return _carve(nbytes, residue)
+    memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
+    skip = (residue - address_of(memory)) % _PAGE
+    return memory[skip : skip + nbytes]
+
+
+class _Pages:
+    """Pages of a mapping: what is in them goes back to the system with this, their addresses with the last of them."""
+
+    __slots__ = ("mapping", "nbytes", "start")
+
+    def __init__(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
+        self.mapping = mapping
+        self.start = start
+        self.nbytes = nbytes
+
+    def __del__(self, *, advice: int = mmap.MADV_DONTNEED) -> None:
+        try:  # noqa: SIM105 - when the interpreter ends, contextlib may have gone
+            self.mapping.madvise(advice, self.start, self.nbytes)
+        except OSError:  # locked in memory
+            pass
+
+
+#: The arena that the last buffer was carved from, its address, and how much of it is used. Whoever carves takes it
+#: out: this needs no lock, so that signal handlers may load, too, and a forked child never waits.
+_arenas: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
+
+
+def _carve(nbytes: int, residue: int) -> Bytes:
+    """Memory in huge pages, at ``residue`` modulo a page.
+
+    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors lie
+    close together in arenas, huge all over: none has an end that would take a huge page for a few bytes.
+    """
+    size = -(-(residue + nbytes) // _PAGE) * _PAGE
+    if size >= _ALONE:
+        mapping, address, start = _map(size)
+    else:
+        try:
+            mapping, address, start = _arenas.pop()
+        except IndexError:
+            mapping, address, start = _map(_ARENA)
+        if start + size > len(mapping):
+            mapping, address, start = _map(_ARENA)
+        _arenas.append((mapping, address, start + size))
+    return at(address + start + residue, nbytes, _Pages(mapping, start, size))
+
+
+def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
+    """A new mapping in huge pages, its address, and where its last ``nbytes`` begin: at a huge page."""
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(mapping, np.uint8)
-    first = address_of(memory)
-    skip = (offset % _PAGE - first) % _HUGE_PAGE
-    end = skip + nbytes
-    ragged = (first + end) % _HUGE_PAGE
+    start = -address_of(np.frombuffer(mapping, np.uint8)) % _HUGE_PAGE
+    # Its end is not in a huge page, unless the next mapping follows at once. To shrink a mapping does not move it.
+    mapping.resize(start + nbytes)
     with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        if ragged:
-            mapping.madvise(mmap.MADV_NOHUGEPAGE, (end - ragged) // _PAGE * _PAGE)
-    return memory[skip:end]
+    return mapping, address_of(np.frombuffer(mapping, np.uint8)), start
 
 
 def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, address: int, nbytes: int) -> None:

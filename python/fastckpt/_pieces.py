@@ -22,9 +22,15 @@ def pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Index,
 
     Yields:
         ``(index, count)``: an index that takes the next ``count`` elements, in order. At most two a dimension.
+
+    Raises:
+        ValueError: the array has fewer elements.
     """
-    # inner[d] is the number of elements under one index of dimension d.
-    inner = [1, *accumulate(reversed(shape), mul)][-2::-1] if shape else []
+    # under[d] is the number of elements from dimension d on, inner[d] that under one index of it.
+    under = [1, *accumulate(reversed(shape), mul)][::-1]
+    inner = under[1:]
+    if stop > under[0]:
+        raise ValueError(f"elements {start} to {stop} of an array that has {under[0]}")
     while start < stop:
         if not shape:
             yield (), 1

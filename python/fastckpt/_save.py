@@ -72,27 +72,31 @@ def save(
     check_engine("save", io, threads)
     check_shard_size("save", shard_size)
     check_bandwidth("save", bandwidth_limit)
-    flat = flatten(state)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
+    flat = flatten(state)
     # Where nothing has been saved asynchronously, there is nothing to wait for and nothing to tell.
     flights = sys.modules.get(f"{__package__}._flight")
-    if flights is not None:
-        flights.wait_for_path(target)
-    with ticker("save", target, shown=progress) as tick:
-        report = _core.save(
-            target,
-            flat.tensors,
-            flat.structure(),
-            about.structure(),
-            overwrite=bool(overwrite),
-            shard_size=shard_size,
-            io=io,
-            threads=threads,
-            bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
-            step=step_of(metadata),
-            fill=flat.fill if flat.movers else None,
-            tick=tick,
-        )
+    try:
+        if flights is not None:
+            flights.wait_for_path(target)
+        with ticker("save", target, shown=progress) as tick:
+            report = _core.save(
+                target,
+                flat.tensors,
+                flat.structure(),
+                about.structure(),
+                overwrite=bool(overwrite),
+                shard_size=shard_size,
+                io=io,
+                threads=threads,
+                bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
+                step=step_of(metadata),
+                fill=flat.fill if flat.movers else None,
+                tick=tick,
+            )
+    finally:
+        # An error's traceback has this frame, and with it exports of the caller's buffers.
+        flat.keep.clear()
     saved = conclude(SaveReport, target, began, report)
     if flights is not None:
         _warn_of_failures(flights)

@@ -24,7 +24,8 @@ class Targets:
     """What to read, where to, and what becomes of it.
 
     Attributes:
-        requests: for the core: tensor, first byte, end, address; the address is 0 where a mover takes the bytes.
+        requests: for the core: tensor, first byte, end, address, bytes that are there; the address is 0 where a mover
+            takes the bytes.
         movers: by request number.
         mappings: where shards are mapped, if they are: then nothing need be asked for.
     """
@@ -34,11 +35,12 @@ class Targets:
         self.framework = framework
         self.device = device
         self.mappings: _core.Mappings | None = None
-        self.requests: list[tuple[int, int, int, int]] = []
+        self.requests: list[tuple[int, int, int, int, int]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
         self._values: list[Any] = []
+        self._exports: list[np.ndarray[Any, Any]] = []
         # What can be made only of the bytes, and where it belongs.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
@@ -53,12 +55,20 @@ class Targets:
 
             _device.settle(self.movers.values())
 
-    def ask(self, index: int, nbytes: int, address: int, mover: _memory.Mover | None = None) -> None:
-        """Ask for the whole of a tensor."""
-        if nbytes:
+    def ask(self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None) -> None:
+        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``.
+
+        Every request for a whole tensor passes here, whatever its memory was made of.
+
+        Raises:
+            CorruptCheckpointError: what is stored has another number of bytes.
+        """
+        room: int = memory.nbytes
+        self._fits(index, room)
+        if room:
             if mover is not None:
                 self.movers[len(self.requests)] = mover
-            self.requests.append((index, 0, nbytes, address))
+            self.requests.append((index, 0, self.stored[index][5], address, room))
 
     def take(self, value: Any) -> None:
         """The next token stands for ``value``, which exists."""
@@ -83,6 +93,7 @@ class Targets:
 
     def values(self) -> list[Any]:
         """What each token stands for, once all has been read."""
+        self._exports.clear()
         finished: dict[tuple[Any, ...], Any] = {}
         for position, key, finish in self._later:
             if key not in finished:
@@ -134,14 +145,12 @@ class Targets:
         if self.device is not None:
             torch = torch_for("a torch tensor")
             tensor = torch.empty_on(self.device, shape, found)
-            if nbytes:
-                self.ask(index, nbytes, 0, torch.mover_in(tensor))
+            self.ask(index, tensor, 0, torch.mover_in(tensor) if nbytes else None)
             return tensor
         if nbytes and self.mappings is not None:
             return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
         tensor = empty(shape, found, offset, nbytes)
-        if nbytes:
-            self.requests.append((index, 0, nbytes, tensor.data_ptr()))
+        self.ask(index, tensor, tensor.data_ptr())
         return tensor
 
     def _array(self, index: int) -> Any:
@@ -151,14 +160,14 @@ class Targets:
         if nbytes and self.mappings is not None:
             return np.ndarray(shape, found, self._mapped(index, found.alignment))
         array = _numpy.empty(shape, found, offset, nbytes)
-        self.ask(index, nbytes, _memory.address_of(array))
+        self.ask(index, array, _memory.address_of(array))
         return array
 
     def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
         """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
         _, _, _, shard, offset, nbytes, _ = self.stored[index]
         assert self.mappings is not None  # noqa: S101 - asked before
-        memory = _memory.at(self.mappings.address(shard) + offset, nbytes, self.mappings)
+        memory = _memory.at(self.mappings.address(shard, offset, nbytes), nbytes, self.mappings)
         return memory.copy() if offset % alignment else memory
 
     def tensor_dtype(self, index: int) -> Any:
@@ -198,10 +207,13 @@ class Targets:
         if tag == "bytearray":
             value = bytearray(nbytes)
             if nbytes:
-                self.ask(index, nbytes, _memory.address_of(np.frombuffer(value, np.uint8)))
+                # The array is an export, which pins the memory while it is written to.
+                exported = np.frombuffer(value, np.uint8)
+                self._exports.append(exported)
+                self.ask(index, exported, _memory.address_of(exported))
             return value
         memory = np.empty(nbytes, np.uint8)
-        self.ask(index, nbytes, _memory.address_of(memory))
+        self.ask(index, memory, _memory.address_of(memory))
         return _Pending(memory.tobytes)
 
     def shape(self, index: int, itemsize: int) -> tuple[int, ...]:
@@ -209,12 +221,20 @@ class Targets:
         _, _, shape, _, _, nbytes, true = self.stored[index]
         if true is not None:
             shape = true[1]
-        if prod(shape) * itemsize != nbytes:
-            raise self._malformed(index, "its true dtype and shape do not fit its bytes")
+        self._fits(index, prod(shape) * itemsize)
         # Neither library can count the elements of what would be this large without its zero.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape
+
+    def _fits(self, index: int, nbytes: int) -> None:
+        """Refuse a tensor that is stored in another number of bytes than it has.
+
+        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, is what its dtype
+        and shape tell; that of one that exists is asked from itself.
+        """
+        if self.stored[index][5] != nbytes:
+            raise self._malformed(index, "its true dtype and shape do not fit its bytes")
 
     def _malformed(self, index: int, reason: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"load: tensor {self.stored[index][0]!r}: {reason}")

@@ -307,6 +307,13 @@ def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
     return _device.pin(torch, device, address, nbytes)
 
 
+def is_whole(value: Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all of its elements: whoever resizes a storage asks no tensor."""
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    end = value.storage_offset() + reach + 1
+    return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
+
+
 def device_of(name: Any) -> torch.device | None:
     """The device that ``load(device=)`` names, or None for host memory; ValueError where there is none of that name."""
     try:

@@ -19,11 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import fastckpt
 from fastckpt import cli
-from harness import seccomp
+from harness import seccomp, ways
 from harness.states import numbered, same, which
 from harness.zygote import Channel
 
@@ -201,18 +199,16 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
 def load_timed(
     channel: Channel, *, path: str, headroom: int | None = None, operation: str = "load", **options: Any
 ) -> dict[str, Any]:
-    """Load under a cap on address space; time, growth of resident memory, and how it ended."""
+    """Load in some way under a cap on address space; time, growth of resident memory, and how it ended."""
+    if operation == "device":
+        ways.prepare()
     if headroom is not None:
         _limit_address_space(headroom)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     done = None
     try:
-        done = getattr(fastckpt, operation)(path, **options)
-        if operation == "open":
-            # Shards are opened when they are first read from.
-            for name in done.keys():  # noqa: SIM118 - the method is what users call
-                _ = done[name]
+        done = ways.through(operation, path, **options)
     except Exception as error:
         end = {
             "kind": type(error).__name__,
@@ -273,18 +269,20 @@ def look_until_told(
     return {"well": well, "ill": ill}
 
 
-def load_many(channel: Channel, *, paths: list[str]) -> list[str]:
-    """Load several checkpoints, one after another, in one process, once told to; how each ended."""
+def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[list[str]]:
+    """Load several checkpoints, one after another, in one process, once told to; how each ended in each way."""
     channel.send({"report": "ready"})
     channel.receive()
     ends = []
     for path in paths:
-        try:
-            fastckpt.load(path, io="threads", threads=1)
-        except (OSError, fastckpt.CheckpointError) as error:
-            ends.append(type(error).__name__)
-        else:
-            ends.append("loaded")
+        ends.append([])
+        for way in among:
+            try:
+                done = ways.through(way, path, io="threads", threads=1)
+            except (OSError, fastckpt.CheckpointError) as error:
+                ends[-1].append(type(error).__name__)
+            else:
+                ends[-1].append("loaded" if getattr(done, "ok", True) else "damage")
     return ends
 
 
@@ -339,48 +337,65 @@ def mutations(
     headroom: int,
     seconds: float,
     framework: str = "numpy",
+    among: list[str],
+    rotate: bool = False,
 ) -> dict[str, Any]:
-    """Load under every mutant of a manifest (a JSON list in a file) in place; how each ended, and what must not be.
+    """Load under every mutant of a manifest (a JSON list in a file) in place, in each of the ways ``among``, or in the
+    first and, by turns, one other; how each ended, by way, and what must not be.
 
     A mutant under a correct checksum may be a legal checkpoint that says something else about the same bytes. What
-    it may never do is
-    bring back bytes that are no tensor's of the original, or raise anything but what is documented.
+    it may never do is bring back bytes that are no tensor's of the original, change memory beside a target, or raise
+    anything but what is documented.
     """
     manifest = Path(directory) / "fastckpt.json"
     whole = fastckpt.load(original, framework=framework)
-    genuine = {leaf.tobytes() for leaf in _arrays(whole)} | {b""}
+    genuine = {*ways.contents(whole), b""}
     cases = json.loads(Path(mutants).read_text(encoding="ascii"))
+    if "device" in among:
+        # Torch has arrays of another byte order in its own.
+        genuine.update(ways.contents(ways.through("device", original)))
     _limit_address_space(headroom)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ends: list[str] = []
+    ends: dict[str, list[str]] = {way: [] for way in among}
     bad: list[list[str]] = []
     slowest = 0.0
-    for case in cases:
+    for number, case in enumerate(cases):
         manifest.write_bytes(bytes.fromhex(case["bytes"]))
-        start = time.monotonic()
-        try:
-            loaded = fastckpt.load(directory, framework=framework, io="threads", threads=1)
-        except (OSError, fastckpt.CheckpointError) as error:
-            end = type(error).__name__
-            if not str(error):
-                bad.append([case["what"], "says nothing"])
-        except BaseException as error:
-            end = type(error).__name__
-            bad.append([case["what"], f"{end}: {error}"[:300]])
-        else:
-            end = "loaded" if not same(loaded, whole) else "loaded equal"
-            if end == "loaded" and not case["sealed"]:
-                bad.append([case["what"], "loaded something else from under a wrong checksum"])
-            elif not all(leaf.tobytes() in genuine for leaf in _arrays(loaded)):
-                bad.append([case["what"], "loaded bytes that nobody saved"])
-            del loaded
-        ends.append(end)
-        took = time.monotonic() - start
-        slowest = max(slowest, took)
-        if took > seconds:
-            bad.append([case["what"], f"took {took:.1f} s"])
+        first, *others = among
+        for way in [first, others[number % len(others)]] if rotate else among:
+            start = time.monotonic()
+            end, fault = _one(way, directory, framework, whole, genuine)
+            ways.forget()
+            took = time.monotonic() - start
+            slowest = max(slowest, took)
+            if end == "loaded" and not case["sealed"] and way == "load":
+                fault = fault or "loaded something else from under a wrong checksum"
+            if took > seconds:
+                fault = fault or f"took {took:.1f} s"
+            if fault:
+                bad.append([case["what"], way, fault])
+            ends[way].append(end)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {"ends": ends, "bad": bad, "slowest": slowest, "grown": grown}
+
+
+def _one(way: str, directory: str, framework: str, whole: Any, genuine: set[bytes]) -> tuple[str, str]:
+    """How loading in one way ended, and what is wrong with that."""
+    try:
+        loaded = ways.through(way, directory, framework=framework, io="threads", threads=1)
+    except (OSError, fastckpt.CheckpointError) as error:
+        return type(error).__name__, "" if str(error) else "says nothing"
+    except BaseException as error:
+        kind = type(error).__name__
+        # A state without tensors has no names.
+        if way == "keys" and kind == "KeyError":
+            return kind, ""
+        return kind, f"{kind}: {error}"[:300]
+    if way == "verify":
+        return "loaded" if loaded.ok else "damage", ""
+    if not all(leaf in genuine for leaf in ways.contents(loaded)):
+        return "loaded", "loaded bytes that nobody saved"
+    return "loaded equal" if way == "load" and same(loaded, whole) else "loaded", ""
 
 
 def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
@@ -404,18 +419,3 @@ def _limit_address_space(headroom: int) -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + headroom
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _arrays(state: Any) -> list[np.ndarray]:
-    """All arrays of a state, however nested; no recursion, as a mutant may be nested deep."""
-    found = []
-    todo = [state]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, np.ndarray):
-            found.append(item)
-        elif isinstance(item, dict):
-            todo += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            todo += list(item)
-    return found

@@ -6,7 +6,7 @@ use std::path::Path;
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum_combine;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fastckpt_core::options::BLOCK_SIZE;
+use fastckpt_core::options::{BLOCK_SIZE, Options};
 use fastckpt_core::plan::{TensorSpec, plan};
 use fastckpt_core::telemetry::{Kind, Operation};
 use fastckpt_core::{checksum, manifest};
@@ -26,7 +26,7 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
 
 /// One completion: everything that a worker writes for a block. The bar is 50 ns.
 fn counters(c: &mut Criterion) {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), None);
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), &Options::default());
     let mut lane = operation.lane();
     c.bench_function("counters/completion", |b| {
         b.iter(|| {

@@ -47,9 +47,9 @@ impl Crew {
     /// As many workers as the engine likes, if nobody says how many.
     pub(crate) fn staff(&mut self, options: &Options) {
         let threads = options.threads.unwrap_or_else(|| match self.engine {
-            Engine::Uring => options::cores().min(RING_THREADS),
-            Engine::Threads => options::cores().max(BLOCKING_THREADS),
-            Engine::Buffered => options::cores().max(BUFFERED_THREADS),
+            Engine::Uring => options.cores().min(RING_THREADS),
+            Engine::Threads => options.cores().max(BLOCKING_THREADS),
+            Engine::Buffered => options.cores().max(BUFFERED_THREADS),
         });
         self.threads = threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize);
     }

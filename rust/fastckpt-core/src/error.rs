@@ -93,6 +93,12 @@ impl Error {
         }
     }
 
+    /// Whether it failed because the process, or the machine, has as many files open as it may.
+    #[must_use]
+    pub fn wants_descriptors(&self) -> bool {
+        matches!(self.errno(), Some(libc::EMFILE | libc::ENFILE))
+    }
+
     /// A [`Error::Corrupt`] about `path`.
     pub fn corrupt(path: &Path, what: impl Into<String>) -> Self {
         Self::Corrupt { path: path.to_path_buf(), what: what.into() }
@@ -104,6 +110,9 @@ pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
 /// The operation whose failure means that direct I/O was demanded and is not to be had.
 const DIRECT: &str = "use direct I/O on";
+
+/// The operation whose failure means that the process may map no more.
+pub(crate) const MAP: &str = "map";
 
 /// The system's words, without the number that the standard library adds: the exception carries it.
 fn cause(source: &std::io::Error) -> String {
@@ -123,7 +132,11 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
         Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
+        Some(libc::ENOMEM) if operation == MAP => {
+            ": load without mmap=True, or allow the process more mappings (sysctl vm.max_map_count) or addresses (`ulimit -v`)"
+        }
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
+        Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
         // An overlay cannot move what its lower layers hold.
         Some(libc::EXDEV) => {

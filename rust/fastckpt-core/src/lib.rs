@@ -12,6 +12,7 @@ pub mod align;
 pub mod checksum;
 pub mod commit;
 pub mod crew;
+pub mod environment;
 pub mod error;
 pub mod io;
 pub mod limit;
@@ -28,6 +29,7 @@ pub mod sys;
 pub mod telemetry;
 pub mod worker;
 
+pub use environment::Environment;
 pub use error::{Error, Result};
 pub use options::{Io, Options};
 pub use report::{Damage, Fallback, Report};

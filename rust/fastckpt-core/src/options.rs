@@ -1,9 +1,11 @@
 //! Every tunable, once.
 
-use std::env;
+use std::path::Path;
 use std::str::FromStr;
+use std::thread;
 
 use crate::align::{self, PAGE};
+use crate::environment::Environment;
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
 use crate::manifest;
@@ -61,13 +63,47 @@ impl FromStr for Io {
 
 impl Io {
     /// What to use: the choice made in the call, else `FASTCKPT_IO`, else `Auto`.
-    pub fn or_environment(self) -> Result<Self, Error> {
-        match env::var("FASTCKPT_IO") {
-            Ok(text) if self == Self::Auto && !text.is_empty() => text
+    pub fn or_environment(self, environment: &Environment) -> Result<Self, Error> {
+        match environment.text("FASTCKPT_IO") {
+            Some(text) if self == Self::Auto => text
                 .parse()
                 .map_err(|error| Error::Invalid(format!("environment variable FASTCKPT_IO: {error}"))),
             _ => Ok(self),
         }
+    }
+}
+
+/// The processes of one job on one node, as torchrun tells them of each other.
+#[derive(Debug, Clone, Default)]
+pub struct Ranks {
+    /// How many there are; 0 where nobody says.
+    pub local: usize,
+    /// The numbers that this one has: among all, and on its node.
+    pub own: Vec<u64>,
+}
+
+impl Ranks {
+    fn of(environment: &Environment) -> Self {
+        let number = |name| environment.text(name).and_then(|text| text.parse::<u64>().ok());
+        Self {
+            local: number("LOCAL_WORLD_SIZE").map_or(0, |ranks| ranks as usize),
+            own: ["RANK", "LOCAL_RANK"].into_iter().filter_map(number).collect(),
+        }
+    }
+
+    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path that names its rank (`rank-3`,
+    /// `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
+    #[must_use]
+    pub fn share(&self, path: &Path) -> bool {
+        self.local > 1 && !self.is_named_in(&path.to_string_lossy().to_ascii_lowercase())
+    }
+
+    fn is_named_in(&self, path: &str) -> bool {
+        path.match_indices("rank").any(|(at, word)| {
+            let number = path[at + word.len()..].trim_start_matches(['-', '_', '=']);
+            let digits = number.find(|c: char| !c.is_ascii_digit()).unwrap_or(number.len());
+            number[..digits].parse().is_ok_and(|number| self.own.contains(&number))
+        })
     }
 }
 
@@ -93,6 +129,8 @@ pub struct Options {
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
+    /// What the environment said when the operation began.
+    pub environment: Environment,
 }
 
 impl Default for Options {
@@ -107,47 +145,60 @@ impl Default for Options {
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
             faults: None,
+            environment: Environment::default(),
         }
     }
 }
 
 impl Options {
-    /// These options with what the environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
+    /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
     /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = manifest::MAX_BLOCK;
-        if let Some(bytes) =
-            setting("FASTCKPT_BLOCK_SIZE", |&bytes| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes))?
-        {
+        let environment = &self.environment;
+        let whole = |&bytes: &u64| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes);
+        if let Some(bytes) = setting(environment, "FASTCKPT_BLOCK_SIZE", whole)? {
             self.block_size = Some(bytes);
         }
-        if let Some(depth) =
-            setting("FASTCKPT_QUEUE_DEPTH", |&depth| (1..=MOST_DEPTH as u64).contains(&depth))?
-        {
+        let possible = |&depth: &u64| (1..=MOST_DEPTH as u64).contains(&depth);
+        if let Some(depth) = setting(environment, "FASTCKPT_QUEUE_DEPTH", possible)? {
             self.queue_depth = depth as usize;
         }
-        if let Some(flag) = setting("FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {
+        if let Some(flag) = setting(environment, "FASTCKPT_ZERO_COPY", |&flag| flag < 2)? {
             self.zero_copy = Some(flag == 1);
         }
         Ok(self)
     }
+
+    /// This process among the ranks of its node.
+    #[must_use]
+    pub fn ranks(&self) -> Ranks {
+        Ranks::of(&self.environment)
+    }
+
+    /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
+    /// (`LOCAL_WORLD_SIZE`). To ask costs 0.1 ms.
+    #[must_use]
+    pub fn cores(&self) -> usize {
+        let all = thread::available_parallelism().map_or(1, usize::from);
+        let ranks = self.environment.text("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).unwrap_or(1);
+        (all / ranks.max(1)).max(1)
+    }
 }
 
 /// The number in an environment variable, where it is set and `good`.
-fn setting(name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
-    let Some(text) = env::var_os(name).filter(|text| !text.is_empty()) else { return Ok(None) };
+fn setting(environment: &Environment, name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
+    let Some(text) = environment.get(name) else { return Ok(None) };
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(good);
     number.map(Some).ok_or_else(|| {
         Error::Invalid(format!("environment variable {name}: `{}` is out of range", text.to_string_lossy()))
     })
 }
 
-/// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node. To ask costs 0.1 ms.
-#[must_use]
-pub fn cores() -> usize {
-    let all = std::thread::available_parallelism().map_or(1, usize::from);
-    let ranks = env::var("LOCAL_WORLD_SIZE").ok().and_then(|text| text.parse::<usize>().ok()).unwrap_or(1);
-    (all / ranks.max(1)).max(1)
+/// A thread to be started, with the stack that std gives: std looks for another size in the environment unless it is told one.
+pub fn thread_builder() -> thread::Builder {
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
+    thread::Builder::new().stack_size(2 << 20)
 }
 
 #[cfg(test)]
@@ -158,5 +209,20 @@ mod tests {
     fn engines_parse_by_name_and_nothing_else_does() {
         assert_eq!("uring".parse::<Io>().unwrap(), Io::Uring);
         assert!("io_uring".parse::<Io>().unwrap_err().to_string().contains("`threads`"));
+    }
+
+    #[test]
+    fn a_path_is_shared_unless_it_names_its_rank() {
+        let ranks = Ranks { local: 8, own: vec![19, 3] };
+        for path in ["/c/rank-3", "/c/rank3/step-7", "/c/mp_rank_03", "/c/step-7/rank=19", "/c/Rank_00019.d"]
+        {
+            assert!(!ranks.share(Path::new(path)), "{path}");
+        }
+        for path in ["/c/step-3", "/c/rank-4", "/c/rank-30", "/c/rank-", "/c/frank/3", "/c/llama-3"] {
+            assert!(ranks.share(Path::new(path)), "{path}");
+        }
+        for local in [0, 1] {
+            assert!(!Ranks { local, own: vec![] }.share(Path::new("/c/step-3")));
+        }
     }
 }

@@ -120,7 +120,7 @@ pub fn run(directory: &Path, options: &Options) -> Probe {
     Probe {
         ring: Ring { refused: uring::open().err(), setup, enter, register },
         crew: Crew::choose(options, u64::MAX),
-        cores: options::cores(),
+        cores: options.cores(),
         huge_pages,
         populate,
         staging: STAGING_BUDGET,
@@ -262,7 +262,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
             }
         };
         // Without a thread, only what is left in the cache is seen.
-        let watched = thread::Builder::new().spawn_scoped(scope, watch).is_ok();
+        let watched = options::thread_builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();
         }

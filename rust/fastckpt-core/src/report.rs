@@ -31,6 +31,8 @@ pub enum Way {
     Checked,
     /// Through the page cache: asked for.
     Asked,
+    /// Likewise: other ranks of this node read the same, which is to come from the storage once.
+    Shared,
     /// Likewise: it was there.
     Cached,
     /// Likewise: mapped, and not moved at all.
@@ -43,7 +45,7 @@ pub enum Way {
 
 impl Way {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Straight,
         Self::Small,
         Self::Incongruent,
@@ -52,6 +54,7 @@ impl Way {
         Self::Preferred,
         Self::Checked,
         Self::Asked,
+        Self::Shared,
         Self::Cached,
         Self::Mapped,
         Self::Refused,
@@ -70,6 +73,7 @@ impl Way {
             Self::Preferred => ("staged", "as asked"),
             Self::Checked => ("staged", "only checked"),
             Self::Asked => ("buffered", "as asked"),
+            Self::Shared => ("buffered", "shared by the ranks of this node"),
             Self::Cached => ("buffered", "in the page cache"),
             Self::Mapped => ("buffered", "mapped"),
             Self::Refused => ("buffered", "direct I/O refused"),

@@ -104,7 +104,7 @@ pub fn copy(
     assert_eq!(contents.len(), layout.sizes.len());
     let (queue, total) = batches(layout, wanted, memory)?;
     let threads =
-        options.threads.unwrap_or_else(|| options::cores().min(MOST_THREADS)).clamp(1, queue.len().max(1));
+        options.threads.unwrap_or_else(|| options.cores().min(MOST_THREADS)).clamp(1, queue.len().max(1));
     let shared = Shared {
         contents,
         queue: Mutex::new(queue),
@@ -126,7 +126,7 @@ pub fn copy(
                     caller.unpark();
                 };
                 let name = format!("fastckpt-copy-{number}");
-                if thread::Builder::new().name(name).spawn_scoped(scope, body).is_err() {
+                if options::thread_builder().name(name).spawn_scoped(scope, body).is_err() {
                     // Fewer threads do as well; the caller copies where there is none.
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                 }

@@ -14,14 +14,17 @@ use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::io::blocking::Blocking;
 use crate::io::fault::Faulty;
+use crate::io::files::OpenFile;
 use crate::io::{Backend, Engine, Op, uring};
 use crate::limit::Limiter;
 use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
 use crate::report::{Blocks, Fallback, Way};
 use crate::sys::buf::{self, Slab};
-use crate::sys::file::DataFile;
 use crate::sys::gather::Buf;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
+
+/// How long a worker waits that can do nothing before another one closes a file.
+const NO_FILE: Duration = Duration::from_millis(1);
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
 const TICK: Duration = Duration::from_millis(100);
@@ -33,7 +36,7 @@ pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 #[derive(Debug)]
 pub struct Transfer {
     /// The file.
-    pub file: Arc<DataFile>,
+    pub file: Arc<OpenFile>,
     /// Where in the file the transfer begins.
     pub offset: u64,
     /// Which bytes of the buffer move. For direct I/O, offset and range are aligned.
@@ -81,8 +84,9 @@ pub trait Job: Sync {
     /// Bytes of the largest slab that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Makes a block ready to move. `slab` hands out a slab of at least so many bytes.
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer>;
+    /// Makes a block ready to move, unless its file has to wait until another one is closed. `slab` hands out a slab of at least so
+    /// many bytes.
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>>;
 
     /// Takes the block after it moved, or failed to, and tells `lane` how many of the total bytes it had.
     fn finish(
@@ -191,7 +195,7 @@ pub fn run<J: Job>(
                     caller.unpark();
                 };
                 let name = format!("fastckpt-{number}");
-                if let Err(error) = thread::Builder::new().name(name).spawn_scoped(scope, body) {
+                if let Err(error) = options::thread_builder().name(name).spawn_scoped(scope, body) {
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                     refused = Some(error);
                 } else {
@@ -300,6 +304,7 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
         backend,
         flights: (0..depth).map(|_| None).collect(),
         staged: 0,
+        waiting: None,
         slabs: Vec::new(),
         moved: Moved::default(),
     };
@@ -322,6 +327,8 @@ struct Worker<'a, 'b, J> {
     flights: Vec<Option<Flight>>,
     /// Bytes of slabs in flight.
     staged: usize,
+    /// The block that is next when a file can be opened again.
+    waiting: Option<usize>,
     /// Free slabs, for the next blocks.
     slabs: Vec<Slab>,
     moved: Moved,
@@ -332,17 +339,20 @@ impl<J: Job> Worker<'_, '_, J> {
         loop {
             while let Some(token) = self.flights.iter().position(Option::is_none).filter(|_| self.has_room())
             {
-                let block = self.shared.next.fetch_add(1, Ordering::Relaxed);
+                let next = || self.shared.next.fetch_add(1, Ordering::Relaxed);
+                let block = self.waiting.take().unwrap_or_else(next);
                 if block >= self.shared.job.blocks() || self.shared.stop.load(Ordering::Relaxed) {
                     break;
                 }
                 if !self.start(token, block)? {
-                    // It has run already: what it read is to be summed while it is in cache.
                     break;
                 }
             }
-            let Some(done) = self.backend.wait().map_err(backend_failed)? else { return Ok(()) };
-            self.land(done)?;
+            match self.backend.wait().map_err(backend_failed)? {
+                Some(done) => self.land(done)?,
+                None if self.waiting.is_some() => thread::sleep(NO_FILE),
+                None => return Ok(()),
+            }
         }
     }
 
@@ -352,7 +362,8 @@ impl<J: Job> Worker<'_, '_, J> {
         self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
     }
 
-    /// Starts a block, and tells whether it is in flight past the page cache.
+    /// Starts a block, and tells whether another one may follow at once. Not if this one has run already: what it read is to be
+    /// summed while it is in cache. Nor if it has to wait for a file: what is in flight may close one.
     fn start(&mut self, token: usize, block: usize) -> Result<bool> {
         let begin = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
@@ -367,9 +378,13 @@ impl<J: Job> Worker<'_, '_, J> {
                 Ok,
             )
         };
-        let Transfer { file, offset, range, need, buf, direct, way, copied, .. } =
-            shared.job.start(block, &mut slab)?;
+        let started = shared.job.start(block, &mut slab)?;
         self.lane.starved(begin);
+        let Some(transfer) = started else {
+            self.waiting = Some(block);
+            return Ok(false);
+        };
+        let Transfer { file, offset, range, need, buf, direct, way, copied, .. } = transfer;
         let staged = buf.slab().len();
         self.staged += staged;
         self.pace(need);

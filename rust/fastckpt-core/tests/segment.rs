@@ -15,6 +15,7 @@ fn data(name: &str) -> PathBuf {
 /// Compares with the file in tests/data, or writes it.
 fn golden(name: &str, bytes: &[u8]) {
     let path = data(name);
+    #[expect(clippy::disallowed_methods, reason = "a test has no other thread that writes to it")]
     if std::env::var_os("FASTCKPT_WRITE_GOLDEN").is_some() {
         std::fs::write(&path, bytes).expect("a file in tests/data");
     }

@@ -5,22 +5,26 @@ use std::sync::Arc;
 
 use fastckpt_core::source::{Content, Destination, Drain, Fill};
 use fastckpt_core::sys::buf::{Region, Source};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::error::Raised;
 
-/// Where tensor `index` of `nbytes` at `address` is to be read from; address 0 asks `fill`.
+/// Where tensor `index` of `nbytes` is to be read from: `address`, where Python knows of `capacity` bytes, or `fill` if it is 0.
 pub(crate) fn content(
     index: usize,
-    address: usize,
+    (address, capacity): (usize, u64),
     nbytes: u64,
     fill: Option<&Arc<Py<PyAny>>>,
     raised: &Arc<Raised>,
 ) -> PyResult<Content> {
+    if nbytes != capacity {
+        return Err(misfit("save", index, nbytes, capacity));
+    }
     if address != 0 || nbytes == 0 {
         // SAFETY: the Python side passes the address and size of a contiguous host tensor that it keeps alive, and whose
-        // owner is told not to change it, until the call returns; no `Source` outlives the call.
+        // owner is told not to change it, until the call returns; no `Source` outlives the call. Dtype and shape, from which the
+        // core would count the bytes, cannot make it longer: they were compared with that size.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, fill, raised)?;
@@ -35,22 +39,38 @@ pub(crate) fn part(memory: &[u8], offset: u64, nbytes: u64) -> Option<Content> {
     Some(Content::Memory(unsafe { Source::new(part.as_ptr(), part.len()) }))
 }
 
-/// Where request `index` of `nbytes` is to be put; address 0 asks `drain`.
+/// Where the bytes `start..end` of a tensor are to be put for request `index`: `address`, where Python knows of `capacity` bytes,
+/// or `drain` if it is 0, which takes the tensor's first `capacity` bytes and no others.
 pub(crate) fn destination(
     index: usize,
-    address: usize,
-    nbytes: u64,
+    (start, end): (u64, u64),
+    (address, capacity): (usize, u64),
     drain: Option<&Arc<Py<PyAny>>>,
     raised: &Arc<Raised>,
 ) -> PyResult<Destination> {
+    let nbytes = end
+        .checked_sub(start)
+        .ok_or_else(|| PyIndexError::new_err("a read request ends before it starts"))?;
+    let taken = if address == 0 && nbytes > 0 { end } else { nbytes };
+    if taken > capacity {
+        return Err(misfit("read", index, taken, capacity));
+    }
     if address != 0 || nbytes == 0 {
-        // SAFETY: the Python side passes the address and size of contiguous writable host memory that it keeps alive and does
-        // not touch until the call returns, and gives no byte to two requests; no `Region` outlives the call.
+        // SAFETY: the Python side passes the address of contiguous writable host memory and how many bytes that really has,
+        // which it takes from the tensor or array and never from a file; the region is no longer than that. Python keeps the
+        // memory alive and does not touch it until the call returns, and gives no byte to two requests; no `Region` outlives the
+        // call.
         return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, drain, raised)?;
     let drain: Drain = Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
     Ok(Destination::Push(drain))
+}
+
+fn misfit(operation: &str, index: usize, nbytes: u64, capacity: u64) -> PyErr {
+    PyValueError::new_err(format!(
+        "{operation}: request {index} is for {nbytes} bytes, and its memory has {capacity}: nothing was moved"
+    ))
 }
 
 /// A Python callable for one tensor, callable from worker threads.

@@ -12,7 +12,7 @@ use crate::report;
 #[pyfunction]
 #[pyo3(name = "probe", signature = (directory, *, io))]
 fn run<'py>(py: Python<'py>, directory: PathBuf, io: &str) -> PyResult<Bound<'py, PyDict>> {
-    let options = report::options(io, None)?;
+    let options = report::options(py, io, None)?;
     let found = py.detach(|| probe::run(&directory, &options));
     to_dict(py, &found)
 }

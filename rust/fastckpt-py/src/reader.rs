@@ -26,9 +26,13 @@ struct Mappings {
 
 #[pymethods]
 impl Mappings {
-    fn address(&self, shard: usize) -> PyResult<usize> {
+    fn address(&self, shard: usize, offset: usize, nbytes: usize) -> PyResult<usize> {
         let map = self.maps.get(shard).and_then(Option::as_ref);
-        map.map(|map| map.address()).ok_or_else(|| PyIndexError::new_err("this shard is not mapped"))
+        let map = map.ok_or_else(|| PyIndexError::new_err("this shard is not mapped"))?;
+        let inside = offset.checked_add(nbytes).is_some_and(|end| end <= map.len());
+        inside
+            .then(|| map.address() + offset)
+            .ok_or_else(|| PyIndexError::new_err("these bytes lie beyond the mapped shard"))
     }
 }
 
@@ -99,22 +103,20 @@ impl Reader {
     fn read<'py>(
         &self,
         py: Python<'py>,
-        requests: Vec<(usize, u64, u64, usize)>,
+        requests: Vec<(usize, u64, u64, usize, u64)>,
         verify: bool,
         io: &str,
         threads: Option<usize>,
         drain: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(io, threads)?;
+        let options = options(py, io, threads)?;
         let raised = Arc::new(Raised::default());
         let drain = drain.map(Arc::new);
         let mut wanted = Vec::with_capacity(requests.len());
-        for (index, (tensor, start, end, address)) in requests.into_iter().enumerate() {
-            let nbytes = end
-                .checked_sub(start)
-                .ok_or_else(|| PyIndexError::new_err("a read request ends before it starts"))?;
-            let destination = buffers::destination(index, address, nbytes, drain.as_ref(), &raised)?;
+        for (index, (tensor, start, end, address, capacity)) in requests.into_iter().enumerate() {
+            let (range, memory) = ((start, end), (address, capacity));
+            let destination = buffers::destination(index, range, memory, drain.as_ref(), &raised)?;
             wanted.push(Request { tensor, start, end, destination });
         }
         let report = py.detach(|| {
@@ -137,7 +139,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options("buffered", threads)?;
+        let options = options(py, "buffered", threads)?;
         let raised = Raised::default();
         let maps = &mappings.maps;
         let report = py.detach(|| {
@@ -154,7 +156,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(io, threads)?;
+        let options = options(py, io, threads)?;
         let raised = Raised::default();
         let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;

@@ -1,18 +1,20 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
 use fastckpt_core::report::Way;
-use fastckpt_core::{Damage, Io, Options, Report};
+use fastckpt_core::{Damage, Environment, Io, Options, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::error::Raised;
 
-/// The options that every operation takes.
-pub(crate) fn options(io: &str, threads: Option<usize>) -> PyResult<Options> {
-    // The environment is read here, under the GIL, because Python writes to it under the GIL.
-    let io = io.parse().and_then(Io::or_environment);
-    let io = io.map_err(|error| crate::error::to_python(&error, &Raised::default()))?;
-    let options = Options { io, threads, ..Options::default() }.or_environment();
+/// The options that every operation takes. Only here is the environment read: under the GIL, which `_py` stands for, because
+/// Python writes to it under the GIL.
+pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
+    let environment = Environment::of(|name| std::env::var_os(name));
+    let io = io.parse().and_then(|io: Io| io.or_environment(&environment));
+    let options =
+        io.and_then(|io| Options { io, threads, environment, ..Options::default() }.or_environment());
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 

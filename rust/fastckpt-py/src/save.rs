@@ -16,8 +16,8 @@ use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 
-/// Name, stored dtype, stored shape, address, true dtype and shape where they differ.
-pub(crate) type Tensor = (String, String, Vec<u64>, usize, Option<(String, Vec<u64>)>);
+/// Name, stored dtype, stored shape, address, bytes that are there, true dtype and shape where they differ.
+pub(crate) type Tensor = (String, String, Vec<u64>, usize, u64, Option<(String, Vec<u64>)>);
 
 /// See `_core.pyi`.
 #[pyfunction]
@@ -39,12 +39,12 @@ fn save<'py>(
     fill: Option<Py<PyAny>>,
     tick: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let options = Options { bandwidth_limit, step, ..options(io, threads)? };
+    let options = Options { bandwidth_limit, step, ..options(py, io, threads)? };
     let raised = Arc::new(Raised::default());
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());
     let mut contents = Vec::with_capacity(tensors.len());
-    for (index, (name, dtype, shape, address, true_type)) in tensors.into_iter().enumerate() {
+    for (index, (name, dtype, shape, address, capacity, true_type)) in tensors.into_iter().enumerate() {
         let dtype = plan::dtype(&dtype)
             .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
         let residue = (address != 0).then_some(address as u64 % PAGE);
@@ -52,7 +52,7 @@ fn save<'py>(
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
-        contents.push(buffers::content(index, address, nbytes, fill.as_ref(), &raised)?);
+        contents.push(buffers::content(index, (address, capacity), nbytes, fill.as_ref(), &raised)?);
         specs.push(spec);
     }
     let report = py.detach(|| {

@@ -94,14 +94,15 @@ impl Snapshot {
         let fill = fill.map(Arc::new);
         let mut state = State { specs: Vec::new(), contents: Vec::new(), structure, metadata };
         let mut sizes = Vec::with_capacity(tensors.len());
-        for (index, (name, dtype, shape, address, true_type)) in tensors.into_iter().enumerate() {
+        for (index, (name, dtype, shape, address, capacity, true_type)) in tensors.into_iter().enumerate() {
             let dtype = plan::dtype(&dtype)
                 .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
             let spec = TensorSpec { name, dtype, shape, true_type, residue: None };
             let size = spec.bytes().ok_or_else(|| {
                 PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name))
             })?;
-            state.contents.push(buffers::content(index, address, size, fill.as_ref(), &raised)?);
+            let memory = (address, capacity);
+            state.contents.push(buffers::content(index, memory, size, fill.as_ref(), &raised)?);
             state.specs.push(spec);
             sizes.push(size);
         }
@@ -137,7 +138,7 @@ impl Snapshot {
         last: bool,
         threads: Option<usize>,
     ) -> PyResult<()> {
-        let options = options("auto", threads)?;
+        let options = options(py, "auto", threads)?;
         let mut memory = lock(&arena.memory, "snapshot's memory")?;
         let memory = memory.as_deref_mut().ok_or_else(gone)?;
         let mut state = lock(&self.state, "snapshot")?;
@@ -186,7 +187,7 @@ impl Snapshot {
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let priority = priority(nice, io_priority)?;
-        let options = Options { bandwidth_limit, priority, step, ..options(io, threads)? };
+        let options = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
         let memory = lock(&arena.memory, "snapshot's memory")?;
         let memory = memory.as_deref().ok_or_else(gone)?;
         let state = lock(&self.state, "snapshot")?.take().ok_or_else(gone)?;

@@ -13,8 +13,8 @@ use rustix::io::Errno;
 use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
-use super::split;
 use super::target::has_magic;
+use super::{TURNS, split};
 use crate::error::{Error, Result};
 use crate::manifest;
 use crate::sys::file::open_directory;
@@ -149,7 +149,11 @@ fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
 fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     refresh(parent);
     let is_partner = |name: &OsString| {
-        Temporary::parse(name.as_bytes()).is_some_and(|t| t.kind == Kind::Old && t.workspace() == found)
+        let partner =
+            Temporary::parse(name.as_bytes()).filter(|t| t.kind == Kind::Old && t.workspace() == found);
+        // Without a manifest it is somebody's own, and waits for nothing.
+        let old = partner.and_then(|_| open_child(parent, name).ok());
+        old.is_some_and(|old| has_magic(old.as_fd()).unwrap_or(true))
     };
     temporaries(parent).map_or(true, |all| all.iter().any(is_partner))
 }
@@ -204,6 +208,16 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
     }
 }
 
+/// What a name that was found to be free is, by one listing.
+pub(super) enum Free {
+    /// Somebody has it again.
+    Taken,
+    /// Nothing has it, and nothing was taken aside from it.
+    Truly,
+    /// Only an old checkpoint that a commit took aside had it.
+    For(Aside),
+}
+
 /// An old checkpoint that a commit took aside and has put nothing in the place of yet.
 pub(super) struct Aside {
     pub(super) name: OsString,
@@ -211,10 +225,26 @@ pub(super) struct Aside {
     verdict: Option<Verdict>,
 }
 
-/// The newest checkpoint that was taken aside from `name`.
-pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Aside> {
+/// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
+///
+/// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves between them.
+pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
+    let mut turn = 0;
+    let all = loop {
+        let before = changed(parent);
+        let all = entries(parent).unwrap_or_default();
+        turn += 1;
+        // A listing that others change is not of one moment.
+        if changed(parent) == before || turn == TURNS {
+            break all;
+        }
+    };
+    if all.iter().any(|(found, _)| found.to_bytes() == name.as_bytes()) && !is_free(parent, name) {
+        return Free::Taken;
+    }
     let mut newest: Option<(_, Aside)> = None;
-    for found in temporaries(parent).ok()? {
+    for (found, _) in all {
+        let found = OsStr::from_bytes(found.to_bytes()).to_owned();
         let Some(old) = Temporary::parse(found.as_bytes()).filter(|t| t.kind == Kind::Old && t.is_of(name))
         else {
             continue;
@@ -234,7 +264,13 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Aside>
             newest = Some((written, Aside { name: found, verdict }));
         }
     }
-    newest.map(|(_, aside)| aside)
+    newest.map_or(Free::Truly, |(_, aside)| Free::For(aside))
+}
+
+/// When something was last made, removed or renamed in a directory, asked afresh.
+fn changed(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
+    refresh(directory);
+    fs::fstat(directory).ok().map(|stat| (stat.st_ctime, stat.st_ctime_nsec))
 }
 
 /// Whether nothing has the name, or an empty directory that somebody laid there.
@@ -250,7 +286,11 @@ pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
     let give_up = Instant::now() + COMMIT_WAIT;
     while is_free(parent, name) {
-        let aside = taken_aside(parent, name)?;
+        let aside = match taken_aside(parent, name) {
+            Free::Taken => continue,
+            Free::Truly => return None,
+            Free::For(aside) => aside,
+        };
         if aside.verdict.as_ref().is_some_and(|verdict| verdict.life == Life::Dead) {
             // Replaces nothing but an empty directory.
             match fs::renameat(parent, &aside.name, parent, name) {

@@ -9,7 +9,7 @@ use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, entries, id, id_of, open_child, refresh};
-use super::leftovers::{is_free, taken_aside};
+use super::leftovers::{Free, is_free, taken_aside};
 use super::{TURNS, is_ours};
 use crate::error::{Error, Result};
 use crate::manifest;
@@ -55,10 +55,12 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
     let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
     // What was taken aside is current until something has the name. To take it over needs no proof of its writer's death:
     // whose rename comes first has the name, and the other one looks again.
-    if is_free(parent, name)
-        && let Some(aside) = taken_aside(parent, name)
-    {
-        return open_old(parent, &aside.name, target, overwrite);
+    while is_free(parent, name) {
+        match taken_aside(parent, name) {
+            Free::Taken => {}
+            Free::Truly => break,
+            Free::For(aside) => return open_old(parent, &aside.name, target, overwrite),
+        }
     }
     let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(None),

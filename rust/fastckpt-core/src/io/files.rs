@@ -1,47 +1,170 @@
 //! Shards that are open while their blocks are in work, and only then: a checkpoint may have more shards than a process may
 //! have open files.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::error::Result;
 use crate::sys::file::DataFile;
+
+/// Shards that one job opens at a time, each of them twice: a process may have 1,024 open files by default, and most are not for us.
+const MOST: usize = 64;
 
 /// One slot a shard.
 #[derive(Debug)]
 pub struct OpenFiles {
     slots: Vec<Slot>,
+    /// How many are open, or just being opened.
+    open: Arc<AtomicUsize>,
+    /// Read by those who open a file; written by those who have to know that nobody else does.
+    opening: RwLock<()>,
 }
 
 #[derive(Debug)]
 struct Slot {
-    file: Mutex<Option<Arc<DataFile>>>,
+    file: Mutex<Option<Arc<OpenFile>>>,
     blocks_left: AtomicUsize,
+}
+
+/// A shard that is open and counted.
+#[derive(Debug)]
+pub struct OpenFile {
+    // In this order: it is closed before it no longer counts.
+    file: DataFile,
+    _counted: Counted,
+}
+
+impl Deref for OpenFile {
+    type Target = DataFile;
+    fn deref(&self) -> &DataFile {
+        &self.file
+    }
+}
+
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl OpenFiles {
     /// Slots for shards with so many blocks each.
     pub fn new(blocks: impl IntoIterator<Item = usize>) -> Self {
         let slot = |blocks| Slot { file: Mutex::new(None), blocks_left: AtomicUsize::new(blocks) };
-        Self { slots: blocks.into_iter().map(slot).collect() }
+        Self {
+            slots: blocks.into_iter().map(slot).collect(),
+            open: Arc::default(),
+            opening: RwLock::default(),
+        }
     }
 
-    /// The file of `shard`, opened by `open` if this is its first block.
-    pub fn acquire(&self, shard: usize, open: impl FnOnce() -> Result<DataFile>) -> Result<Arc<DataFile>> {
-        let mut file = self.slots[shard].file.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(file) = &*file {
-            return Ok(Arc::clone(file));
+    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one is closed. That
+    /// comes about by itself: a file is open for blocks that are in work, whose workers need no other file to finish them.
+    pub fn acquire(
+        &self,
+        shard: usize,
+        open: impl Fn() -> Result<DataFile>,
+    ) -> Result<Option<Arc<OpenFile>>> {
+        let mut slot = self.slots[shard].file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = &*slot {
+            return Ok(Some(Arc::clone(file)));
         }
-        Ok(Arc::clone(file.insert(Arc::new(open()?))))
+        let opened = {
+            let _shared = self.opening.read().unwrap_or_else(PoisonError::into_inner);
+            self.count(MOST).map(|counted| open().map(|file| OpenFile { file, _counted: counted }))
+        };
+        let file = match opened {
+            None => return Ok(None),
+            Some(Err(error)) if error.wants_descriptors() => {
+                let _alone = self.opening.write().unwrap_or_else(PoisonError::into_inner);
+                // Nobody else opens one now. If none of ours is open either, none of ours will be closed.
+                let Some(counted) = self.count(1) else { return Ok(None) };
+                OpenFile { file: open()?, _counted: counted }
+            }
+            Some(other) => other?,
+        };
+        Ok(Some(Arc::clone(slot.insert(Arc::new(file)))))
+    }
+
+    /// Counts one file more, if there are fewer than `most`.
+    fn count(&self, most: usize) -> Option<Counted> {
+        let more = |open| (open < most).then_some(open + 1);
+        self.open.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()?;
+        Some(Counted(Arc::clone(&self.open)))
     }
 
     /// Notes that a block of `shard` is done with; returns the file when it was the last one.
-    pub fn release(&self, shard: usize) -> Option<Arc<DataFile>> {
+    pub fn release(&self, shard: usize) -> Option<Arc<OpenFile>> {
         let slot = &self.slots[shard];
         // Acquire-release: whoever takes the last block sees what the workers of all others did to the file.
         if slot.blocks_left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
         slot.file.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::os::fd::AsFd as _;
+    use std::path::Path;
+
+    use super::*;
+    use crate::error::Error;
+    use crate::sys::file::open_directory;
+
+    /// Opens a file, or fails with `errno` as long as there is one.
+    fn opener<'a>(directory: &'a Path, errno: &'a Cell<Option<i32>>) -> impl Fn() -> Result<DataFile> + 'a {
+        move || {
+            if let Some(errno) = errno.get() {
+                return Err(Error::io("open", directory)(std::io::Error::from_raw_os_error(errno)));
+            }
+            let directory = open_directory(directory).unwrap();
+            let _ = DataFile::create(directory.as_fd(), "shard", 1);
+            Ok(DataFile::open_write(directory.as_fd(), "shard", false).unwrap())
+        }
+    }
+
+    #[test]
+    fn a_process_out_of_descriptors_waits_for_files_that_are_open_and_fails_when_none_is() {
+        let (directory, errno) = (tempfile::tempdir().unwrap(), Cell::new(None));
+        let open = opener(directory.path(), &errno);
+        for number in [libc::EMFILE, libc::ENFILE] {
+            errno.set(None);
+            let files = OpenFiles::new([1, 1, 1]);
+            let first = files.acquire(0, &open).unwrap().unwrap();
+            errno.set(Some(number));
+            assert!(files.acquire(1, &open).unwrap().is_none());
+            assert!(files.acquire(0, &open).unwrap().is_some(), "it is open");
+            drop(files.release(0));
+            assert!(files.acquire(1, &open).unwrap().is_none(), "somebody holds it still");
+            drop(first);
+            let error = files.acquire(1, &open).unwrap_err();
+            assert_eq!(error.errno(), Some(number));
+            errno.set(None);
+            assert!(files.acquire(1, &open).unwrap().is_some());
+            errno.set(Some(libc::EACCES));
+            assert_eq!(files.acquire(2, &open).unwrap_err().errno(), Some(libc::EACCES), "no reason to wait");
+        }
+    }
+
+    #[test]
+    fn only_so_many_files_are_open_at_a_time() {
+        let (directory, errno) = (tempfile::tempdir().unwrap(), Cell::new(None));
+        let open = opener(directory.path(), &errno);
+        let files = OpenFiles::new(vec![2; MOST + 1]);
+        for shard in 0..MOST {
+            assert!(files.acquire(shard, &open).unwrap().is_some());
+        }
+        assert!(files.acquire(MOST, &open).unwrap().is_none());
+        assert!(files.release(7).is_none(), "it has another block");
+        assert!(files.acquire(MOST, &open).unwrap().is_none());
+        assert!(files.release(7).is_some());
+        assert!(files.acquire(MOST, &open).unwrap().is_some());
     }
 }

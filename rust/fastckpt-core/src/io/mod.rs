@@ -15,7 +15,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::sys::file::DataFile;
+use self::files::OpenFile;
 use crate::sys::gather::Buf;
 
 /// The engine that runs, as opposed to the one that is asked for.
@@ -53,7 +53,7 @@ pub struct Op {
     /// What the worker knows it by.
     pub token: usize,
     /// The file.
-    pub file: Arc<DataFile>,
+    pub file: Arc<OpenFile>,
     /// Past the page cache, or through it.
     pub direct: bool,
     /// To the file, or from it.

@@ -351,7 +351,7 @@ impl Job for ReadJob<'_> {
         spans.max().unwrap_or(0) as usize
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
@@ -367,6 +367,7 @@ impl Job for ReadJob<'_> {
             };
             if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
+        let Some(file) = file else { return Ok(None) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         // All pieces of a block are mapped, or none.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
@@ -374,17 +375,8 @@ impl Job for ReadJob<'_> {
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
             let (offset, buf, way) = (read.start, Buf::new(None, vec![part]), Way::Mapped);
             let direct = false;
-            return Ok(Transfer {
-                file,
-                offset,
-                range: 0..need,
-                need,
-                moved: 0,
-                buf,
-                direct,
-                way,
-                copied: 0,
-            });
+            let range = 0..need;
+            return Ok(Some(Transfer { file, offset, range, need, moved: 0, buf, direct, way, copied: 0 }));
         }
         // Where there is a choice, what the page cache holds comes from there; but a verification is to see the disk.
         let hot = matches!(self.outcome, Outcome::Raise)
@@ -404,6 +396,7 @@ impl Job for ReadJob<'_> {
             (true, _) => reason,
             (_, true) => Way::Cached,
             _ if self.direct => Way::Refused,
+            _ if self.io == Io::Auto => Way::Shared,
             _ => Way::Asked,
         };
         let slab = if staged > 0 { Some(slab(staged)?) } else { None };
@@ -411,7 +404,7 @@ impl Job for ReadJob<'_> {
         let need = (end.min(shard.bytes) - start) as usize;
         let range = 0..(end - start) as usize;
         let buf = Buf::new(slab, parts);
-        Ok(Transfer { file, offset: start, range, need, moved: 0, buf, direct, way, copied: 0 })
+        Ok(Some(Transfer { file, offset: start, range, need, moved: 0, buf, direct, way, copied: 0 }))
     }
 
     fn finish(

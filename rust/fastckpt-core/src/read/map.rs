@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
 use crate::crew::Crew;
-use crate::error::{Error, Result};
+use crate::error::{Error, MAP, Result};
 use crate::options::{Io, Options};
 use crate::report::Report;
 use crate::source::Destination;
@@ -34,15 +34,14 @@ impl Checkpoint {
     fn map_shard(&self, index: usize) -> Result<FileMap> {
         let shard = &self.body.shards[index];
         let file = self.open_shard(index, false)?;
-        FileMap::new(file.fd(false), shard.bytes as usize)
-            .map_err(Error::io("map", &self.path_of(&shard.file)))
+        FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &self.path_of(&shard.file)))
     }
 
     /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the header of each
     /// shard; the first difference is an error. Of `options` the engine does not count: a mapping's pages are the page cache's.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
-        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let operation = Operation::begin(Kind::Load, &self.path, &options);
         let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
         let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));

@@ -17,7 +17,7 @@ use crate::commit;
 use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Body};
-use crate::options::Options;
+use crate::options::{Io, Options};
 use crate::report::{Damage, Report};
 use crate::source::Destination;
 use crate::sys::file::{self, DataFile};
@@ -124,7 +124,7 @@ impl Checkpoint {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
-        let operation = Operation::begin(Kind::Load, &self.path, options.step);
+        let operation = Operation::begin(Kind::Load, &self.path, options);
         let outcome =
             self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
@@ -141,7 +141,13 @@ impl Checkpoint {
     ) -> Result<Report> {
         let begin = Instant::now();
         let wanted = requests.iter().fold(0, |sum: u64, r| sum.saturating_add(r.end.saturating_sub(r.start)));
-        let mut crew = Crew::choose(options, wanted);
+        let shared = options.io == Io::Auto && options.ranks().share(&self.path);
+        let mut crew = if shared {
+            // Past it, each rank would read all from the storage. Whoever comes first to a page reads it, the others wait for it.
+            Crew::choose(&Options { io: Io::Buffered, ..options.clone() }, wanted)
+        } else {
+            Crew::choose(options, wanted)
+        };
         let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
         if verify {
             self.check_headers(&job.shards)?;

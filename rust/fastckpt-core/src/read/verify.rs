@@ -21,7 +21,7 @@ use crate::worker::Tick;
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all that differs.
     pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
-        let operation = Operation::begin(Kind::Verify, &self.path, options.step);
+        let operation = Operation::begin(Kind::Verify, &self.path, options);
         let outcome = self.compare_all(options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome

@@ -14,7 +14,7 @@ use crate::checksum::{self, Side};
 use crate::commit::Workspace;
 use crate::crew::Crew;
 use crate::error::{Error, Result};
-use crate::io::files::OpenFiles;
+use crate::io::files::{OpenFile, OpenFiles};
 use crate::manifest::{Body, Saved, ShardEntry, TensorEntry, TrueType, Writer};
 use crate::options::{Io, Options};
 use crate::plan::{self, Extent, Plan, Shard};
@@ -77,7 +77,7 @@ pub(super) struct WriteJob<'a> {
     extent_crcs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
     /// The shard of a checkpoint of one block, once it is written.
-    unsynced: OnceLock<Arc<DataFile>>,
+    unsynced: OnceLock<Arc<OpenFile>>,
     /// When the last block was on the device, nanoseconds after `begin`; what came later was syncing.
     pub(super) written: AtomicU64,
 }
@@ -361,7 +361,7 @@ impl Job for WriteJob<'_> {
         self.locate(block).0
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Transfer> {
+    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
@@ -370,11 +370,12 @@ impl Job for WriteJob<'_> {
             let file = file.map_err(|error| Error::io("open", &path())(error))?;
             if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
         })?;
+        let Some(file) = file else { return Ok(None) };
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
         let Assembled { buf, direct, way, copied } =
             self.assemble(block, (shard, offset), (need, &file), slab)?;
         let len = buf.parts().iter().map(Part::len).sum();
-        Ok(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied })
+        Ok(Some(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied }))
     }
 
     fn finish(

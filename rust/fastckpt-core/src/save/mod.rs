@@ -44,7 +44,7 @@ pub struct Request<'a> {
 /// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory after the rename,
 /// the new checkpoint has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
-    let operation = Operation::begin(Kind::Save, request.path, options.step);
+    let operation = Operation::begin(Kind::Save, request.path, options);
     let outcome = write(request, options, &operation, tick);
     operation.end(telemetry::outcome(&outcome));
     outcome

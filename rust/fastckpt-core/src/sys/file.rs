@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
@@ -20,10 +21,27 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
+/// How long to wait for a lease to be given back, looking so often. The kernel takes it after fs.lease-break-time, by default 45 s.
+const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
+
 /// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no symbolic link.
 ///
-/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer.
+/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. So it does not wait either for somebody who holds a lease of a
+/// file (Samba, or the kernel's NFS server, on their own disks), but has the kernel ask for it back: that is waited for here.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
+    let begin = Instant::now();
+    loop {
+        match open_now(directory, name, extra) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < LEASE.0 => {
+                std::thread::sleep(LEASE.1);
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Likewise, without waiting for anything.
+fn open_now(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match retry_on_intr(|| fs::openat2(directory, name, flags, Mode::empty(), resolve)) {

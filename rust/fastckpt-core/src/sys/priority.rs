@@ -71,7 +71,7 @@ impl Priority {
 
     /// Whether threads of this process may do that: tried in a thread that ends at once.
     pub fn probe(self) -> io::Result<()> {
-        std::thread::Builder::new().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
+        crate::options::thread_builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
     }
 }
 
@@ -93,14 +93,13 @@ mod tests {
     fn only_the_calling_thread_stands_back() {
         let before = (niceness(), io_priority());
         let set = Priority { nice: Some(7), io: Some(IoPriority::BestEffort(6)) };
-        std::thread::spawn(move || {
+        let thread = crate::options::thread_builder().spawn(move || {
             set.apply().unwrap();
             assert_eq!((niceness(), io_priority()), (7, 2 << 13 | 6));
             Priority { nice: None, io: Some(IoPriority::Idle) }.apply().unwrap();
             assert_eq!((niceness(), io_priority() >> 13), (7, 3));
-        })
-        .join()
-        .unwrap();
+        });
+        thread.unwrap().join().unwrap();
         set.probe().unwrap();
         assert_eq!((niceness(), io_priority()), before);
     }

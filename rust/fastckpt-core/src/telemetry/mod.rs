@@ -14,6 +14,7 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::io::Engine;
+use crate::options::Options;
 use crate::sys::shm;
 use layout::{BUCKETS, OperationSlot, Segment, ThreadSlot};
 
@@ -130,11 +131,11 @@ pub struct Planned {
 }
 
 impl Operation {
-    /// An operation on the checkpoint at `path` begins; `step` is the training step, if known.
+    /// An operation on the checkpoint at `path` begins.
     #[must_use]
-    pub fn begin(kind: Kind, path: &Path, step: Option<i64>) -> Self {
+    pub fn begin(kind: Kind, path: &Path, options: &Options) -> Self {
         let begin = now();
-        let (segment, number, id) = process::take_operation();
+        let (segment, number, id) = process::take_operation(&options.environment);
         let slot = segment.operations.get(number as usize).unwrap_or(&shm::UNSEEN.operations[0]);
         let operation = Self {
             segment,
@@ -149,7 +150,7 @@ impl Operation {
             files_done: AtomicU32::new(0),
             closing: Mutex::default(),
         };
-        let (save_target, load_target) = target::targets();
+        let (save_target, load_target) = target::targets(&options.environment);
         let target = if kind == Kind::Save { save_target } else { load_target };
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         let absolute = absolute.to_string_lossy();
@@ -173,7 +174,7 @@ impl Operation {
             slot.t_start_mono_ns.store(begin, Relaxed);
             slot.t_phase_mono_ns.store(begin, Relaxed);
             slot.st_dev.store(device.map_or(0, |stat| stat.st_dev), Relaxed);
-            slot.step.store(step.unwrap_or(-1), Relaxed);
+            slot.step.store(options.step.unwrap_or(-1), Relaxed);
             slot.target.store(target, Relaxed);
             slot.label.set(&path.file_name().unwrap_or_default().to_string_lossy());
             slot.path.set_tail(&absolute);

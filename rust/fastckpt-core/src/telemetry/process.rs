@@ -1,7 +1,6 @@
 //! The segment of this process: made when the first operation begins, made anew after a fork or when its file was taken away; and
 //! who has which of its slots. Everything here runs at the begin or the end of an operation or a worker, never in between.
 
-use std::env;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;
@@ -15,6 +14,7 @@ use super::layout::{
     ThreadSlot,
 };
 use super::{Kind, free_since, nanoseconds, now};
+use crate::environment::Environment;
 use crate::sys::shm::{self, Shared};
 
 /// Tries for a name, where processes of several PID namespaces share a directory.
@@ -65,18 +65,18 @@ fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
 
 impl Process {
     /// A segment for this process, with the totals and the history of the one before.
-    fn new(before: Option<&Self>) -> Self {
+    fn new(environment: &Environment, before: Option<&Self>) -> Self {
         let generation = before.map_or(1, |before| before.generation + 1);
         let prepare = |segment: &Segment| {
-            let targets = super::target::targets();
+            let targets = super::target::targets(environment);
             segment.process.target_save.store(targets.0, Relaxed);
             segment.process.target_load.store(targets.1, Relaxed);
             if let Some(before) = before {
                 inherit(segment, before.segment);
             }
         };
-        let off = env::var("FASTCKPT_TOP").as_deref() == Ok("0");
-        let published = if off { None } else { publish(generation, prepare) };
+        let off = environment.text("FASTCKPT_TOP") == Some("0");
+        let published = if off { None } else { publish(environment, generation, prepare) };
         let (segment, file) = match published {
             Some((path, Shared { segment, file })) => (segment, Some((path, file))),
             None => (&shm::UNSEEN, None),
@@ -116,28 +116,28 @@ fn inherit(segment: &Segment, old: &Segment) {
 }
 
 /// This process's record, with a segment that is its own and still has its file.
-fn current(process: &mut Option<Process>) -> &mut Process {
+fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
     match process.take() {
         // A fork has the record but not the memory: nothing of it may be touched.
-        Some(known) if known.pid != pid => *process = Some(Process::new(None)),
+        Some(known) if known.pid != pid => *process = Some(Process::new(environment, None)),
         Some(known) => {
             let lost = known.file.as_ref().is_some_and(|(path, file)| !shm::still_there(path, *file));
             if lost && known.running == 0 {
-                *process = Some(Process::new(Some(&known)));
+                *process = Some(Process::new(environment, Some(&known)));
             } else {
                 *process = Some(known);
             }
         }
-        None => *process = Some(Process::new(None)),
+        None => *process = Some(Process::new(environment, None)),
     }
-    process.get_or_insert_with(|| Process::new(None))
+    process.get_or_insert_with(|| Process::new(environment, None))
 }
 
 /// A segment, the number of an operation slot in it ([`NO_SLOT`] if none is free), and the operation's number.
-pub(super) fn take_operation() -> (&'static Segment, u32, u64) {
+pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u32, u64) {
     let Some(mut guard) = lock() else { return (&shm::UNSEEN, NO_SLOT, 0) };
-    let process = current(&mut guard);
+    let process = current(&mut guard, environment);
     process.operations += 1;
     process.running += 1;
     let segment = process.segment;
@@ -221,8 +221,8 @@ pub(super) fn finish(
 }
 
 /// Publishes a segment in the first directory that takes it.
-fn publish(generation: u32, fill: impl Fn(&Segment)) -> Option<(PathBuf, Shared)> {
-    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+fn publish(environment: &Environment, generation: u32, fill: impl Fn(&Segment)) -> Option<(PathBuf, Shared)> {
+    let variable = |name| environment.get(name).map(PathBuf::from);
     let directories = variable("FASTCKPT_TOP_DIR").map_or_else(
         || {
             let shared = PathBuf::from(format!("/dev/shm/fastckpt-{}", rustix::process::geteuid().as_raw()));
@@ -240,7 +240,7 @@ fn publish(generation: u32, fill: impl Fn(&Segment)) -> Option<(PathBuf, Shared)
                 n => format!("{pid}-{ticks}-{n}.seg"),
             };
             let outcome = shm::publish(&directory, &name, generation, |segment| {
-                fill_header(&segment.header, ticks);
+                fill_header(&segment.header, environment, ticks);
                 fill(segment);
             });
             match outcome {
@@ -260,9 +260,9 @@ fn start_ticks() -> u64 {
     rest.split_whitespace().nth(19).and_then(|field| field.parse().ok()).unwrap_or(0)
 }
 
-fn fill_header(header: &Header, ticks: u64) {
+fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     let size = |size: usize| size as u32;
-    let number = |name: &str| env::var(name).ok().and_then(|text| text.parse::<i32>().ok()).unwrap_or(-1);
+    let number = |name: &str| environment.text(name).and_then(|text| text.parse::<i32>().ok()).unwrap_or(-1);
     let inode = |path: &str| stat(path).map_or(0, |stat| stat.st_ino);
     header.magic.store(MAGIC, Relaxed);
     header.major.store(MAJOR, Relaxed);
@@ -297,7 +297,7 @@ fn fill_header(header: &Header, ticks: u64) {
     header.gpu.store(number("LOCAL_RANK"), Relaxed);
     header.numa.store(-1, Relaxed);
     header.version.set(env!("CARGO_PKG_VERSION"));
-    header.job.set(&job());
+    header.job.set(&job(environment));
 }
 
 /// The kernel's boot id as two words, in the order of its text.
@@ -311,14 +311,15 @@ fn boot_id() -> [u64; 2] {
 }
 
 /// What the job is called: `FASTCKPT_JOB`, else the script or program.
-fn job() -> String {
+fn job(environment: &Environment) -> String {
+    if let Some(job) = environment.text("FASTCKPT_JOB") {
+        return job.to_owned();
+    }
     let base = |text: &str| Path::new(text).file_name().map(|name| name.to_string_lossy().into_owned());
-    env::var("FASTCKPT_JOB").ok().filter(|job| !job.is_empty()).unwrap_or_else(|| {
-        let arguments = std::fs::read("/proc/self/cmdline").unwrap_or_default();
-        let mut arguments = arguments.split(|&byte| byte == 0).map(String::from_utf8_lossy);
-        let program = arguments.next().unwrap_or_default().into_owned();
-        // An interpreter is not what the job is called; its script is.
-        let script = arguments.find(|text| text.ends_with(".py")).map(std::borrow::Cow::into_owned);
-        script.as_deref().or(Some(&program)).and_then(base).unwrap_or_default()
-    })
+    let arguments = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+    let mut arguments = arguments.split(|&byte| byte == 0).map(String::from_utf8_lossy);
+    let program = arguments.next().unwrap_or_default().into_owned();
+    // An interpreter is not what the job is called; its script is.
+    let script = arguments.find(|text| text.ends_with(".py")).map(std::borrow::Cow::into_owned);
+    script.as_deref().or(Some(&program)).and_then(base).unwrap_or_default()
 }

@@ -1,11 +1,11 @@
 //! The throughput that the process wants of its saves and loads.
 
-use std::env;
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::process;
+use crate::environment::Environment;
 
 /// Bytes/s per GPU for saves and for loads, 0 for none.
 struct Targets {
@@ -13,30 +13,32 @@ struct Targets {
     load: AtomicU64,
 }
 
-/// The targets, at first those of the environment.
-fn current() -> &'static Targets {
+/// The targets, at first those that `initial` tells.
+fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static Targets {
     static TARGETS: OnceLock<Targets> = OnceLock::new();
     TARGETS.get_or_init(|| {
-        let (save, load) = environment_targets();
+        let (save, load) = initial();
         Targets { save: save.into(), load: load.into() }
     })
 }
 
 /// What the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
-pub(super) fn targets() -> (u64, u64) {
-    (current().save.load(Relaxed), current().load.load(Relaxed))
+pub(super) fn targets(environment: &Environment) -> (u64, u64) {
+    let targets = current(|| environment_targets(environment));
+    (targets.save.load(Relaxed), targets.load.load(Relaxed))
 }
 
 /// Sets what the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
 pub fn set_target(save: u64, load: u64) {
-    current().save.store(save, Relaxed);
-    current().load.store(load, Relaxed);
+    let targets = current(|| (save, load));
+    targets.save.store(save, Relaxed);
+    targets.load.store(load, Relaxed);
     process::store_targets((save, load));
 }
 
 /// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.
-fn environment_targets() -> (u64, u64) {
-    env::var("FASTCKPT_TOP_TARGET").ok().and_then(|text| parse_targets(&text)).unwrap_or((0, 0))
+fn environment_targets(environment: &Environment) -> (u64, u64) {
+    environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets).unwrap_or((0, 0))
 }
 
 /// A tier's name, GB/s for both, or `save=X,load=Y` (GB being 10^9 bytes), as bytes/s.

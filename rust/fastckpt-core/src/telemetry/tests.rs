@@ -13,7 +13,7 @@ fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared> {
 
 #[test]
 fn latencies_fall_into_their_buckets() {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), None);
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), &Options::default());
     let mut lane = operation.lane();
     for (latency, bucket) in [(0, 0), (63_999, 0), (64_000, 1), (127_999, 1), (128_000, 2), (1 << 40, 15)] {
         let before = lane.histogram[bucket];
@@ -44,7 +44,11 @@ fn text_is_cut_between_characters() {
 
 #[test]
 fn an_operation_is_counted_from_begin_to_end() {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/counted"), Some(7));
+    let operation = Operation::begin(
+        Kind::Save,
+        Path::new("/nowhere/counted"),
+        &Options { step: Some(7), ..Options::default() },
+    );
     let slot = operation.slot;
     assert_eq!((slot.label.get().as_str(), slot.step.load(Relaxed)), ("counted", 7));
     let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, depth: 8 };
@@ -77,7 +81,7 @@ fn an_operation_is_counted_from_begin_to_end() {
 
 #[test]
 fn an_abandoned_operation_has_failed() {
-    let operation = Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), None);
+    let operation = Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), &Options::default());
     let slot = operation.slot;
     drop(operation);
     assert_eq!(slot.phase.load(Relaxed), FAILED);

@@ -1,0 +1,213 @@
+"""Many ranks, many shards, files that others hold: what a node and a process have only so much of is shared."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import fastckpt
+from harness import needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+SHARED = "buffered: shared by the ranks of this node"
+
+
+def state(nbytes: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {f"w{i}": rng.integers(0, 256, nbytes // 4, np.uint8) for i in range(4)}
+
+
+# Ranks
+
+RANK = """
+import sys
+import numpy as np, fastckpt
+
+def read_bytes():
+    return int(open("/proc/self/io").read().partition("\\nread_bytes: ")[2].split()[0])
+
+print("ready", flush=True)
+sys.stdin.readline()
+before = read_bytes()
+loaded = fastckpt.load(sys.argv[1], io=sys.argv[2])
+print(read_bytes() - before, sum(int(array.sum()) for array in loaded.values()), flush=True)
+"""
+
+
+def read_by_ranks(path: Path, count: int, io: str) -> tuple[list[int], set[int]]:
+    """What each of ``count`` ranks that load ``path`` when it is cold read from the device, and what they got."""
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    ranks = []
+    for rank in range(count):
+        labels = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+        command = [sys.executable, "-c", RANK, str(path), io]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env={**os.environ, **labels}, **pipes))
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    told = [rank.communicate(timeout=240)[0].split() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * count
+    return [int(moved) for moved, _ in told], {int(total) for _, total in told}
+
+
+def test_ranks_that_load_one_path_read_the_storage_once(tmp_path):
+    wanted = state(64 * MIB)
+    total = {sum(int(array.sum()) for array in wanted.values())}
+    fastckpt.save(wanted, tmp_path / "c")
+    moved, found = read_by_ranks(tmp_path / "c", 1, "threads")
+    assert found == total
+    if moved[0] < 64 * MIB:
+        needs.missing("a temporary directory on a disk, and files that can be dropped from the page cache")
+    moved, found = read_by_ranks(tmp_path / "c", 4, "auto")
+    assert found == total
+    assert 64 * MIB * 0.9 <= sum(moved) <= 64 * MIB * 1.3, moved
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "options", "shared"),
+    [
+        ("step-3", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, True),
+        ("rank-4", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, True),
+        ("step", {"LOCAL_WORLD_SIZE": "8"}, {}, True),
+        # What names its rank is read by that rank alone.
+        ("rank-11", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, False),
+        ("mp_rank_03", {"LOCAL_WORLD_SIZE": "8", "RANK": "11", "LOCAL_RANK": "3"}, {}, False),
+        ("step", {"LOCAL_WORLD_SIZE": "1"}, {}, False),
+        ("step", {}, {}, False),
+        ("step", {"LOCAL_WORLD_SIZE": "8"}, {"io": "uring"}, False),
+        ("step", {"LOCAL_WORLD_SIZE": "8"}, {"io": "threads"}, False),
+    ],
+)
+def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, environment, options, shared):
+    wanted = state(16 * MIB)
+    for variable in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    fastckpt.save(wanted, tmp_path / name)
+    with (tmp_path / name / "model.safetensors").open("rb") as shard:
+        os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    caplog.set_level("INFO", "fastckpt")
+    loaded = fastckpt.load(tmp_path / name, **options)
+    assert all(np.array_equal(loaded[key], array) for key, array in wanted.items())
+    report = caplog.records[-1].args[0]
+    assert (set(report.ways) == {SHARED}) == shared, report.ways
+    assert (SHARED in report.ways) == shared
+    if shared:
+        assert (report.engine, report.fallback) == ("buffered", None)
+    # Verifying is to see the disk, and writing is each rank's own.
+    assert SHARED not in fastckpt.verify(tmp_path / name, **options).ways
+    assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).ways
+
+
+def test_buffered_that_was_asked_for_is_not_called_shared(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    fastckpt.save(state(MIB), tmp_path / "c")
+    caplog.set_level("INFO", "fastckpt")
+    fastckpt.load(tmp_path / "c", io="buffered")
+    assert set(caplog.records[-1].args[0].ways) == {"buffered: as asked"}
+
+
+# Descriptors
+
+FEW = """
+import resource, sys
+import numpy as np, fastckpt
+
+path, io = sys.argv[1:]
+state = {f"w{i}": np.full(5000 + i, i % 251, np.uint8) for i in range(600)}
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+for name in ("c", "c", "d"):
+    fastckpt.save(state, f"{path}/{name}", shard_size=4096, io=io, threads=2)
+    loaded = fastckpt.load(f"{path}/{name}", io=io, threads=2)
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+    assert fastckpt.verify(f"{path}/{name}", io=io, threads=2).ok
+assert len(fastckpt.load(f"{path}/c", io=io, threads=20)) == 600
+"""
+
+
+def test_many_shards_need_few_descriptors(tmp_path, engine):
+    command = [sys.executable, "-c", FEW, str(tmp_path), engine]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 600
+
+
+NONE = """
+import json, os, resource, sys
+import numpy as np
+from fastckpt import _core
+
+reader = _core.Reader(sys.argv[1])
+memory = np.zeros(5000, np.uint8)
+# No descriptor below the limit is free.
+last = os.open("/dev/null", os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
+try:
+    reader.read([(0, 0, 5000, memory.ctypes.data)], verify=False, io="threads", threads=1, drain=None, tick=None)
+except OSError as error:
+    print(json.dumps([error.errno, str(error)]))
+"""
+
+
+def test_no_descriptor_at_all_tells_what_helps(tmp_path):
+    fastckpt.save({"w": np.ones(5000, np.uint8)}, tmp_path / "c")
+    command = [sys.executable, "-c", NONE, str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    number, text = json.loads(done.stdout)
+    assert number == errno.EMFILE
+    assert "cannot open `" in text
+    assert "ulimit -n" in text
+
+
+# Leases
+
+HOLDER = """
+import fcntl, os, signal, sys, time
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+fd = os.open(sys.argv[1], os.O_RDONLY)
+try:
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+except OSError as error:
+    sys.exit(f"no lease: {error}")
+print("held", flush=True)
+signal.sigwait([signal.SIGIO])
+# Whoever asked has been refused by now, or waits.
+time.sleep(0.3)
+print("asked", flush=True)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+"""
+
+
+@pytest.mark.parametrize("file", ["fastckpt.json", "model.safetensors"])
+def test_a_lease_is_waited_for(tmp_path, engine, file):
+    """Samba and the kernel's NFS server hold such, and give them back when somebody opens the file."""
+    wanted = state(16 * MIB)
+    fastckpt.save(wanted, tmp_path / "c")
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "c" / file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
+        try:
+            if holder.stdout.readline() != "held\n":
+                needs.missing(f"a file system with leases ({holder.stderr.read().strip()})")
+            loaded = fastckpt.load(tmp_path / "c", io=engine)
+            assert holder.stdout.readline() == "asked\n"
+        finally:
+            holder.kill()
+    assert all(np.array_equal(loaded[key], array) for key, array in wanted.items())
