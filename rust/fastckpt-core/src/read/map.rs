@@ -24,7 +24,8 @@ impl Checkpoint {
         for &tensor in tensors {
             let entry = self.body.tensors.get(tensor).ok_or_else(no_such_tensor)?;
             if entry.bytes() > 0 && maps[entry.shard].is_none() {
-                maps[entry.shard] = Some(Arc::new(self.map_shard(entry.shard)?));
+                maps[entry.shard] =
+                    Some(Arc::new(self.map_shard(entry.shard).map_err(|error| self.settle(error))?));
             }
         }
         Ok(maps)

@@ -31,6 +31,8 @@ const REPLACED_WAIT: Duration = Duration::from_secs(30);
 const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(5);
+/// Bytes at the manifest's beginning, its checksum among them, that tell it from any other.
+const SEAL: usize = 64;
 /// Reads in pieces of this many bytes where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
 
@@ -40,6 +42,8 @@ pub struct Checkpoint {
     path: PathBuf,
     directory: OwnedFd,
     body: Body,
+    /// The first line of the manifest: it holds a checksum of the rest.
+    seal: Vec<u8>,
     /// Whether the directory was found to have its name still, after a file was missing in it.
     certain: OnceLock<()>,
     /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each time.
@@ -80,7 +84,7 @@ impl Checkpoint {
         let manifest = path.join(manifest::FILE);
         let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
             Err(error) if is_gone(&error) => {
-                if is_replaced(&directory, path, &error, &OnceLock::new()) {
+                if is_replaced(&directory, path, None, &error, &OnceLock::new()) {
                     return Err(replaced());
                 }
                 let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
@@ -99,9 +103,10 @@ impl Checkpoint {
         if read < bytes.len() {
             return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
         }
+        let seal = bytes[..read.min(SEAL)].to_vec();
         let body = manifest::decode(bytes, &manifest)?;
         let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
-        Ok(Self { path: path.to_path_buf(), directory, body, certain: OnceLock::new(), sound_headers })
+        Ok(Self { path: path.to_path_buf(), directory, body, seal, certain: OnceLock::new(), sound_headers })
     }
 
     /// The manifest.
@@ -208,21 +213,34 @@ impl Checkpoint {
 
     /// Why a shard cannot be opened.
     fn unreadable(&self, path: &Path, error: io::Error) -> Error {
-        if is_gone(&error) && is_replaced(&self.directory, &self.path, &error, &self.certain) {
+        if is_gone(&error) && self.is_replaced(&error) {
             return Error::Replaced { path: self.path.clone() };
         }
         unreadable(path, error)
     }
 
+    fn is_replaced(&self, error: &io::Error) -> bool {
+        is_replaced(&self.directory, &self.path, Some(&self.seal), error, &self.certain)
+    }
+
     /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
     /// removed end in an error of their own, in a mapping in that of a disk that fails.
     fn settle(&self, error: Error) -> Error {
-        let Error::Io { source, .. } = &error else { return error };
-        let suspect = matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO));
-        if suspect && is_replaced(&self.directory, &self.path, source, &self.certain) {
-            return Error::Replaced { path: self.path.clone() };
-        }
-        error
+        let replaced = match &error {
+            Error::Io { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && self.is_replaced(source)
+            }
+            Error::Corrupt { .. } => self.is_other(),
+            _ => false,
+        };
+        if replaced { Error::Replaced { path: self.path.clone() } } else { error }
+    }
+
+    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an open directory
+    /// is what another machine has put in its place.
+    fn is_other(&self) -> bool {
+        commit::reach(self.directory.as_fd()) != commit::Reach::Machine
+            && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
     }
 
     /// Compares the header of a shard with its checksum.
@@ -281,16 +299,25 @@ fn is_gone(error: &io::Error) -> bool {
 
 /// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
 /// so that this takes its time once.
-fn is_replaced(directory: &OwnedFd, path: &Path, error: &io::Error, certain: &OnceLock<()>) -> bool {
+fn is_replaced(
+    directory: &OwnedFd,
+    path: &Path,
+    seal: Option<&[u8]>,
+    error: &io::Error,
+    certain: &OnceLock<()>,
+) -> bool {
     if error.raw_os_error() == Some(libc::ESTALE) {
         return true;
     }
     let begin = Instant::now();
     loop {
-        if has_other_name(directory, path) {
+        let local = commit::reach(directory.as_fd()) == commit::Reach::Machine;
+        if has_other_name(directory, path)
+            || !local && seal.is_some_and(|seal| has_other_manifest(path, seal))
+        {
             return true;
         }
-        let sure = certain.get().is_some() || commit::reach(directory.as_fd()) == commit::Reach::Machine;
+        let sure = local || certain.get().is_some();
         if sure || begin.elapsed() > DOUBT {
             let _ = certain.set(());
             return false;
@@ -308,6 +335,18 @@ fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
     match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
         (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
         _ => true,
+    }
+}
+
+/// Whether the manifest at `path` is not the one that begins with `seal`.
+fn has_other_manifest(path: &Path, seal: &[u8]) -> bool {
+    let mut begin = vec![0; seal.len()];
+    let read = file::open_directory(path)
+        .and_then(|directory| file::open_regular(directory.as_fd(), manifest::FILE))
+        .and_then(|(fd, _)| file::read_at(fd.as_fd(), &mut begin, 0));
+    match read {
+        Ok(read) => begin[..read] != *seal,
+        Err(error) => is_gone(&error),
     }
 }
 

@@ -82,6 +82,9 @@ impl Checkpoint {
         damage.extend(self.check_sums());
         damage.sort();
         damage.dedup();
+        if !damage.is_empty() && self.is_other() {
+            return Err(Error::Replaced { path: self.path.clone() });
+        }
         Ok((report, damage))
     }
 
