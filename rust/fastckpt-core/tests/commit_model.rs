@@ -516,7 +516,8 @@ impl Step<'_> {
         let next = if exchange { Pc::Sync } else { Pc::Rename };
         match me.pc {
             Pc::Swap => match self.s.at(Name) {
-                _ if self.s.dirs[p].at != workspace => self.go(Pc::Fail),
+                // A swap with what is gone fails; the first of two renames does not.
+                _ if exchange && self.s.dirs[p].at != workspace => self.go(Pc::Fail),
                 None => self.go(Pc::Look),
                 Some(x) if exchange => self.to(Pc::Inspect, |s, _| {
                     s.swap(p, x);
