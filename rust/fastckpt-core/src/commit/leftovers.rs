@@ -41,16 +41,17 @@ pub(super) fn remove(
     verdict: Option<Verdict>,
 ) -> io::Result<()> {
     let Some(temporary) = Temporary::parse(found.as_bytes()) else { return Ok(()) };
-    let garbage = temporary.garbage();
-    match fs::renameat(parent, found, parent, &garbage) {
+    let (claimed, garbage) = (temporary.renamed(Kind::Tmp), temporary.renamed(Kind::Del));
+    match fs::renameat(parent, found, parent, &claimed) {
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     }
     drop(verdict);
-    if id_of_renamed(parent, &garbage) != Some(expected) {
+    if id_of_renamed(parent, &claimed) != Some(expected) {
         // Another one came to lie there since it was looked at.
-        return Ok(fs::renameat(parent, &garbage, parent, found)?);
+        return Ok(fs::renameat(parent, &claimed, parent, found)?);
     }
+    fs::renameat(parent, &claimed, parent, &garbage)?;
     destroy(parent, &garbage, expected)
 }
 

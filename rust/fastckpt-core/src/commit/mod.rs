@@ -22,7 +22,7 @@ use rustix::io::{Errno, retry_on_intr};
 pub(crate) use self::directory::refresh;
 use self::directory::{Id, entries, id, id_of, id_of_renamed, open_child, sync};
 pub use self::leftovers::{LeftOver, State, left_overs, open_checkpoint, remove_left_over};
-use self::leftovers::{is_superseded, remove, sweep};
+use self::leftovers::{is_free, is_superseded, remove, sweep};
 pub use self::locks::Reach;
 pub(crate) use self::locks::reach;
 use self::names::{aside_name, workspace_name};
@@ -352,7 +352,11 @@ impl Workspace {
             done.rival = true;
             self.adopt(&aside, there).map_err(put_back)?;
         }
-        match self.rename() {
+        let mut outcome = self.rename();
+        if matches!(outcome, Err(Errno::EXIST | Errno::NOTEMPTY)) && is_free(parent.as_fd(), name) {
+            outcome = self.rename(); // whoever was there made way again
+        }
+        match outcome {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
                 // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
