@@ -42,8 +42,9 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// Where a directory lies: its one name. A claimed directory has a name of its own, so `Del` never clashes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 enum At {
+    #[default]
     Gone,
     Away,
     Name,
@@ -53,7 +54,7 @@ enum At {
 }
 use At::{Away, Del, Gone, Name, Old, Tmp};
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 struct Dir {
     at: At,
     /// 0: none, 1: empty, 2: whole.
@@ -198,7 +199,7 @@ enum Rule {
 }
 use Rule::*;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Scenario {
     exchange: bool,
     old: bool,
@@ -217,20 +218,7 @@ struct Scenario {
 
 impl Scenario {
     fn new(exchange: bool) -> Self {
-        Self {
-            exchange,
-            old: true,
-            savers: 2,
-            sweeper: 0,
-            loader: false,
-            late: false,
-            user: &[],
-            crashes: 0,
-            wrong: 0,
-            proof: true,
-            stale: false,
-            off: vec![],
-        }
+        Self { exchange, old: true, savers: 2, proof: true, ..Self::default() }
     }
 
     fn on(&self, rule: Rule) -> bool {
@@ -238,27 +226,23 @@ impl Scenario {
     }
 
     fn start(&self) -> State {
-        let dir =
-            Dir { at: Gone, manifest: 0, shards: false, foreign: false, adopted: false, age: 0, rank: 0 };
-        let mut dirs = [dir; 5];
+        let mut dirs = [Dir::default(); 5];
         if self.old {
-            dirs[OLD] =
-                Dir { at: Name, manifest: 2, shards: true, foreign: true, adopted: false, age: 1, rank: 1 };
+            let whole = Dir { manifest: 2, shards: true, foreign: true, ..Dir::default() };
+            dirs[OLD] = Dir { at: Name, age: 1, rank: 1, ..whole };
         }
         let mut procs = [DONE; 6];
-        let mut begin = |p: usize, pc| procs[p] = Proc { pc, end: End::Running, ..DONE };
-        (0..self.savers).for_each(|p| begin(p, Pc::Mkdir));
-        if self.late {
-            begin(LATE, Pc::Pick);
-        }
-        if self.sweeper > 0 {
-            begin(SWEEPER, Pc::Pick);
-        }
-        if self.loader {
-            begin(LOADER, Pc::Open);
-        }
-        if !self.user.is_empty() {
-            begin(USER, Pc::Act);
+        for (p, begins, pc) in [
+            (0, self.savers > 0, Pc::Mkdir),
+            (1, self.savers > 1, Pc::Mkdir),
+            (LATE, self.late, Pc::Pick),
+            (SWEEPER, self.sweeper > 0, Pc::Pick),
+            (LOADER, self.loader, Pc::Open),
+            (USER, !self.user.is_empty(), Pc::Act),
+        ] {
+            if begins {
+                procs[p] = Proc { pc, end: End::Running, ..DONE };
+            }
         }
         procs[SWEEPER].n = self.sweeper;
         State {
@@ -410,16 +394,8 @@ impl Step<'_> {
     fn run(&mut self) {
         match self.s.procs[self.p].pc {
             Pc::Mkdir | Pc::Create | Pc::Fill | Pc::Finish => self.build(),
-            Pc::Look
-            | Pc::Check
-            | Pc::Refuse
-            | Pc::Carry
-            | Pc::Again
-            | Pc::Candidates
-            | Pc::Adopt
-            | Pc::AdoptCarry => {
-                self.prepare();
-            }
+            Pc::Look | Pc::Check | Pc::Refuse | Pc::Carry | Pc::Again => self.prepare(),
+            Pc::Candidates | Pc::Adopt | Pc::AdoptCarry => self.prepare(),
             Pc::Swap | Pc::Inspect | Pc::Other | Pc::Back | Pc::BackCheck | Pc::BackAgain => self.replace(),
             Pc::Rename | Pc::Undo | Pc::Taken | Pc::TakenClaim | Pc::Sync | Pc::Displaced | Pc::After => {
                 self.finish()
@@ -883,11 +859,12 @@ impl State {
     /// What must not come back when the user removes the name now: all that had it, but for an old checkpoint that a live
     /// process has between its two renames or is about to take from there.
     fn published(&self) -> u8 {
+        let takes = |proc: &Proc, at| matches!(proc.pc, Pc::Adopt | Pc::PutBack) && proc.from == at;
         let held = |x: usize| match self.dirs[x].at {
             Old(q, _) => {
                 self.dirs[x].adopted
                     || self.procs[q as usize].pc != Pc::Done
-                    || self.procs.iter().any(|proc| proc.from == self.dirs[x].at)
+                    || self.procs.iter().any(|proc| takes(proc, self.dirs[x].at))
             }
             _ => false,
         };
