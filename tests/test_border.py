@@ -329,7 +329,8 @@ def test_the_environment_is_read_under_the_gil_alone(tmp_path):
     log = tmp_path / "log"
     (tmp_path / "top").mkdir(mode=0o700)
     plain = {name: value for name, value in os.environ.items() if name != "FASTCKPT_TOP"}
-    environment = {**plain, "LD_PRELOAD": str(shim), "FASTCKPT_TOP_DIR": str(tmp_path / "top")}
+    preloaded = ":".join(filter(None, (plain.get("LD_PRELOAD"), str(shim))))
+    environment = {**plain, "LD_PRELOAD": preloaded, "FASTCKPT_TOP_DIR": str(tmp_path / "top")}
     ended = subprocess.run(
         [sys.executable, "-c", OPERATIONS, log, shim, tmp_path],
         env=environment,

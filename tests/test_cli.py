@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import cli
+from fastckpt import _convert, cli
 from harness import needs
 
 try:
@@ -168,11 +169,9 @@ def test_convert_into_a_place_that_is_none(
         assert str(tmp_path / parent) in document["error"]
 
     def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("I/O error: No space (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    from safetensors import SafetensorError
-
-    monkeypatch.setattr(safetensors_torch, "save_file", full)
+    monkeypatch.setattr(_convert, "_write_safetensors", full)
     status, document = call_json(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
     assert (status, document["type"]) == (2, "OSError")
     assert str(tmp_path / "m.safetensors") in document["error"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -362,3 +364,118 @@ def test_pinned_memory_is_unpinned_before_it_is_unmapped(tmp_path, pinned):
     assert len(_arenas._free) == 1
     fastckpt.release_buffers()
     assert pinned == []
+
+
+class Cudart:
+    """CUDA's runtime, as far as pinning goes: each thread has a last error, kept until that thread asks for it."""
+
+    def __init__(self, status):
+        self.status = status
+        self.calls = []
+        self.last = threading.local()
+
+    def _call(self, *call):
+        self.calls.append((threading.get_ident(), *call))
+        if self.status:
+            self.last.error = self.status
+        return self.status
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
+        return self._call("register", address, nbytes, flags)
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        return self._call("unregister", address)
+
+    def launch(self):
+        """What every check after a kernel does."""
+        error, self.last.error = getattr(self.last, "error", 0), 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+class FakeTorch:
+    """torch with that runtime. A call must come with its device selected."""
+
+    def __init__(self, cudart):
+        self.cuda = self
+        self.selected = threading.local()
+        self._cudart = cudart
+
+    def get_device_module(self, device):
+        assert device.type == "cuda"
+        return self
+
+    @contextlib.contextmanager
+    def device(self, device):
+        self.selected.device = device
+        yield
+        self.selected.device = None
+
+    def cudart(self):
+        if threading.current_thread() is not threading.main_thread():
+            assert self.selected.device is CUDA
+        if isinstance(self._cudart, Exception):
+            raise self._cudart
+        return self._cudart
+
+
+CUDA = torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("status", [0, 2, 712])
+def test_a_refused_pin_leaves_no_error_in_the_training_thread(status, caplog):
+    cudart = Cudart(status)
+    undo = _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    assert _device._is_pinned(4096, 8192) == (not status)
+    cudart.launch()
+    # What was pinned and is gone meanwhile cannot be unpinned.
+    cudart.status = status or 713
+    undo()
+    cudart.launch()
+    assert not _device._is_pinned(4096, 8192)
+    assert [call[1:] for call in cudart.calls] == [("register", 4096, 8192, 1), ("unregister", 4096)][
+        : 1 + (not status)
+    ]
+    assert threading.get_ident() not in {thread for thread, *_ in cudart.calls}
+    told = f"cannot pin 8192 bytes for the snapshot (CUDA error {status})" if status else "cannot unpin 8192 bytes"
+    assert [told in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("failure", ["cudart", "thread"])
+def test_a_pin_that_cannot_be_tried_is_done_without(failure, caplog, monkeypatch):
+    cudart = Cudart(0)
+    if failure == "cudart":
+        cudart = RuntimeError("no CUDA here")
+    else:
+
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+    undo = _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    assert not _device._is_pinned(4096, 8192)
+    undo()
+    assert len(caplog.messages) == 1
+
+
+def test_a_pin_that_is_interrupted_is_undone(monkeypatch):
+    """Else the memory goes while CUDA still knows it."""
+    cudart = Cudart(0)
+    real = threading.Thread.join
+    interrupts = [KeyboardInterrupt()]
+
+    def join(thread, timeout=None):
+        if interrupts:
+            raise interrupts.pop()
+        real(thread, timeout)
+
+    def slow(address, nbytes, flags):
+        time.sleep(0.2)
+        return Cudart.cudaHostRegister(cudart, address, nbytes, flags)
+
+    cudart.cudaHostRegister = slow
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    assert [name for _, name, *_ in cudart.calls] == ["register", "unregister"]
+    assert not _device._is_pinned(4096, 8192)

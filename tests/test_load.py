@@ -656,3 +656,10 @@ def test_dtype_that_this_torch_lacks(saved, monkeypatch):
     monkeypatch.delitem(_torch.DTYPES, "float8_e5m2")
     with pytest.raises(UnsupportedTypeError, match="'w' is of dtype float8_e5m2, which this version of torch"):
         fastckpt.load(path)
+
+
+def test_all_tensors_of_a_state_without_any(tmp_path):
+    fastckpt.save({"step": 7}, tmp_path / "c")
+    assert isinstance(fastckpt.load(tmp_path / "c", keys="*"), dict)
+    with pytest.raises(KeyError, match="matches no tensor"):
+        fastckpt.load(tmp_path / "c", keys="model.*")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _arenas, _core, _flight
+from . import _arenas, _core, _flight, _guard
 from ._flatten import Flat, flatten
 from ._options import check_bandwidth, check_engine, check_in_flight, check_nice, check_shard_size, path_of
 from ._outcome import logger, report_of
@@ -61,12 +62,25 @@ class _Job:
             self.keep.clear()
             self.movers.clear()
             return
-        # Only tensors have a guard that waits for them.
-        now = bytes(isinstance(value, np.ndarray) for value in self.keep)
+        # Only tensors have a guard that waits for them, and not those that a guarded module's forward may change.
+        changing = self._changing()
+        now = bytes(
+            isinstance(value, np.ndarray) or (bool(changing) and _storage(value) in changing) for value in self.keep
+        )
         self.stage(now, last=False)
         self.rest = bytes(not at_once for at_once in now)
         # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
         self.keep[:] = [None if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
+
+    def _changing(self) -> set[int]:
+        """The storages of what forward of a guarded module may change."""
+        # First: a guard that comes between waits for this save as for one that does not know of it.
+        self.pending.guards = _guard.guards()
+        if not self.pending.guards:
+            return set()
+        # As in a state, so that the parts of a sparse buffer, or of one of a registered type, are found as well.
+        flat = flatten(_guard.buffers(), operation="guard", observe=True)
+        return {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
@@ -165,6 +179,12 @@ class _Job:
             _arenas.give(self.memory)
             self.memory = None
         self.let_go()
+
+
+def _storage(tensor: Any) -> int:
+    """Where the memory that a tensor is in begins; 0 where there is none."""
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
 
 
 def save_async(  # noqa: PLR0913 - one more than save has
@@ -291,9 +311,11 @@ def _priority(nice: int | None, io_priority: str | None) -> tuple[int | None, st
                 _core.try_priority(*key)
                 _tried[key] = True
             except OSError as error:
-                _tried[key] = False
+                # No thread to try it in says nothing about the next time.
+                if error.errno != errno.EAGAIN:
+                    _tried[key] = False
                 logger.warning(
                     "save_async: %s: the kernel refuses: %s", "io_priority" if key[0] is None else f"nice={nice}", error
                 )
-        granted.append((key[0] if key[0] is not None else key[1]) if _tried[key] else None)
+        granted.append((key[0] if key[0] is not None else key[1]) if _tried.get(key) else None)
     return granted[0], granted[1]

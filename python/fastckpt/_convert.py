@@ -5,19 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import re
 import time
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import fastckpt
 
+from . import _pickled
 from ._flatten import flatten
 from ._options import refuse_url
 from ._places import part_of, place_of
@@ -25,10 +23,13 @@ from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import ModuleType
 
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
+#: Bytes that a safetensors header may have, by its format; an index names no more tensors.
+_HEADER = 100_000_000
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
@@ -98,6 +99,7 @@ def _read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
     """Return the state that lies in ``source`` and the metadata that came with it."""
     if source.is_dir():
         return _read_hugging_face(source)
+    _regular(source)
     if source.suffix == ".safetensors":
         return _read_safetensors(source)
     if source.suffix in PICKLED:
@@ -109,22 +111,35 @@ def _read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
     )
 
 
+def _regular(source: Path) -> None:
+    """Refuse what is not a file: a pipe would be waited for, and a device may have no end."""
+    if not source.is_file():
+        source.stat()  # where there is nothing, that is the error
+        raise CheckpointError(f"cannot convert {source}: it is not a regular file; give a file or a directory")
+
+
 def _read_pickled(source: Path) -> Any:
     """Return what ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
     torch = _torch(source)
     try:
-        # Files from before torch 1.6 are no zip archives, and only those can be mapped.
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
-    except pickle.UnpicklingError as error:
-        raise UnsupportedTypeError(
-            f"cannot convert {source}: it is damaged, or holds more than tensors and plain containers, and fastckpt "
-            "never executes what a pickle names; if you trust the file, load it with torch.load(weights_only=False) "
-            f"and give the state to fastckpt.save. torch says: {_refusal(error)}"
-        ) from error
-    except Exception as error:
-        # Noise makes the unpickler raise whatever its own code meets; an archive that is cut short is EINVAL to torch.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
+        _pickled.check(source)
+        return _pickled.load(torch, source)
+    except _pickled.RefusedError as error:
+        if error.kind == "UnpicklingError":
+            raise UnsupportedTypeError(
+                f"cannot convert {source}: it is damaged, or holds more than tensors and plain containers, and "
+                "fastckpt never executes what a pickle names; if you trust the file, load it with "
+                "torch.load(weights_only=False) and give the state to fastckpt.save. "
+                f"torch says: {_refusal(error)}"
+            ) from error
+        if error.kind is None:
+            raise CheckpointError(
+                f"cannot convert {source}: {error}; if you trust the file, load it with torch.load and give the state "
+                "to fastckpt.save"
+            ) from error
+        # An archive that is cut short is EINVAL to torch.
+        if error.errno is not None and error.errno != errno.EINVAL:
+            raise OSError(error.errno, os.strerror(error.errno), str(source)) from error
         raise CorruptCheckpointError(
             f"cannot convert {source}: it is damaged or was not written by torch.save: {_first_line(error)}"
         ) from error
@@ -135,7 +150,7 @@ def _read_safetensors(
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Return the tensors of one safetensors file, mapped and not copied, and the metadata in its header."""
     library = _safetensors(source)
-    _torch(source)
+    _regular(source)
     state = {}
     try:
         with library.safe_open(source, framework="pt") as file:
@@ -161,13 +176,18 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
             f"cannot convert the directory {source}: it has neither {MANIFEST} nor {HUGGING_FACE_INDEX}, and {found}; "
             "give one file, or a directory that has an index"
         )
+    _regular(index)
+    if index.stat().st_size > _HEADER:
+        raise CorruptCheckpointError(
+            f"cannot convert {source}: {HUGGING_FACE_INDEX} has more than {_HEADER} bytes, so it is no index"
+        )
     try:
         content = json.loads(index.read_bytes())
         shards: dict[str, list[str]] = {}
         for name, file in content["weight_map"].items():
             shards.setdefault(file, []).append(name)
         metadata = content.get("metadata")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"cannot convert {source}: {HUGGING_FACE_INDEX} is no index of Hugging Face: {_first_line(error)}"
         ) from error
@@ -197,29 +217,30 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     state = fastckpt.load(source, keys=keys, framework="torch")
     tensors: dict[str, Any] = {}
-    seen: set[int] = set()
+    dtypes: dict[Any, str] = {}
+    names = 0
     for path, leaf in _leaves(state):
         # The patterns choose other values, too, which a file of tensors has no place for.
         if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
             continue
-        tensor = _storable(leaf, path, source, library, torch)
-        # Tied tensors are written under each of their names: the format has no word for them.
-        address = tensor.untyped_storage().data_ptr()
-        name = _unused(".".join(filter(None, map(part_of, path))) or "tensor", tensors)
-        tensors[name] = tensor.clone() if address in seen else tensor.contiguous()
-        seen.add(address)
+        tensor = _storable(leaf, path, source, library, torch, dtypes)
+        name = (".".join(filter(None, map(part_of, path))) or "tensor").encode("utf-8", "replace").decode()
+        name = _unused(name, tensors)
+        names += len(name)
+        if names > _HEADER:
+            raise UnsupportedTypeError(
+                f"cannot convert {source}: its names take more than the {_HEADER} bytes that a safetensors file has "
+                "for them; choose tensors with --keys, such as --keys 'model.*'"
+            )
+        tensors[name] = tensor
     if keys is not None and not tensors:
         raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     try:
         try:
-            library.torch.save_file(tensors, temporary, metadata={"format": "pt"})
-        except library.SafetensorError as error:
-            reason = f"safetensors cannot write it: {_first_line(error)}"
-            raise OSError(_errno_of(error), reason, str(destination)) from error
-        # The writer of safetensors makes its file private.
-        temporary.chmod(0o666 & ~_umask())
-        _fsync(temporary)
+            _write_safetensors(temporary, tensors, dtypes, torch)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write it: {error.strerror}", str(destination)) from error
         temporary.replace(destination)
     finally:
         with suppress(FileNotFoundError):
@@ -228,8 +249,37 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _storable(leaf: Any, path: tuple[Any, ...], source: Path, library: ModuleType, torch: Any) -> Any:
-    """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place."""
+def _write_safetensors(path: Path, tensors: Mapping[str, Any], dtypes: Mapping[Any, str], torch: Any) -> None:
+    """Write one safetensors file and sync it.
+
+    Tied tensors are written under each of their names, because the format has no word for them; the library, which
+    refuses tensors that share memory, would need a copy of each.
+    """
+    # By falling element size, so that each begins at a multiple of its own.
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in order:
+        span = [at, at + tensor.nbytes]
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in order:
+            if tensor.nbytes:
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _storable(
+    leaf: Any, path: tuple[Any, ...], source: Path, library: ModuleType, torch: Any, dtypes: dict[Any, str]
+) -> Any:
+    """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place. Notes the name of its dtype."""
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):
             leaf = torch.from_numpy(leaf)
@@ -239,7 +289,10 @@ def _storable(leaf: Any, path: tuple[Any, ...], source: Path, library: ModuleTyp
         what = f"a tensor of layout {leaf.layout}"
     else:
         try:
-            library.torch.save({"": torch.empty(0, dtype=leaf.dtype)})
+            if leaf.dtype not in dtypes:
+                # The library knows what its format calls a dtype.
+                raw = library.torch.save({"": torch.empty(0, dtype=leaf.dtype)})
+                dtypes[leaf.dtype] = json.JSONDecoder().raw_decode(raw[8:].decode())[0][""]["dtype"]
         except (KeyError, RuntimeError):
             what = f"a tensor of {leaf.dtype}"
         else:
@@ -305,20 +358,6 @@ def _refusal(error: Exception) -> str:
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
     # What follows in the line is how to allow it after all.
     return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, _first_line(error)).strip())[0]
-
-
-def _errno_of(error: Exception) -> int:
-    """The errno that a message of Rust's standard library ends with, or EIO."""
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else errno.EIO
-
-
-def _umask() -> int:
-    """Return the umask, from a file because asking the system sets it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
 
 
 def _fsync(path: Path) -> None:

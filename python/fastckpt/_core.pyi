@@ -5,12 +5,18 @@ from typing import Any, TypedDict, final, type_check_only
 
 __all__ = [
     "DEBUG_BUILD",
+    "MAX_DIMENSIONS",
+    "MAX_TOKENS",
     "Arena",
     "Mappings",
     "Reader",
     "Snapshot",
     "__version__",
+    "check_target",
+    "crowded",
+    "left_overs",
     "probe",
+    "remove_left_over",
     "save",
     "set_target",
     "try_priority",
@@ -18,6 +24,10 @@ __all__ = [
 
 __version__: str
 DEBUG_BUILD: bool
+MAX_DIMENSIONS: int
+"""The most dimensions of a tensor (docs/format.md, section 3.4)."""
+MAX_TOKENS: int
+"""The most tokens of a structure."""
 
 @type_check_only
 class Report(TypedDict):
@@ -139,6 +149,13 @@ class Probe(TypedDict):
     counters: int
     files: Files | None
     trouble: tuple[str, int] | None
+
+def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
+    """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.
+
+    A dict looks at one place a step, and ``neighbours`` is 0; a set looks at the 9 behind it, too. TypeError where a
+    key cannot be hashed.
+    """
 
 def probe(directory: str, *, io: str) -> Probe:
     """Try in ``directory`` what a save with this ``io`` would do, and remove it all again.

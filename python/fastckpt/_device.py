@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,16 +171,62 @@ def pin(torch: ModuleType, device: Any, address: int, nbytes: int) -> Callable[[
     """Pin host memory for copies from ``device``, where that can be done, and return what undoes it."""
     if device.type != "cuda":
         return lambda: None
+
+    def unpin(cudart: Any) -> Any:
+        return cudart.cudaHostUnregister(address)
+
     # Portable: for every device.
-    status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))
+    status = _apart(torch, device, lambda cudart: cudart.cudaHostRegister(address, nbytes, 1), back=unpin)
     if status:
         logger.warning(
-            "cannot pin %d bytes for the snapshot (CUDA error %d): copies from the device go through slabs",
-            nbytes,
-            status,
+            "cannot pin %d bytes for the snapshot (%s): copies from the device go through slabs", nbytes, status
         )
         return lambda: None
-    return _registered(address, nbytes, lambda: torch.cuda.cudart().cudaHostUnregister(address))
+
+    def undo() -> None:
+        status = _apart(torch, device, unpin)
+        if status:
+            logger.warning("cannot unpin %d bytes of a snapshot (%s)", nbytes, status)
+
+    return _registered(address, nbytes, undo)
+
+
+def _apart(
+    torch: ModuleType, device: Any, call: Callable[[Any], Any], back: Callable[[Any], Any] | None = None
+) -> str | None:
+    """Make a call of CUDA's runtime in a thread of its own; why it failed, or None.
+
+    When a signal handler raises meanwhile, the call is waited for, and ``back`` undoes it.
+
+    The runtime keeps the last error of each thread until somebody asks for it, and the next to ask is the check after
+    the next kernel of the caller's: training would die of our failure. An error goes with the thread that has it.
+    """
+    outcome: list[str | None] = []
+
+    def run() -> None:
+        try:
+            with _selected(torch.get_device_module(device), device):
+                status = int(call(torch.cuda.cudart()))
+            outcome.append(f"CUDA error {status}" if status else None)
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            outcome.append(str(error))
+
+    try:
+        thread = threading.Thread(target=run, name="fastckpt-pin")
+        thread.start()
+    except RuntimeError as error:  # the process may have no more threads, or is ending
+        return str(error)
+    interrupt: BaseException | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except BaseException as error:  # noqa: BLE001, PERF203 - raised below
+            interrupt = error
+    if interrupt is not None:
+        if back is not None and outcome[0] is None:
+            _apart(torch, device, back)
+        raise interrupt
+    return outcome[0]
 
 
 def _registered(address: int, nbytes: int, undo: Callable[[], object]) -> Callable[[], None]:

@@ -9,14 +9,15 @@ import datetime as dt
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _memory, _numpy, _registry, _values
+from . import _core, _hashes, _memory, _numpy, _registry, _values
 from ._collector import paused
-from ._places import THROUGH, KeyText, Part, part_of, place_of, show
+from ._places import THROUGH, KeyText, Part, Place, Places, part_of, place_of, show
 from ._values import Unsupported
 from .exceptions import UnsupportedTypeError
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 #: Nesting and size of a structure (docs/format.md, section 3.4).
 DEPTH_LIMIT = 10_000
-TOKEN_LIMIT = 33_554_432
-_DIMENSIONS = 64
+TOKEN_LIMIT = _core.MAX_TOKENS
+_DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 As: TypeAlias = "tuple[str, Sequence[int]] | None"
@@ -60,7 +61,7 @@ class Parts(NamedTuple):
 class Occurrence(NamedTuple):
     """A tensor, or a value made of tensors, where it stands in the state."""
 
-    place: str
+    place: Place
     value: Any
     stored: Stored | None
     token: str
@@ -76,9 +77,10 @@ class Flat:
         keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
         problems: with ``observe``, what could not be flattened, by place.
+        places: with ``observe``, all of these places.
     """
 
-    __slots__ = ("keep", "movers", "occurrences", "problems", "tensors", "tokens")
+    __slots__ = ("keep", "movers", "occurrences", "places", "problems", "tensors", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -86,7 +88,8 @@ class Flat:
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
         self.occurrences: list[Occurrence] = []
-        self.problems: list[tuple[str, str]] = []
+        self.problems: list[tuple[Place, str]] = []
+        self.places = Places()
 
     def structure(self) -> str:
         """The tokens as one JSON array."""
@@ -97,8 +100,14 @@ class Flat:
         self.movers[index](start, address, nbytes)
 
 
+def _mapping(token: str, value: dict[Any, Any]) -> Parts:
+    if _hashes.crowds(value):
+        raise Unsupported(_hashes.WHY)
+    return Parts(token, value.items(), keyed=True)
+
+
 def _dict(value: dict[Any, Any]) -> Parts:
-    return Parts(f'["dict",{len(value)}]', value.items(), keyed=True)
+    return _mapping(f'["dict",{len(value)}]', value)
 
 
 def _ordered(value: OrderedDict[Any, Any]) -> Parts:
@@ -108,7 +117,7 @@ def _ordered(value: OrderedDict[Any, Any]) -> Parts:
 
 
 def _items(value: OrderedDict[Any, Any]) -> Parts:
-    return Parts(f'["odict",{len(value)}]', value.items(), keyed=True)
+    return _mapping(f'["odict",{len(value)}]', value)
 
 
 class _Attributed:
@@ -146,11 +155,20 @@ def _default(value: defaultdict[Any, Any]) -> Parts:
                 f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}"
             )
         name = f'"{known}"'
-    return Parts(f'["ddict",{len(value)}],{name}', value.items(), keyed=True)
+    return _mapping(f'["ddict",{len(value)}],{name}', value)
 
 
 def _sequence(tag: str) -> Callable[[Any], Parts]:
     return lambda value: Parts(f'["{tag}",{len(value)}]', enumerate(value))
+
+
+def _members(tag: str) -> Callable[[Any], Parts]:
+    def describe(value: set[Any] | frozenset[Any]) -> Parts:
+        if _hashes.crowds(value, in_set=True):
+            raise Unsupported(_hashes.WHY)
+        return Parts(f'["{tag}",{len(value)}]', enumerate(value))
+
+    return describe
 
 
 def _slice(value: slice) -> Parts:
@@ -174,8 +192,8 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
     Counter: _counter,
     list: _sequence("list"),
     tuple: _sequence("tuple"),
-    set: _sequence("set"),
-    frozenset: _sequence("fset"),
+    set: _members("set"),
+    frozenset: _members("fset"),
     slice: _slice,
     dt.datetime: _datetime,
     dt.time: _time,
@@ -276,7 +294,7 @@ class _Frame:
         self.keyed = keyed
         self.key: Any = THROUGH
         self.prefix: str | None = None
-        self.place: str | None = None
+        self.place: Place | None = None
 
 
 class _Flattener:
@@ -290,9 +308,6 @@ class _Flattener:
         self.ties: dict[Any, int] = {}
         self.names: dict[str, int] = {"__metadata__": 1}
         self.keys_in_keys = 0
-
-    def place(self) -> str:
-        return place_of(frame.key for frame in self.stack)
 
     def walk(self, state: Any) -> None:
         """Flatten ``state``, below whatever is on the stack."""
@@ -346,10 +361,7 @@ class _Flattener:
         if self.refuse_tensors is not None:
             raise Unsupported(self.refuse_tensors)
         if self.observe:
-            if frame.place is None:
-                frame.place = place_of(parent.key for parent in self.stack[:-1])
-            place = frame.place + place_of((frame.key,))
-            flat.occurrences.append(Occurrence(place, value, stored, f"{head}{tail}"))
+            flat.occurrences.append(Occurrence(flat.places.at(self.stack), value, stored, f"{head}{tail}"))
         index = self.ties.get(tie)
         if index is None:
             index = len(flat.tensors)
@@ -408,7 +420,7 @@ class _Flattener:
         token, children, keyed = parts
         self.flat.tokens.append(token)
         if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"')):
-            self.flat.occurrences.append(Occurrence(self.place(), value, None, token))
+            self.flat.occurrences.append(Occurrence(self.flat.places.at(self.stack), value, None, token))
         self.active.add(id(value))
         return _Frame(value, iter(children), keyed=keyed)
 
@@ -430,15 +442,18 @@ class _Flattener:
             self.walk(key)
             self.keys_in_keys -= 1
             plain = kind is tuple and all(type(item) in _PLAIN_KEYS for item in key)
-            name = str(key) if plain else kind.__qualname__
+            name = kind.__qualname__
+            if plain:
+                with suppress(ValueError):  # an integer of too many digits
+                    name = str(key)
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
         """Raise, or with ``observe`` note it and go on: what ``into=`` holds beside tensors does not matter."""
         if not self.observe:
-            place = show(self.place())
+            place = show(place_of(frame.key for frame in self.stack))
             raise UnsupportedTypeError(f"{self.operation}: cannot store {place}: {reason}") from cause
-        self.flat.problems.append((self.place(), reason))
+        self.flat.problems.append((self.flat.places.at(self.stack), reason))
         self.flat.tokens.append("null")
 
 

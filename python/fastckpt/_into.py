@@ -10,7 +10,6 @@ from . import _memory, _numpy
 from ._dialects import Stored, torch_for
 from ._dtypes import plain_name
 from ._flatten import Occurrence, canonical, flatten
-from ._places import show
 from ._reports import count
 from ._unflatten import is_tensor
 from .exceptions import StructureMismatchError
@@ -18,6 +17,7 @@ from .exceptions import StructureMismatchError
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from ._places import Place
     from ._prune import Found
     from ._targets import Targets
 
@@ -64,7 +64,7 @@ class Into:
         fill: list[tuple[Found, Occurrence | None]] = []
         ties: dict[Any, int] = {}
         # Parts of what does not fit need no word of their own.
-        unfit: set[str] = set()
+        unfit: set[Place | None] = set()
         for item in found:
             if kept is not None and item.position not in kept:
                 continue
@@ -72,7 +72,7 @@ class Into:
             if tensor and item.token[0] not in _FILLABLE:
                 fill.append((item, None))
                 continue
-            if item.place.rpartition(".")[0] in unfit:
+            if item.place.above in unfit:
                 continue
             given = self.given.get(item.place)
             if given is None:
@@ -85,15 +85,15 @@ class Into:
                 reason = self._composed(item, given)
                 composed.append(given.value)
             if reason is not None:
-                self.mismatches.append(f"{show(item.place)}: {reason}")
+                self.mismatches.append(f"{item.place}: {reason}")
                 unfit.add(item.place)
         self._clashes(fill)
         if kept is None:
             known = {item.place for item in found}
             self.mismatches.extend(
-                f"{show(place)}: not in the checkpoint"
+                f"{place}: not in the checkpoint"
                 for place in self.given
-                if place not in known and place.rpartition(".")[0] not in unfit
+                if place not in known and place.above not in unfit
             )
         self._raise()
         self._ask(fill, targets)
@@ -137,7 +137,7 @@ class Into:
 
     def _clashes(self, fill: Sequence[tuple[Found, Occurrence | None]]) -> None:
         """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
-        spans: dict[Any, tuple[str, int, int, str, np.ndarray[Any, Any]]] = {}
+        spans: dict[Any, tuple[str, int, int, Place, np.ndarray[Any, Any]]] = {}
         for item, given in fill:
             if given is None or given.stored is None or 0 in given.value.shape:
                 continue
@@ -145,15 +145,13 @@ class Into:
             low, high = _memory.span(memory)
             spans.setdefault(given.stored.tie, (device, low, high, item.place, memory))
         # By device and beginning: those that reach into the next one stay open.
-        active: list[tuple[str, int, int, str, np.ndarray[Any, Any]]] = []
+        active: list[tuple[str, int, int, Place, np.ndarray[Any, Any]]] = []
         for each in sorted(spans.values(), key=lambda one: one[:2]):
             device, low, _, place, memory = each
             active = [one for one in active if one[0] == device and one[2] > low]
             for *_, other, theirs in active:
                 if _memory.overlap(memory, theirs):
-                    self.mismatches.append(
-                        f"{show(place)}: overlaps in memory with {show(other)} in into, without a tie"
-                    )
+                    self.mismatches.append(f"{place}: overlaps in memory with {other} in into, without a tie")
                     break
             active.append(each)
 
@@ -191,7 +189,7 @@ class Into:
 
     def _remedy(self) -> str:
         # Only a root that is no container and no array is a problem at the place of the root.
-        if any(not place for place, _ in self.flat.problems):
+        if any(place is self.flat.places.root for place, _ in self.flat.problems):
             kind = type(self.into).__qualname__
             if hasattr(self.into, "state_dict"):
                 return f"into is a {kind}: pass its state_dict()"

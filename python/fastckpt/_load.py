@@ -152,7 +152,9 @@ def _load(
     given = None
     if into is not None:
         given = Into(source, into, framework)
-        composed = given.match(find(every), None if origin is None else frozenset(origin), stored, targets)
+        composed = given.match(
+            find(every, given.flat.places), None if origin is None else frozenset(origin), stored, targets
+        )
     else:
         wanted = check.found
         numbers = sorted({token[1] for token in wanted}) if mmap else []

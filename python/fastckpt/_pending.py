@@ -17,6 +17,7 @@ from ._outcome import logger, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from ._guard import Guard
     from ._reports import SaveReport
 
 
@@ -54,6 +55,8 @@ class PendingSave(_flight.Flight):
         self.landed = Gate()
         self._staged = Gate()
         self.process = os.getpid()
+        #: Guards of modules whose buffers were copied at the call.
+        self.guards: frozenset[Guard] = frozenset()
         self._began = began
         self._snapshot: _core.Snapshot | None = None
         self._total = 0

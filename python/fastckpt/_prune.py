@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _registry
 from ._flatten import canonical
-from ._places import THROUGH, KeyText, Part, part_of, place_of
+from ._places import THROUGH, KeyText, Part, part_of
 from ._unflatten import Token, arity, is_tensor
 from ._values import DECODERS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
+
+    from ._places import Place, Places
 
 _COMPOSED = {
     "coo": ("indices", "values"),
@@ -24,6 +27,9 @@ _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _SLICE = ("start", "stop", "step")
 #: The name of a key that only the program that saved it could name; compared by identity.
 _NAMELESS = str(object())
+#: Characters that the names of ties may have in all, and how many more for each token (docs/format.md, section 3.4).
+_NAMES = 1 << 20
+_NAMES_OF_TOKEN = 64
 
 
 def _tag(token: Token) -> str | None:
@@ -49,36 +55,32 @@ def _ends(tokens: list[Token]) -> list[int]:
 
 
 class Found(NamedTuple):
-    """A tensor, or a tensor made of several, in the structure.
-
-    ``name`` is what the place makes of a tensor's name, None below a key that tells no name.
-    """
+    """A tensor, or a tensor made of several, in the structure."""
 
     position: int
-    place: str
+    place: Place
     token: list[Any]
-    name: str | None
 
 
 class _Frame:
     """A value whose parts are being walked: their keys, and the one at hand."""
 
-    __slots__ = ("above", "key", "keys", "left", "place")
+    __slots__ = ("key", "keys", "left", "place")
 
     def __init__(self, left: int, keys: Iterator[Any] | None) -> None:
         self.left = left
         #: None for a mapping, whose keys are tokens.
         self.keys = keys
         self.key: Any = THROUGH
-        self.place: str | None = None
-        #: The keys that lead here, once ``place`` is known.
-        self.above: list[Any] = []
+        self.place: Place | None = None
 
 
-def find(tokens: list[Token]) -> list[Found]:
-    """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
+def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
+    """The position of every tensor, and of every tensor made of several before its parts, in order.
+
+    With it come the values around, each with the key at hand, and whether the tensor is a part of that key.
+    """
     ends = _ends(tokens)
-    found: list[Found] = []
     stack = [_Frame(1, iter((THROUGH,)))]
     position = 0
     while position < len(tokens):
@@ -89,8 +91,9 @@ def find(tokens: list[Token]) -> list[Found]:
         if frame.keys is None:
             value = ends[position]
             frame.key = _key(tokens, position, value)
-            inside = place_of(parent.key for parent in stack)
-            found.extend(Found(at, inside, tokens[at], None) for at in range(position, value) if is_tensor(tokens[at]))
+            for at in range(position, value):
+                if is_tensor(tokens[at]):
+                    yield at, stack, True
             position = value
             frame.left -= 1
         else:
@@ -99,11 +102,7 @@ def find(tokens: list[Token]) -> list[Found]:
         token = tokens[position]
         tag = _tag(token)
         if tag in _COMPOSED or is_tensor(token):
-            if frame.place is None:
-                frame.place = place_of(parent.key for parent in stack[:-1])
-                frame.above = [parent.key for parent in stack[:-1]]
-            name = _name((*frame.above, frame.key))
-            found.append(Found(position, frame.place + place_of((frame.key,)), token, name))
+            yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
         if tag == "type" and token[1] == _registry.ATTRIBUTED:
@@ -116,7 +115,11 @@ def find(tokens: list[Token]) -> list[Found]:
             count -= 1
         if count:
             stack.append(_Frame(count, _keys(tag, count)))
-    return found
+
+
+def find(tokens: list[Token], places: Places) -> list[Found]:
+    """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
+    return [Found(position, places.at(stack), tokens[position]) for position, stack, _ in _walk(tokens)]
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
@@ -128,7 +131,8 @@ def _key(tokens: list[Token], start: int, stop: int) -> Any:
     text = ",".join(map(canonical, tokens[start:stop]))
     members = [_plain(token) for token in tokens[start + 1 : stop]]
     if _tag(tokens[start]) == "tuple" and KeyText not in map(type, members):
-        return KeyText(str(tuple(members)), text)
+        with suppress(ValueError):  # an integer of too many digits
+            return KeyText(str(tuple(members)), text)
     return KeyText(_NAMELESS, text)
 
 
@@ -139,11 +143,19 @@ def _plain(token: Token) -> Any:
     return DECODERS[token[0]](token) if token[0] in {"int", "float"} else KeyText(_NAMELESS, "")
 
 
-def _name(keys: Iterable[Any]) -> str | None:
-    """The name that a tensor under these keys would have, as :func:`fastckpt._flatten.flatten` makes it."""
-    parts = [part for key in keys if (part := part_of(key)) is not None]
-    if any(part is _NAMELESS for part in parts):
-        return None
+def _name(stack: Sequence[_Frame], most: int) -> str | None:
+    """The name that a tensor here would have, as :func:`fastckpt._flatten.flatten` makes it; None if it tells none.
+
+    None, too, where names and keys on the way have more than ``most`` characters.
+    """
+    parts = []
+    for frame in stack:
+        part = part_of(frame.key)
+        most -= 1 if part is None else 1 + len(part)
+        if part is _NAMELESS or most < 0:
+            return None
+        if part is not None:
+            parts.append(part)
     return (".".join(parts) if parts else "tensor").encode("utf-8", "replace").decode()
 
 
@@ -151,18 +163,23 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     """Position, number and name of each place of a tensor: the first has the stored name.
 
     The others have the name that their place makes, unless a tensor is stored under it, or it tells none: then they go
-    with the first.
+    with the first. So do those beyond what docs/format.md, section 3.4, has for these names.
     """
     taken = set(stored)
     seen: set[int] = set()
     out = []
-    for item in find(tokens):
-        if not is_tensor(item.token):
+    left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
+    for position, stack, in_key in _walk(tokens):
+        token = tokens[position]
+        if not is_tensor(token):
             continue
-        index = item.token[1]
-        tied = index in seen and item.name is not None and item.name not in taken
-        out.append((item.position, index, item.name if tied and item.name is not None else stored[index]))
+        index = token[1]
+        name = None
+        if index in seen and not in_key:
+            name = _name(stack, left)
+            left -= len(stack) if name is None else len(stack) + len(name)
         seen.add(index)
+        out.append((position, index, stored[index] if name is None or name in taken else name))
     return out
 
 

@@ -24,10 +24,24 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+#: A cell that is longer stands out of its column, and does not widen it: one long name would pad every other row.
+_WIDEST = 100
+
+
+def visible(text: str) -> str:
+    """``text`` on one line as a terminal may have it.
+
+    Whatever could move its cursor, reverse its direction or not be encoded stands there as Python escapes it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return lines with aligned columns; those in ``right`` are aligned to the right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Return lines with aligned columns of visible text; those in ``right`` are aligned to the right."""
+    rows = [[visible(cell) for cell in row] for row in rows]
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if column in right else cell.ljust(width)
@@ -161,7 +175,8 @@ class Damage:
 
     def __str__(self) -> str:
         owner = f"tensor {self.tensor!r}" if self.tensor is not None else "no tensor"
-        return f"{self.file}: bytes {self.offset} to {self.offset + self.length} ({owner}): {self.reason}"
+        end = self.offset + self.length
+        return f"{visible(self.file)}: bytes {self.offset} to {end} ({owner}): {visible(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

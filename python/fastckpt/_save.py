@@ -33,7 +33,8 @@ def save(
 ) -> SaveReport:
     """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
 
-    Until then the final name holds what it held before. The state must not change meanwhile.
+    Until then the final name holds what it held before. The state must not change meanwhile: the checkpoint would hold
+    a mixture of old and new values.
 
     Args:
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
@@ -57,7 +58,8 @@ def save(
         What was done: bytes, seconds by phase, engine.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored; nothing was written.
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
+            allows; nothing was written.
         FileExistsError: ``path`` exists and is no checkpoint, or is one and ``overwrite`` is false.
         FileNotFoundError: the parent directory does not exist.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from . import _registry, _values
+from . import _hashes, _registry, _values
 from ._collector import paused
 from ._flatten import DEPTH_LIMIT
 from ._values import MALFORMED, text
@@ -98,7 +98,10 @@ _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compress
 
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:
-    made = dict(zip(parts[::2], parts[1::2], strict=True))
+    keys = parts[::2]
+    if _hashes.crowds(keys):
+        raise ValueError(_hashes.WHY)
+    made = dict(zip(keys, parts[1::2], strict=True))
     if 2 * len(made) != len(parts):
         raise ValueError("a key twice")
     return made
@@ -114,7 +117,9 @@ def _default(parts: list[Any]) -> defaultdict[Any, Any]:
 
 
 def _set(parts: list[Any]) -> set[Any]:
-    made = set(parts)
+    if _hashes.crowds(parts, in_set=True):
+        raise ValueError(_hashes.WHY)
+    made = _hashes.set_of(parts)
     if len(made) != len(parts):
         raise ValueError("a member twice")
     return made

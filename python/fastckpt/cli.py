@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import fastckpt
 
@@ -28,7 +28,7 @@ from ._doctor import command as _doctor
 from ._load import suggest
 from ._plan import command as _plan
 from ._plan import simulate_command as _simulate
-from ._reports import count, size
+from ._reports import count, size, visible
 from ._reports import table as _table
 from .exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
@@ -308,14 +308,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = _message(error, operation, path)
         document, lines = {"error": message, "type": type(error).__name__}, []
         if not as_json:
-            print(f"fastckpt: {message}", file=sys.stderr)
+            _print(f"fastckpt: {visible(message)}", sys.stderr)
     except KeyboardInterrupt:
         return 130
     try:
         if as_json:
-            print(json.dumps(document, indent=2))
+            # The one control character that JSON leaves as it is.
+            _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
         elif lines:
-            print("\n".join(lines))
+            _print("\n".join(map(visible, lines)), sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; Python's own flush at exit must not fail on it again.
@@ -325,6 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
         return FAILED
     return status
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print ``text``; what the locale cannot encode is escaped."""
+    encoding = stream.encoding or "ascii"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def _foreign(path: Path) -> bool:

@@ -25,7 +25,7 @@ class FormatVersionError(CheckpointError):
 
 
 class UnsupportedTypeError(CheckpointError, TypeError):
-    """The state holds something that cannot be saved, or cannot be given back as asked."""
+    """The state holds something that cannot be saved, or cannot be given back as asked, or is too large to be saved."""
 
 
 class StructureMismatchError(CheckpointError, ValueError):

@@ -6,6 +6,7 @@ arguments."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib
 import io as text_io
@@ -15,6 +16,7 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,97 @@ def save_held(
     return _report(fastckpt.save(state, path, **options))
 
 
+def crowded(
+    channel: Channel,
+    *,
+    directory: str,
+    nbytes: int,
+    asynchronous: bool = False,
+    user: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Save and load where the process may have no more threads: a tracer refuses them once it is told to begin, or,
+    with ``user``, a limit of that user's processes does."""
+    state = numbered(7, nbytes)
+    path = os.path.join(directory, "step")
+    records = Records()
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    channel.send({"report": "ready"})
+    channel.receive()
+    saved = (
+        fastckpt.save_async(state, path, **options).result() if asynchronous else fastckpt.save(state, path, **options)
+    )
+    return {
+        **_report(saved),
+        "loaded": which(fastckpt.load(path), nbytes),
+        "warnings": records.warnings(),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    }
+
+
+def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_priority: str) -> dict[str, Any]:
+    """Write a snapshot from the thread that calls, with a priority for the threads that write."""
+    import numpy as np
+
+    memory = np.ones(nbytes, np.uint8)
+    snapshot = fastckpt._core.Snapshot(
+        [("a", "U8", [nbytes], memory.ctypes.data, nbytes, None)], "[null]", "[null]", None
+    )
+    arena = fastckpt._core.Arena(snapshot.nbytes)
+    channel.send({"report": "ready"})
+    channel.receive()
+    snapshot.stage(arena, b"\1", last=True, threads=None)
+    settings = {"overwrite": True, "shard_size": 1 << 40, "io": "threads", "threads": None, "bandwidth_limit": None}
+    report = snapshot.save(arena, path, nice=nice, io_priority=io_priority, step=None, tick=None, **settings)
+    return {**report, "nice": os.getpriority(os.PRIO_PROCESS, 0)}
+
+
+def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
+    """Fork while a save is held between two of its blocks; what descriptors a child has, and the saver itself."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def fill(index: int, start: int, address: int, nbytes: int) -> None:
+        ctypes.memset(address, index + 1, nbytes)
+        if start:
+            held.set()
+            go_on.wait(60)
+
+    def save() -> None:
+        tensors = [("a", "U8", [12 << 20], 0, 0, None)]
+        settings = {"overwrite": True, "shard_size": 1 << 40, "threads": 1, "bandwidth_limit": None, "step": None}
+        fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
+
+    def descriptors() -> list[str]:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+                found.append(str(Path("/proc/self/fd", name).readlink()))
+        return found
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    held.wait(60)
+    ours = descriptors()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, json.dumps(descriptors()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        theirs = json.loads(answer.read())
+    os.waitpid(pid, 0)
+    go_on.set()
+    saver.join()
+    return {"ours": ours, "theirs": theirs, "ok": fastckpt.verify(path).ok}
+
+
 def save_loop(
     channel: Channel,
     *,
@@ -205,7 +298,7 @@ def load_timed(
     if headroom is not None:
         _limit_address_space(headroom)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
+    start, processor = time.monotonic(), time.process_time()
     done = None
     try:
         done = ways.through(operation, path, **options)
@@ -219,9 +312,22 @@ def load_timed(
         }
     else:
         end = {"kind": "loaded", "ours": False, "os": False, "errno": None, "text": ""}
-    seconds = time.monotonic() - start
+    seconds, processor = time.monotonic() - start, time.process_time() - processor
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return {**end, "ok": getattr(done, "ok", None), "seconds": seconds, "grown": grown}
+    return {**end, "ok": getattr(done, "ok", None), "seconds": seconds, "processor": processor, "grown": grown}
+
+
+def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, Any]:
+    """Run a command of ``fastckpt`` on a checkpoint; its status, its time, and the growth of resident memory."""
+    from fastckpt import cli
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    processor = time.process_time()
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        status = cli.main([operation, path])
+    processor = time.process_time() - processor
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return {"status": status, "processor": processor, "grown": grown}
 
 
 def _look(operation: str, path: str, nbytes: int) -> Any:
@@ -363,10 +469,11 @@ def mutations(
         manifest.write_bytes(bytes.fromhex(case["bytes"]))
         first, *others = among
         for way in [first, others[number % len(others)]] if rotate else among:
-            start = time.monotonic()
+            # Of the processor: others may want it too, and whatever hangs meets the parent's patience.
+            start = time.process_time()
             end, fault = _one(way, directory, framework, whole, genuine)
             ways.forget()
-            took = time.monotonic() - start
+            took = (time.process_time() - start) / ways.OPERATIONS.get(way, 1)
             slowest = max(slowest, took)
             if end == "loaded" and not case["sealed"] and way == "load":
                 fault = fault or "loaded something else from under a wrong checksum"

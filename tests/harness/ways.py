@@ -14,6 +14,8 @@ from fastckpt._values import LONG_BYTES
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")
+#: Of more than one operation: they look at the structure first.
+OPERATIONS = {"into": 2, "strided": 2}
 #: Memory of ours before and behind each target: what a write beyond it changes.
 GUARD = 64 << 10
 _FILL = 0x5A

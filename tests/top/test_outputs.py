@@ -401,6 +401,28 @@ def test_list_dump_layout_and_clean(producer, top, place):
     assert (place / f"{next(place.glob(f'{child.pid}-*')).name}").exists()
 
 
+def test_names_of_files_do_not_steer_the_terminal(top, place):
+    """Anybody may lay a file into a shared directory."""
+    nasty = "77-\x1b]0;title\x07\x9b2J\u202e.seg"
+    Image(pid=77, rank=5).write(place, nasty)
+    (place / f"1{nasty}").write_bytes(b"nonsense")
+
+    def printable(done):
+        told = done.stdout + done.stderr
+        assert told
+        return all(char.isprintable() or char == "\n" for char in told)
+
+    assert printable(top("--list"))
+    assert printable(top("--list", "--json"))
+    assert printable(top("--dump", place / f"1{nasty}"))
+    assert printable(top("--dump", place / f"2{nasty}"))
+    assert printable(top("--replay", place / f"1{nasty}"))
+    os.utime(place / nasty, (1, 1))
+    swept = top("--clean")
+    assert printable(swept)
+    assert "removed" in swept.stdout
+
+
 def test_version_and_help(top):
     assert top("--version").stdout == "fastckpt-top 0.1.0, segment layout 1.x\n"
     assert "exit codes" in top("--help").stdout

@@ -54,29 +54,27 @@ pub fn append(first: u64, second: &[u8]) -> u64 {
     combine(first, of(second), second.len() as u64)
 }
 
-/// Which side of a copy is summed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// What is copied: on the way out, so that a bad copy is noticed later.
-    Source,
-    /// What arrived: on the way in, so that a bad copy is noticed now.
-    Copy,
-}
-
-/// Copies `from` to `to` and returns the CRC of one side, each part summed while it is in cache.
+/// Copies `from` to `to` and returns the CRC of the copy.
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn copy(to: &mut [u8], from: &[u8], side: Side) -> u64 {
+pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
-    if from.len() <= PASS {
-        to.copy_from_slice(from);
-        return of(if side == Side::Source { from } else { to });
+    fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]))
+}
+
+/// Lets `pull` fill `to` part by part, told where each begins, and returns the CRC of `to`, each part summed while it is in cache.
+///
+/// What it comes from is read once: whoever changes that meanwhile decides which bytes are written, and not whether their sum is right.
+fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
+    if to.len() <= PASS {
+        pull(to, 0);
+        return of(to);
     }
     let mut digest = Digest::new(Crc64Nvme);
-    for (to, from) in to.chunks_mut(PASS).zip(from.chunks(PASS)) {
-        to.copy_from_slice(from);
-        digest.update(if side == Side::Source { from } else { to });
+    for (index, part) in to.chunks_mut(PASS).enumerate() {
+        pull(part, index * PASS);
+        digest.update(part);
     }
     digest.finalize()
 }
@@ -108,12 +106,25 @@ mod tests {
     fn copying_and_combining_agree_with_one_pass() {
         let bytes: Vec<u8> = (0..1_000_003u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         let mut copied = vec![0; bytes.len()];
-        assert_eq!(copy(&mut copied, &bytes, Side::Source), of(&bytes));
-        assert_eq!(copy(&mut copied, &bytes, Side::Copy), of(&bytes));
+        assert_eq!(copy(&mut copied, &bytes), of(&bytes));
         assert_eq!(copied, bytes);
         for split in [0, 1, 4096, PASS, bytes.len() - 1, bytes.len()] {
             let (a, b) = bytes.split_at(split);
             assert_eq!(combine(of(a), of(b), b.len() as u64), of(&bytes), "split at {split}");
+        }
+    }
+
+    #[test]
+    fn the_sum_is_that_of_the_copy_whatever_becomes_of_the_source() {
+        for len in [1, PASS, PASS + 1, 3 * PASS + 7] {
+            let (mut source, mut to) = (vec![1u8; len], vec![0; len]);
+            let sum = fill(&mut to, |part, at| {
+                part.copy_from_slice(&source[at..at + part.len()]);
+                source.fill(2 + (at / PASS) as u8); // as another thread may, once it is copied
+            });
+            assert_eq!(sum, of(&to));
+            assert_ne!(sum, of(&source));
+            assert_eq!((to[0], to[len - 1]), (1, len.div_ceil(PASS) as u8));
         }
     }
 

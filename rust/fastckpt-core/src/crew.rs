@@ -54,6 +54,14 @@ impl Crew {
         self.threads = threads.clamp(1, (STAGING_BUDGET / options::BLOCK_SIZE) as usize);
     }
 
+    /// Notes one more thing that is not as asked for, with the system's number for it.
+    pub(crate) fn note(&mut self, errno: i32, reason: &str) {
+        self.fallback = Some(match self.fallback.take() {
+            None => Fallback { errno, reason: reason.to_owned() },
+            Some(before) => Fallback { reason: format!("{}; {reason}", before.reason), ..before },
+        });
+    }
+
     /// The errno for which another engine was left.
     pub(crate) fn errno(&self) -> Option<i32> {
         self.fallback.as_ref().map(|fallback| fallback.errno)

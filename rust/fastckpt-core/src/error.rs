@@ -1,5 +1,6 @@
 //! The one error type: what was being done, to which path, why it failed, and what helps.
 
+use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// Shorthand for results of this crate.
@@ -9,7 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused or failed an operation.
-    #[error("cannot {operation} `{}`: {}{}", path.display(), cause(source), hint(operation, source))]
+    #[error("cannot {operation} `{}`: {}{}", Visible(&path.display()), cause(source), hint(operation, source))]
     Io {
         /// What was being done, as a verb phrase.
         operation: &'static str,
@@ -19,7 +20,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file of a checkpoint is not what was written.
-    #[error("corrupt checkpoint: `{}`: {what}", path.display())]
+    #[error("corrupt checkpoint: `{}`: {}", Visible(&path.display()), Visible(what))]
     Corrupt {
         /// The damaged file.
         path: PathBuf,
@@ -33,7 +34,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The manifest names a format version that this release does not read.
-    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", path.display(), crate::manifest::VERSION)]
+    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", Visible(&path.display()), crate::manifest::VERSION)]
     Version {
         /// The manifest.
         path: PathBuf,
@@ -41,7 +42,7 @@ pub enum Error {
         found: String,
     },
     /// The target exists and must not be replaced.
-    #[error("cannot save to `{}`: {why}", path.display())]
+    #[error("cannot save to `{}`: {why}", Visible(&path.display()))]
     Exists {
         /// The target.
         path: PathBuf,
@@ -51,6 +52,9 @@ pub enum Error {
     /// The tensors or options do not make a checkpoint.
     #[error("{0}")]
     Invalid(String),
+    /// The state is beyond what the format holds; nothing was written.
+    #[error("this state is too large for one checkpoint: {0}")]
+    TooLarge(String),
     /// The caller's own code, called from a worker, failed.
     #[error("copying a tensor failed: {0}")]
     Callback(String),
@@ -105,6 +109,32 @@ impl Error {
     }
 }
 
+/// Text that a file may have chosen, for a terminal: what could move its cursor or reverse its direction is escaped.
+pub(crate) struct Visible<'a, T: fmt::Display + ?Sized>(pub(crate) &'a T);
+
+impl<T: fmt::Display + ?Sized> fmt::Display for Visible<'_, T> {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(Escaping(out), "{}", self.0)
+    }
+}
+
+struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
+
+impl Write for Escaping<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for char in text.chars() {
+            // Marks and separators of direction, lines and joins; a standard library knows no wider class.
+            let unseen = matches!(char, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+            if unseen || char.is_control() {
+                write!(self.0, "{}", char.escape_default())?;
+            } else {
+                self.0.write_char(char)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The operation whose failure means that the target's parent is missing.
 pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
@@ -150,6 +180,13 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn text_of_a_file_cannot_steer_a_terminal() {
+        let error = Error::corrupt(Path::new("/c/\x1b[2J"), "tensor `\u{9b}31m\u{202e}\n\r\u{7f}é\u{2069}`");
+        let text = r"corrupt checkpoint: `/c/\u{1b}[2J`: tensor `\u{9b}31m\u{202e}\n\r\u{7f}é\u{2069}`";
+        assert_eq!(error.to_string(), text);
+    }
 
     #[test]
     fn a_message_names_operation_path_cause_and_remedy() {

@@ -9,6 +9,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod align;
+pub mod bounds;
 pub mod checksum;
 pub mod commit;
 pub mod crew;

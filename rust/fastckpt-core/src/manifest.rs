@@ -11,9 +11,11 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
 use crate::align::{self, PAGE};
+pub use crate::bounds::MAX_BYTES;
+use crate::bounds::{MAX_BLOCK, MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS, MAX_TOKENS, MAX_VALUES};
 use crate::checksum;
 use crate::error::{Error, Result};
-use crate::plan::{self, MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS, RESERVED_NAME};
+use crate::plan::{self, Plan, RESERVED_NAME, TensorSpec};
 
 /// The file's name.
 pub const FILE: &str = "fastckpt.json";
@@ -21,12 +23,6 @@ pub const FILE: &str = "fastckpt.json";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// The format version that this release writes and reads.
 pub const VERSION: u64 = 1;
-/// The most bytes of a manifest.
-pub const MAX_BYTES: u64 = 512 << 20;
-/// The most tokens of a structure.
-pub const MAX_TOKENS: usize = 1 << 25;
-/// The largest block, bytes.
-pub const MAX_BLOCK: u64 = 64 << 20;
 /// What every manifest begins with, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
 /// Arrays in a structure nest no deeper: the array of tokens, a token, a list in it.
@@ -65,7 +61,7 @@ pub struct Writer {
 }
 
 /// How a checkpoint was written.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Saved {
     /// The engine.
     pub engine: String,
@@ -185,9 +181,64 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let mut all = format!("{{\"fastckpt\":{VERSION},\"crc64nvme\":\"{crc}\",\n").into_bytes();
     all.append(&mut rest);
     if all.len() as u64 > MAX_BYTES {
-        return Err(Error::Invalid(format!("the manifest would be larger than {MAX_BYTES} bytes")));
+        return Err(too_large(all.len() as u64, MAX_BYTES, body));
     }
     Ok(all)
+}
+
+/// A manifest may be that much longer than it was expected to be, in bytes: by how the save went.
+const LEEWAY: u64 = 4096;
+
+/// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `expected` makes the manifest with
+/// whatever checksums; it is asked only where `at_most`, a bound that costs little, does not settle it.
+pub fn check_size(at_most: u64, most: u64, expected: impl FnOnce() -> Body) -> Result<()> {
+    if at_most <= most {
+        return Ok(());
+    }
+    let body = expected();
+    let mut count = Count(LEEWAY);
+    serde_json::to_writer(&mut count, &body)
+        .map_err(|error| Error::Invalid(format!("cannot write the manifest: {error}")))?;
+    if count.0 > most { Err(too_large(count.0, most, &body)) } else { Ok(()) }
+}
+
+/// No manifest of these tensors and texts is longer, in bytes.
+#[must_use]
+pub fn at_most(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &str) -> u64 {
+    // JSON escapes a byte to at most six; numbers have at most 20 digits, and a comma each.
+    let text = |text: &str| 6 * text.len() as u64;
+    let numbers = |shape: &[u64]| 21 * shape.len() as u64;
+    let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {
+        let extents = plan::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size);
+        let truth = tensor.true_type.as_ref();
+        let truth = truth.map_or(0, |(dtype, shape)| 40 + text(dtype) + numbers(shape));
+        160 + text(&tensor.name) + numbers(&tensor.shape) + 16 * extents + truth
+    });
+    let shards = plan.shards.iter().map(|shard| 200 + text(&shard.file));
+    tensors.chain(shards).sum::<u64>() + (structure.len() + metadata.len()) as u64 + 2 * LEEWAY
+}
+
+fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
+    let (structure, metadata) = (body.structure.get().len(), body.metadata.get().len());
+    Error::TooLarge(format!(
+        "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no tensor, {metadata} for \
+         the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save it in parts",
+        body.tensors.len()
+    ))
+}
+
+/// Counts bytes instead of keeping them.
+struct Count(u64);
+
+impl std::io::Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Reads and checks the bytes of a manifest; `path` is for messages.
@@ -295,6 +346,9 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, 
     if tensor.true_type.is_some() && (tensor.dtype != Dtype::U8 || tensor.shape.len() != 1) {
         return Err("only a vector of bytes can stand for another type".to_owned());
     }
+    if tensor.true_type.as_ref().is_some_and(|t| !t.dtype.bytes().all(|byte| byte.is_ascii_graphic())) {
+        return Err("the name of its true dtype is none".to_owned());
+    }
     let extents = plan::extent_count(tensor.offset, bytes, body.block_size);
     let digits = tensor.crc.bytes().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
     if extents.checked_mul(16) != Some(tensor.crc.len() as u64) || !digits {
@@ -303,9 +357,10 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, 
     Ok((tensor.offset, end))
 }
 
-/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens there are.
+/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens and values there are.
 pub fn check_tokens(what: &str, json: &str) -> std::result::Result<(), String> {
-    let (mut depth, mut tokens, mut in_string, mut escaped) = (0usize, 1usize, false, false);
+    let (mut depth, mut tokens, mut values, mut lists) = (0usize, 1usize, 1usize, 0usize);
+    let (mut in_string, mut escaped) = (false, false);
     if !json.starts_with('[') {
         return Err(format!("{what} is not an array"));
     }
@@ -321,14 +376,26 @@ pub fn check_tokens(what: &str, json: &str) -> std::result::Result<(), String> {
         }
         match byte {
             b'"' => in_string = true,
-            b'[' => depth += 1,
+            b'[' => {
+                depth += 1;
+                lists += usize::from(depth == TOKEN_DEPTH);
+            }
             b']' => depth = depth.saturating_sub(1),
             b'{' => return Err(format!("{what} holds an object")),
-            b',' if depth == 1 => tokens += 1,
+            b',' => {
+                if depth == 1 {
+                    tokens += 1;
+                    lists = 0;
+                }
+                values += 1;
+            }
             _ => {}
         }
-        if depth > TOKEN_DEPTH || tokens > MAX_TOKENS {
+        if depth > TOKEN_DEPTH || tokens > MAX_TOKENS || values > MAX_VALUES {
             return Err(format!("{what} is deeper or longer than the format allows"));
+        }
+        if lists > 1 {
+            return Err(format!("{what} holds a token of more than one list"));
         }
     }
     Ok(())
@@ -454,8 +521,16 @@ mod tests {
             ("vector of bytes", |b| {
                 b.tensors[0].true_type = Some(TrueType { dtype: "torch.bits8".to_owned(), shape: vec![8] });
             }),
+            ("true dtype", |b| {
+                b.tensors[0].dtype = Dtype::U8;
+                b.tensors[0].shape = vec![8];
+                b.tensors[0].true_type = Some(TrueType { dtype: "torch.\x1b[2J".to_owned(), shape: vec![8] });
+            }),
             ("object", |b| b.structure = RawValue::from_string("[{}]".to_owned()).unwrap()),
             ("deeper", |b| b.metadata = RawValue::from_string("[[[[]]]]".to_owned()).unwrap()),
+            ("more than one list", |b| {
+                b.metadata = RawValue::from_string(r#"[["size",[1],[]]]"#.to_owned()).unwrap();
+            }),
             ("not an array", |b| b.metadata = RawValue::from_string("1".to_owned()).unwrap()),
         ];
         for (word, change) in cases {

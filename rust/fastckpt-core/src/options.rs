@@ -5,10 +5,10 @@ use std::str::FromStr;
 use std::thread;
 
 use crate::align::{self, PAGE};
+use crate::bounds;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::io::fault::FaultPlan;
-use crate::manifest;
 use crate::sys::priority::Priority;
 
 /// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
@@ -154,7 +154,7 @@ impl Options {
     /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
     /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
-        let most = manifest::MAX_BLOCK;
+        let most = bounds::MAX_BLOCK;
         let environment = &self.environment;
         let whole = |&bytes: &u64| align::is(bytes, PAGE) && (PAGE..=most).contains(&bytes);
         if let Some(bytes) = setting(environment, "FASTCKPT_BLOCK_SIZE", whole)? {

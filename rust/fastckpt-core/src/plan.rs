@@ -8,17 +8,10 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::align::{self, PAGE};
+use crate::bounds::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 use crate::error::{Error, Result};
 use crate::options::{SINGLE, SPLIT_ABOVE};
 
-/// The largest header that safetensors readers take, in bytes.
-pub const MAX_HEADER: u64 = 100_000_000;
-/// The most tensors of one checkpoint.
-pub const MAX_TENSORS: usize = 1 << 22;
-/// The most shards of one checkpoint.
-pub const MAX_SHARDS: usize = 100_000;
-/// The most dimensions of one tensor.
-pub const MAX_DIMENSIONS: usize = 64;
 /// Data begins at a multiple of this, in bytes: the largest element of any dtype, and what NumPy aligns large arrays to.
 pub const DATA_ALIGNMENT: u64 = 16;
 /// The name that safetensors keeps for itself.
@@ -173,7 +166,7 @@ pub struct Plan {
 /// Lays out `tensors` over shards of at most about `shard_size` bytes, and over at least `workers` of them once their shares are
 /// large enough to be worth it. They will be written in blocks of `block_size`.
 pub fn plan(tensors: &[TensorSpec], shard_size: u64, workers: usize, block_size: u64) -> Result<Plan> {
-    let sizes = checked_sizes(tensors)?;
+    let sizes = checked_sizes(tensors, MAX_TENSORS)?;
     let total: u64 = sizes.iter().sum();
     let split = if total / workers.max(1) as u64 > SPLIT_ABOVE { workers } else { 1 };
     let least = total.div_ceil(shard_size.max(1)).max(1);
@@ -209,10 +202,10 @@ pub fn plan(tensors: &[TensorSpec], shard_size: u64, workers: usize, block_size:
 }
 
 /// Sizes in bytes of all tensors, once everything that could make the plan fail was looked at.
-fn checked_sizes(tensors: &[TensorSpec]) -> Result<Vec<u64>> {
-    if tensors.len() > MAX_TENSORS {
-        return Err(Error::Invalid(format!(
-            "{} tensors are more than the {MAX_TENSORS} of one checkpoint",
+fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
+    if tensors.len() > most {
+        return Err(Error::TooLarge(format!(
+            "it has {} tensors, more than the {most} that one checkpoint holds",
             tensors.len()
         )));
     }
@@ -226,7 +219,10 @@ fn checked_sizes(tensors: &[TensorSpec]) -> Result<Vec<u64>> {
                 return Err(Error::Invalid(format!("the tensor name `{}` is taken", tensor.name)));
             }
             if tensor.shape.len() > MAX_DIMENSIONS {
-                return Err(Error::Invalid(format!("tensor `{}` has too many dimensions", tensor.name)));
+                let (name, dimensions) = (&tensor.name, tensor.shape.len());
+                return Err(Error::TooLarge(format!(
+                    "tensor `{name}` has {dimensions} dimensions, more than the {MAX_DIMENSIONS} of the format"
+                )));
             }
             let bytes = tensor.bytes().filter(|bytes| {
                 total = total.saturating_add(*bytes);
@@ -296,7 +292,7 @@ fn lay_out(tensors: &[TensorSpec], sizes: &[u64], members: &[usize], file: Strin
         at = end;
     }
     let residue = residue(tensors, sizes, &order);
-    let header = header(entries, &file, residue)?;
+    let header = header(entries, &file, residue, MAX_HEADER)?;
     let data = header.len() as u64;
     for placement in &mut placements {
         placement.offset += data;
@@ -319,7 +315,8 @@ fn residue(tensors: &[TensorSpec], sizes: &[u64], members: &[usize]) -> u64 {
 }
 
 /// Length field, JSON and padding up to `residue` beyond a whole page.
-fn header(entries: Vec<(String, TensorInfo)>, file: &str, residue: u64) -> Result<Vec<u8>> {
+fn header(entries: Vec<(String, TensorInfo)>, file: &str, residue: u64, most: u64) -> Result<Vec<u8>> {
+    let count = entries.len();
     let invalid = |what: String| Error::Invalid(format!("cannot build the header of shard `{file}`: {what}"));
     let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(format), entries).map_err(|error| invalid(error.to_string()))?;
@@ -327,8 +324,12 @@ fn header(entries: Vec<(String, TensorInfo)>, file: &str, residue: u64) -> Resul
     let least = 8 + json.len() as u64;
     let begin = align::up(least.saturating_sub(residue), PAGE) + residue;
     json.resize(begin as usize - 8, b' ');
-    if json.len() as u64 > MAX_HEADER {
-        return Err(invalid(format!("it is larger than {MAX_HEADER} bytes: give a smaller shard_size")));
+    if json.len() as u64 > most {
+        let len = json.len();
+        return Err(Error::TooLarge(format!(
+            "the header of shard `{file}` takes {len} bytes for the names of {count} tensors, more than the {most} that \
+             readers of safetensors take"
+        )));
     }
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
     header.append(&mut json);
@@ -410,6 +411,29 @@ mod tests {
         for tensors in [&twice[..], &reserved, &huge, &sum, &halves] {
             assert!(plan(tensors, 1 << 30, 1, BLOCK).is_err(), "{tensors:?}");
         }
+    }
+
+    #[test]
+    fn what_is_too_large_is_named() {
+        let deep = [spec("deep", Dtype::U8, &[1; MAX_DIMENSIONS + 1])];
+        let error = plan(&deep, 1 << 30, 1, BLOCK).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`deep` has 65 dimensions")),
+            "{error}"
+        );
+        let info = TensorInfo { dtype: Dtype::U8, shape: vec![1], data_offsets: (0, 1) };
+        let entries = || vec![("n".repeat(5000), info.clone())];
+        assert_eq!(header(entries(), "shard", 0, 8184).unwrap().len(), 8192);
+        let error = header(entries(), "shard", 0, 8183).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`shard` takes 8184 bytes")),
+            "{error}"
+        );
+        let error = checked_sizes(&[spec("a", Dtype::U8, &[1]), spec("b", Dtype::U8, &[1])], 1).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("2 tensors, more than the 1 ")),
+            "{error}"
+        );
     }
 
     #[test]

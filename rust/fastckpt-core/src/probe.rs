@@ -194,7 +194,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     };
     let mut slab = take_slab(TRIAL).map_err(failed("map memory to write to"))?;
     slab[..TRIAL].fill(0xA5);
-    DataFile::create(trials.directory.as_fd(), "data", TRIAL as u64).map_err(failed("allocate a file in"))?;
+    DataFile::create(trials.directory.as_fd(), "data", TRIAL as u64, &mut || true)
+        .map_err(failed("allocate a file in"))?;
     let plain = trials.open("plain", OFlags::CREATE | OFlags::EXCL);
     let plain = plain.map_err(|error| failed("create a file in")(error.into()))?;
     let mut found = Files {

@@ -29,6 +29,8 @@ pub enum Way {
     Preferred,
     /// Likewise: only the checksum is wanted.
     Checked,
+    /// Likewise, after it was written straight: somebody changed its memory meanwhile.
+    Changed,
     /// Through the page cache: asked for.
     Asked,
     /// Likewise: other ranks of this node read the same, which is to come from the storage once.
@@ -45,7 +47,7 @@ pub enum Way {
 
 impl Way {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Straight,
         Self::Small,
         Self::Incongruent,
@@ -53,6 +55,7 @@ impl Way {
         Self::SmallPages,
         Self::Preferred,
         Self::Checked,
+        Self::Changed,
         Self::Asked,
         Self::Shared,
         Self::Cached,
@@ -72,6 +75,7 @@ impl Way {
             Self::SmallPages => ("staged", "memory in small pages"),
             Self::Preferred => ("staged", "as asked"),
             Self::Checked => ("staged", "only checked"),
+            Self::Changed => ("staged", "its memory changed while it was written"),
             Self::Asked => ("buffered", "as asked"),
             Self::Shared => ("buffered", "shared by the ranks of this node"),
             Self::Cached => ("buffered", "in the page cache"),

@@ -114,14 +114,15 @@ pub fn copy(
         running: AtomicUsize::new(threads),
     };
     if total < ALONE {
-        shared.work();
+        shared.work(&mut || {});
     } else {
         let caller = thread::current();
+        let mut started = 0;
         thread::scope(|scope| {
             for number in 0..threads {
                 let (shared, caller) = (&shared, &caller);
                 let body = move || {
-                    shared.work();
+                    shared.work(&mut || {});
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                     caller.unpark();
                 };
@@ -129,10 +130,16 @@ pub fn copy(
                 if options::thread_builder().name(name).spawn_scoped(scope, body).is_err() {
                     // Fewer threads do as well; the caller copies where there is none.
                     shared.running.fetch_sub(1, Ordering::AcqRel);
+                } else {
+                    started += 1;
                 }
             }
-            if shared.running.load(Ordering::Acquire) == 0 {
-                shared.work();
+            if started == 0 {
+                shared.work(&mut || {
+                    if !tick() {
+                        shared.fail(Error::Interrupted);
+                    }
+                });
             }
             while shared.running.load(Ordering::Acquire) > 0 {
                 thread::park_timeout(TICK);
@@ -192,11 +199,12 @@ impl Shared<'_> {
         self.failed.store(true, Ordering::Relaxed);
     }
 
-    /// The life of one thread.
-    fn work(&self) {
+    /// The life of one thread. `beat` is called between batches.
+    fn work(&self, beat: &mut dyn FnMut()) {
         loop {
             let batch = self.queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some(batch) = batch else { return };
+            beat();
             for piece in batch {
                 if self.progress.stop.load(Ordering::Relaxed) {
                     self.fail(Error::Interrupted);

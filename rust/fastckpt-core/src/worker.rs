@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::align::{self, PAGE};
 use crate::crew::Crew;
@@ -21,13 +21,14 @@ use crate::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
 use crate::report::{Blocks, Fallback, Way};
 use crate::sys::buf::{self, Slab};
 use crate::sys::gather::Buf;
+use crate::sys::priority::Priority;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
 /// How long a worker waits that can do nothing before another one closes a file.
 const NO_FILE: Duration = Duration::from_millis(1);
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
-const TICK: Duration = Duration::from_millis(100);
+pub(crate) const TICK: Duration = Duration::from_millis(100);
 
 /// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
 pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
@@ -175,58 +176,43 @@ pub fn run<J: Job>(
         fallback: Mutex::new(None),
         running: AtomicUsize::new(crew.threads),
     };
-    let caller = thread::current();
-    let (mut started, mut refused) = (0, None);
-    if job.blocks() <= 1 && crew.engine != Engine::Uring && shared.limiter.is_none() {
-        // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a
-        // limit).
-        started = 1;
-        attempt(&shared, crew.engine, options);
-        if !tick(operation.done.load(Ordering::Relaxed), total) {
-            shared.fail(Error::Interrupted);
-        }
-    } else {
-        thread::scope(|scope| {
-            for number in 0..crew.threads {
-                let (shared, caller, engine) = (&shared, &caller, crew.engine);
-                let body = move || {
-                    attempt(shared, engine, options);
-                    shared.running.fetch_sub(1, Ordering::AcqRel);
-                    caller.unpark();
-                };
-                let name = format!("fastckpt-{number}");
-                if let Err(error) = options::thread_builder().name(name).spawn_scoped(scope, body) {
-                    shared.running.fetch_sub(1, Ordering::AcqRel);
-                    refused = Some(error);
-                } else {
-                    started += 1;
-                }
-            }
-            // Fewer workers do as well; none do nothing.
-            if let Some(error) = refused.take().filter(|_| started == 0) {
-                shared
-                    .fail(Error::io("start worker threads in", std::path::Path::new("this process"))(error));
-            }
-            while shared.running.load(Ordering::Acquire) > 0 {
-                thread::park_timeout(TICK);
-                let done = operation.done.load(Ordering::Relaxed);
-                if J::WRITE && done == total {
-                    operation.phase(Phase::Fsync);
-                }
-                operation.tick();
-                if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
-                    shared.fail(Error::Interrupted);
-                }
+    let stands_back = options.priority != Priority::default();
+    let mut refused = None;
+    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a limit).
+    // A priority stays with the thread that takes it, and the caller goes on to other things.
+    let inline =
+        job.blocks() <= 1 && crew.engine != Engine::Uring && shared.limiter.is_none() && !stands_back;
+    let mut started = 0;
+    if !inline {
+        (started, refused) = staff(&shared, crew, options, total, tick);
+    }
+    if started == 0 {
+        let mut last = Instant::now();
+        attempt(&shared, crew.engine, options, Priority::default(), &mut || {
+            if last.elapsed() >= TICK {
+                watch(&shared, total, tick);
+                last = Instant::now();
             }
         });
+        if !shared.stop.load(Ordering::Relaxed) && !tick(operation.done.load(Ordering::Relaxed), total) {
+            shared.fail(Error::Interrupted);
+        }
     }
     if let Some(error) = lock(&shared.failure).take() {
         return Err(error);
     }
-    crew.threads = started;
+    crew.threads = started.max(1);
     if let Some(reason) = lock(&shared.fallback).take() {
         crew.engine = Engine::Threads;
         crew.fallback = Some(reason);
+    }
+    if let Some(error) = refused.filter(|_| started == 0) {
+        let priority = if stands_back { ", without its priority" } else { "" };
+        let reason = format!(
+            "no worker thread can be started ({error}): the calling thread did the work{priority}; \
+             see `ulimit -u` and the cgroup's pids.max"
+        );
+        crew.note(error.raw_os_error().unwrap_or(libc::EAGAIN), &reason);
     }
     let moved = *lock(&shared.moved);
     let past = moved.blocks.kind("direct") + moved.blocks.kind("staged");
@@ -234,16 +220,58 @@ pub fn run<J: Job>(
     if crew.direct() && through > 0 && past == 0 {
         crew.engine = Engine::Buffered;
         if moved.blocks.of(Way::Refused) > 0 {
-            let refused = "direct I/O: refused by this file system";
-            let before = crew.fallback.take();
-            let reason =
-                before.as_ref().map_or_else(|| refused.to_owned(), |b| format!("{}; {refused}", b.reason));
-            crew.fallback =
-                Some(Fallback { errno: before.map_or(libc::EINVAL, |before| before.errno), reason });
+            crew.note(libc::EINVAL, "direct I/O: refused by this file system");
         }
     }
     operation.ran(crew.engine, crew.errno(), through > 0 && past > 0);
     Ok(moved)
+}
+
+/// Starts the workers and waits for them. Returns how many there were, and why not more.
+fn staff<J: Job>(
+    shared: &Shared<'_, J>,
+    crew: &Crew,
+    options: &Options,
+    total: u64,
+    tick: Tick<'_>,
+) -> (usize, Option<io::Error>) {
+    let caller = thread::current();
+    let (mut started, mut refused) = (0, None);
+    thread::scope(|scope| {
+        for number in 0..crew.threads {
+            let (caller, engine) = (&caller, crew.engine);
+            let body = move || {
+                attempt(shared, engine, options, options.priority, &mut || {});
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                caller.unpark();
+            };
+            let name = format!("fastckpt-{number}");
+            if let Err(error) = options::thread_builder().name(name).spawn_scoped(scope, body) {
+                // Fewer workers do as well.
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                refused = Some(error);
+            } else {
+                started += 1;
+            }
+        }
+        while shared.running.load(Ordering::Acquire) > 0 {
+            thread::park_timeout(TICK);
+            watch(shared, total, tick);
+        }
+    });
+    (started, refused)
+}
+
+/// What the calling thread does now and then: it reports progress, and notices an interrupt.
+fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+    let done = shared.operation.done.load(Ordering::Relaxed);
+    if J::WRITE && done == total {
+        shared.operation.phase(Phase::Fsync);
+    }
+    shared.operation.tick();
+    if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
+        shared.fail(Error::Interrupted);
+    }
 }
 
 /// What a panic said.
@@ -268,10 +296,16 @@ struct Flight {
     cached: bool,
 }
 
-/// The life of one worker, whose failure, be it a panic, is everybody's.
-fn attempt<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) {
+/// The life of one worker, whose failure, be it a panic, is everybody's. `beat` is called between blocks.
+fn attempt<J: Job>(
+    shared: &Shared<'_, J>,
+    engine: Engine,
+    options: &Options,
+    priority: Priority,
+    beat: &mut dyn FnMut(),
+) {
     // The job's state is not used after a panic: the failure ends the operation.
-    match catch_unwind(AssertUnwindSafe(|| work(shared, engine, options))) {
+    match catch_unwind(AssertUnwindSafe(|| work(shared, engine, options, priority, beat))) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => shared.fail(error),
         Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
@@ -279,8 +313,14 @@ fn attempt<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) {
 }
 
 /// The life of one worker.
-fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Result<()> {
-    let _ = options.priority.apply(); // whoever sets one has probed it
+fn work<J: Job>(
+    shared: &Shared<'_, J>,
+    engine: Engine,
+    options: &Options,
+    priority: Priority,
+    beat: &mut dyn FnMut(),
+) -> Result<()> {
+    let _ = priority.apply(); // whoever sets one has probed it
     let mut depth = 1;
     let mut backend: Box<dyn Backend> = match engine {
         Engine::Uring => match uring::open() {
@@ -307,6 +347,7 @@ fn work<J: Job>(shared: &Shared<'_, J>, engine: Engine, options: &Options) -> Re
         waiting: None,
         slabs: Vec::new(),
         moved: Moved::default(),
+        beat,
     };
     let outcome = worker.run();
     {
@@ -332,6 +373,8 @@ struct Worker<'a, 'b, J> {
     /// Free slabs, for the next blocks.
     slabs: Vec<Slab>,
     moved: Moved,
+    /// Called between blocks.
+    beat: &'a mut dyn FnMut(),
 }
 
 impl<J: Job> Worker<'_, '_, J> {
@@ -353,6 +396,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 None if self.waiting.is_some() => thread::sleep(NO_FILE),
                 None => return Ok(()),
             }
+            (self.beat)();
         }
     }
 
@@ -417,6 +461,7 @@ impl<J: Job> Worker<'_, '_, J> {
             let step = left.min(TICK);
             thread::sleep(step);
             left -= step;
+            (self.beat)();
         }
     }
 
@@ -483,7 +528,7 @@ impl<J: Job> Worker<'_, '_, J> {
         let way = if direct || way.words().0 == "buffered" { way } else { Way::Refused };
         let mut transfer = Transfer { file, offset, range, need, moved: so_far, buf, direct, way, copied };
         self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
-        self.moved.blocks.count(way);
+        self.moved.blocks.count(transfer.way);
         // Through the page cache the kernel copies too.
         let by_kernel = if direct || way == Way::Mapped { 0 } else { so_far as u64 };
         self.moved.copied += transfer.copied + by_kernel;

@@ -56,6 +56,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
         metadata: "[null]",
         overwrite: true,
         shard_size: 10 << 20,
+        steady: false,
     };
     save(&request, options, &mut |_, _| true)
 }
@@ -243,6 +244,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         metadata: "[null]",
         overwrite: true,
         shard_size: u64::MAX,
+        steady: false,
     };
     let outcome = save(&request, &options(Io::Threads), &mut |_, _| false);
     assert!(matches!(outcome, Err(Error::Interrupted)));
@@ -304,6 +306,7 @@ fn more_shards_than_open_files() {
         metadata: "[null]",
         overwrite: true,
         shard_size: 64,
+        steady: false,
     };
     let report = save(&request, &Options::default(), &mut |_, _| true).unwrap();
     assert_eq!(report.shards, 1500);

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 pyo3::import_exception!(fastckpt.exceptions, CorruptCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
+pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
 
 /// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause and comes out as it is.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
@@ -27,6 +28,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
             ReplacedCheckpointError::new_err((error.errno(), text, path.clone().into_os_string()))
         }
         Error::Version { .. } => FormatVersionError::new_err(text),
+        Error::TooLarge(_) => UnsupportedTypeError::new_err(text),
         Error::Invalid(_) => PyValueError::new_err(text),
         Error::Interrupted => PyKeyboardInterrupt::new_err(text),
         Error::Callback(_) | Error::Panic(_) => PyRuntimeError::new_err(text),

@@ -64,6 +64,7 @@ fn save<'py>(
             metadata,
             overwrite,
             shard_size,
+            steady: false,
         };
         core_save(&request, &options, &mut self::tick(tick.as_ref(), &raised))
     });

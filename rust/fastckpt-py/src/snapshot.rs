@@ -211,6 +211,7 @@ impl Snapshot {
                 metadata: &metadata,
                 overwrite,
                 shard_size,
+                steady: true,
             };
             core_save(&request, &options, &mut self::tick(tick.as_ref(), &self.raised))
             // Names and shapes by the hundred thousand are freed here, without the GIL.

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except ReplayError as error:
-        print(f"fastckpt-top: {error}", file=sys.stderr)
+        _complain(str(error))
         return UNREADABLE
     except BrokenPipeError:
         _devnull()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        print(f"fastckpt-top: {name}{error.strerror or error}", file=sys.stderr)
+        _complain(f"{name}{error.strerror or error}")
         return UNREADABLE
 
 
@@ -323,7 +323,7 @@ def _list(args: argparse.Namespace) -> int:
 def _clean(args: argparse.Namespace) -> int:
     places = _places(args)
     for path in feed.sweep(feed.directories_of_all() if places is None else places, now=time.time(), uid=os.geteuid()):
-        _print(f"removed {path}\n")
+        _print(f"removed {text.clean(path)}\n")
     return OK
 
 
@@ -338,12 +338,17 @@ def _dump(args: argparse.Namespace) -> int:
         with Path(path).open("rb") as file:
             found = segment.decode(file.read(segment.MAX_SIZE + 1))
     except segment.BadSegment as error:
-        print(f"fastckpt-top: {path}: {error}", file=sys.stderr)
+        _complain(f"{path}: {error}")
         return UNREADABLE
     from dataclasses import asdict
 
     _print(json.dumps(asdict(found), indent=1) + "\n")
     return OK
+
+
+def _complain(words: str) -> None:
+    """Tell of an error on standard error: paths and what a file holds are foreign."""
+    print(f"fastckpt-top: {text.clean(words)}", file=sys.stderr)
 
 
 def _print(words: str) -> None:

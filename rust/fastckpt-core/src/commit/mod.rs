@@ -4,32 +4,39 @@
 //! inside out, and then takes the target's name in one step: shards (synced by the save), index, manifest, the directory,
 //! rename, the parent. Until the rename, nothing under the target's name has changed.
 
+mod clean;
 mod directory;
 mod leftovers;
 mod locks;
 mod names;
 mod owner;
+mod recovery;
+mod takeover;
 mod target;
 
-use std::ffi::{CStr, OsStr, OsString};
-use std::io::{self, Write as _};
+use std::ffi::{OsStr, OsString};
+use std::io::Write as _;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
+pub use self::clean::{LeftOver, left_overs, remove_left_over};
 pub(crate) use self::directory::refresh;
-use self::directory::{Id, entries, id, id_of, id_of_renamed, open_child, sync};
-pub use self::leftovers::{LeftOver, State, left_overs, open_checkpoint, remove_left_over};
-use self::leftovers::{is_superseded, remove, sweep};
+use self::directory::{Id, id, id_of, open_child, sync};
+pub use self::leftovers::State;
+use self::leftovers::{remove, sweep};
 pub use self::locks::Reach;
 pub(crate) use self::locks::reach;
-use self::names::{aside_name, workspace_name};
-use self::target::{Old, examine, look};
+use self::names::workspace_name;
+pub use self::recovery::open_checkpoint;
+use self::takeover::Step;
+use self::target::{Old, look};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
 use crate::sys::file::{open_directory, start_write_back};
+use crate::sys::fork::Note;
 use crate::sys::lock;
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
@@ -57,11 +64,6 @@ fn is_ours(name: &[u8]) -> bool {
     numbered || [manifest::FILE, manifest::INDEX_FILE, "model.safetensors"].contains(&name)
 }
 
-/// Whether `name` is what a file system makes of a file that is removed while somebody has it open (NFS, FUSE).
-fn is_remnant(name: &[u8]) -> bool {
-    name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
-}
-
 /// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name that stays.
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     let (parent_path, name) = split(target)?;
@@ -77,10 +79,11 @@ pub struct Workspace {
     target: PathBuf,
     name: OsString,
     temporary: OsString,
+    _note: Note,
     directory: OwnedFd,
     id: Id,
-    /// The manifest, empty until its content is written: its lock proves that the writer lives.
-    manifest: Option<std::fs::File>,
+    /// The manifest, empty until its content is written: its lock proves that the writer lives. A forked child does not keep it.
+    manifest: Option<(Note, std::fs::File)>,
     overwrite: bool,
     /// What had the target's name when the save began.
     before: Option<Id>,
@@ -110,14 +113,6 @@ impl Committed {
     }
 }
 
-/// What a rename came to.
-enum Step {
-    /// The name is ours. What lies under another one, if anything, is no longer needed.
-    Done(Option<(OsString, Id)>),
-    /// Somebody else was faster: look again.
-    Again,
-}
-
 impl Workspace {
     /// Looks at the target, sweeps what dead writers left beside it, and makes the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
@@ -140,9 +135,10 @@ impl Workspace {
                         target: target.to_path_buf(),
                         name,
                         temporary,
+                        _note: Note::new(directory.as_fd()),
                         directory,
                         id,
-                        manifest: Some(manifest),
+                        manifest: Some((Note::new(manifest.as_fd()), manifest)),
                         overwrite,
                         before: old.map(|old| old.id),
                         committed: false,
@@ -180,12 +176,12 @@ impl Workspace {
 
     /// Writes the manifest's content, after all else, and begins to write it back.
     pub fn write_manifest(&self, bytes: &[u8]) -> Result<()> {
-        self.manifest.as_ref().map_or(Ok(()), |file| fill(file, &self.path_of(manifest::FILE), bytes))
+        self.manifest.as_ref().map_or(Ok(()), |(_, file)| fill(file, &self.path_of(manifest::FILE), bytes))
     }
 
     /// Makes the manifest durable.
     pub fn sync_manifest(&self) -> Result<()> {
-        let synced = self.manifest.as_ref().map_or(Ok(()), |file| retry_on_intr(|| fs::fsync(file)));
+        let synced = self.manifest.as_ref().map_or(Ok(()), |(_, file)| retry_on_intr(|| fs::fsync(file)));
         synced.map_err(Error::io("sync", &self.path_of(manifest::FILE)))
     }
 
@@ -236,198 +232,6 @@ impl Workspace {
         }
         Ok(done)
     }
-
-    /// One attempt to take the target's name, which `old` has.
-    fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Committed) -> Result<Step> {
-        if let Some(old) = old {
-            match self.carry_over(old.directory.as_fd()) {
-                Err(error) if is_gone(&error) && attempt < TURNS => return Ok(Step::Again),
-                other => other?,
-            }
-        }
-        let path = self.path_of("");
-        done.unsynced |= !sync(self.directory()).map_err(Error::io("sync the directory", &path))?;
-        if old.is_some_and(|old| id_of(self.parent.as_fd(), &old.name) != Some(old.id)) && attempt < TURNS {
-            refresh(&self.parent);
-            return Ok(Step::Again); // its files may have been listed after it was emptied
-        }
-        let outcome = match old {
-            None => self.publish(),
-            Some(old) if old.name != self.name => self.replace_in_two_steps(old, attempt, done),
-            Some(old) => self.replace(old, attempt, done),
-        };
-        match outcome {
-            // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the finished
-            // directory itself that somebody removed.
-            Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
-                refresh(&self.parent);
-                Ok(Step::Again)
-            }
-            other => other,
-        }
-    }
-
-    /// Whether the workspace still has its temporary name.
-    fn is_there(&self) -> bool {
-        id_of(self.parent.as_fd(), &self.temporary) == Some(self.id)
-    }
-
-    fn renaming(&self) -> impl FnOnce(Errno) -> Error {
-        Error::io("rename the finished checkpoint to", &self.target)
-    }
-
-    /// First save to this name.
-    fn publish(&self) -> Result<Step> {
-        self.rename().map_err(self.renaming())?;
-        Ok(Step::Done(None))
-    }
-
-    /// Gives the workspace the target's name. Replaces nothing but an empty directory.
-    fn rename(&self) -> rustix::io::Result<()> {
-        match fs::renameat(&self.parent, &self.temporary, &self.parent, &self.name) {
-            // Sent twice over a network, it may find that it was done.
-            Err(Errno::NOENT) if id_of(self.parent.as_fd(), &self.name) == Some(self.id) => Ok(()),
-            other => other,
-        }
-    }
-
-    /// Save over `old`.
-    fn replace(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
-        match self.exchange() {
-            Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
-            other => other.map_err(self.renaming())?,
-        }
-        match id_of_renamed(self.parent.as_fd(), &self.temporary) {
-            None => Ok(Step::Done(None)),
-            Some(there) if there == old.id => Ok(Step::Done(Some((self.temporary.clone(), there)))),
-            // Between the look and the exchange, somebody else put it there.
-            Some(there) => {
-                done.rival = true;
-                self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
-                Ok(Step::Done(Some((self.temporary.clone(), there))))
-            }
-        }
-    }
-
-    /// Puts back under the target's name what was displaced and must not be replaced, for the reason `refusal`.
-    fn give_back(&self, refusal: Error) -> Error {
-        if self.exchange().is_ok() {
-            if self.is_there() {
-                return refusal;
-            }
-            // A third save took the name in between. It was told that it has it.
-            let _ = self.exchange();
-        }
-        // What is displaced is somebody's own: under a name that nobody sweeps it stays.
-        let mut kept = self.temporary.clone();
-        kept.push(".displaced");
-        let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
-        let why = format!(
-            "what was put there while it was saved now is `{}`",
-            self.parent_path.join(&kept).display()
-        );
-        Error::Exists { path: self.target.clone(), why }
-    }
-
-    fn exchange(&self) -> rustix::io::Result<()> {
-        fs::renameat_with(&self.parent, &self.temporary, &self.parent, &self.name, RenameFlags::EXCHANGE)
-    }
-
-    /// Where names cannot be exchanged (NFS, Lustre, FUSE): the old one makes way, the new one takes its place. A load or save that
-    /// finds the name missing puts the old one back (`recover`), unless the new one has it: then it no longer has a temporary name.
-    fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
-        let (parent, name) = (&self.parent, &self.name);
-        let aside = aside_name(&self.temporary, attempt);
-        done.in_two_steps = true;
-        fs::renameat(parent, &old.name, parent, &aside).map_err(self.renaming())?;
-        let put_back = |error: Error| {
-            let _ = fs::renameat(parent, &aside, parent, name);
-            error
-        };
-        let there = id_of_renamed(parent.as_fd(), &aside).unwrap_or(old.id);
-        if there != old.id {
-            done.rival = true;
-            self.adopt(&aside, there).map_err(put_back)?;
-        }
-        match self.rename() {
-            Ok(()) => Ok(Step::Done(Some((aside, there)))),
-            Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
-                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
-                if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
-                    let _ = remove(parent.as_fd(), &aside, there, None);
-                } else if id_of(parent.as_fd(), &aside) == Some(there) {
-                    let old = self.parent_path.join(&aside);
-                    let why = format!("something else took the name; what was there is `{}`", old.display());
-                    return Err(Error::Exists { path: self.target.clone(), why });
-                }
-                Err(self.renaming()(error))
-            }
-            Err(error) => Err(put_back(self.renaming()(error))),
-        }
-    }
-
-    /// Takes the files of other people along from what was displaced without having been looked at, if it may be replaced at all.
-    fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
-        let directory = match open_child(self.parent.as_fd(), displaced) {
-            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
-            Err(Errno::NOTDIR | Errno::LOOP) => {
-                return Err(Error::Exists {
-                    path: self.target.clone(),
-                    why: "somebody put something there while it was saved: choose another name".to_owned(),
-                });
-            }
-            other => other.map_err(Error::io("open", &self.target))?,
-        };
-        if fs::fstat(&directory).map(|stat| id(&stat)) != Ok(expected) {
-            let why = "another machine put something there while it was saved, which cannot be looked at yet: save again";
-            return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
-        }
-        examine(directory.as_fd(), &self.target, self.overwrite)?;
-        self.carry_over(directory.as_fd())?;
-        sync(self.directory()).map(drop).map_err(Error::io("sync the directory", &self.target))
-    }
-
-    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there.
-    fn carry_over(&self, old: BorrowedFd<'_>) -> Result<()> {
-        let path = &self.target;
-        for (file, _) in entries(old).map_err(Error::io("list", path))? {
-            if is_ours(file.to_bytes()) || is_remnant(file.to_bytes()) {
-                continue;
-            }
-            match fs::linkat(old, &file, &self.directory, &file, AtFlags::empty()) {
-                Ok(()) | Err(Errno::EXIST | Errno::NOENT) => {}
-                Err(Errno::STALE) => return Err(Error::io("carry files over from", path)(Errno::STALE)),
-                // No hard links here.
-                Err(_) => self.copy_file(old, &file).map_err(Error::io("carry files over from", path))?,
-            }
-        }
-        Ok(())
-    }
-
-    fn copy_file(&self, old: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
-        let stat = fs::statat(old, name, AtFlags::SYMLINK_NOFOLLOW)?;
-        let from = fs::openat(old, name, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let to = fs::openat(&self.directory, name, flags, Mode::from_raw_mode(stat.st_mode & 0o777))?;
-        let (mut from, mut to) = (std::fs::File::from(from), std::fs::File::from(to));
-        io::copy(&mut from, &mut to)?;
-        to.sync_all()
-    }
-}
-
-/// Whether the directory that was looked at has gone: its successor has the name.
-fn is_gone(error: &Error) -> bool {
-    matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
-}
-
-/// Whether the name was taken, or came free, in the middle of an attempt.
-fn is_taken(error: &Error) -> bool {
-    let others = matches!(error, Error::Io { .. });
-    others
-        && matches!(
-            error.errno(),
-            Some(libc::EEXIST | libc::ENOTEMPTY | libc::ENOENT | libc::ESTALE | libc::ENOTDIR)
-        )
 }
 
 /// Opens a new workspace, closes it to those whom `old` is closed to, and makes its manifest, empty and locked.
@@ -493,6 +297,7 @@ impl Drop for Workspace {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
@@ -510,7 +315,7 @@ mod tests {
         std::fs::read_to_string(path.join(manifest::FILE)).unwrap()
     }
 
-    fn names(path: &Path) -> Vec<String> {
+    pub(super) fn names(path: &Path) -> Vec<String> {
         let mut all: Vec<_> =
             std::fs::read_dir(path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         all.sort();
@@ -605,49 +410,6 @@ mod tests {
         assert!(matches!(late.commit([].into_iter()), Err(Error::Exists { .. })));
         assert_eq!(names(&path), ["my experiments"]);
         assert_eq!(names(parent.path()), ["c"]);
-    }
-
-    #[test]
-    fn what_was_displaced_unseen_is_given_back() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = checkpoint(parent.path(), "c", "one");
-        let workspace = Workspace::create(&path, true).unwrap();
-        let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
-        std::fs::remove_dir_all(&path).unwrap();
-        std::fs::create_dir_all(path.join("my experiments")).unwrap();
-        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
-            let outcome = replace(&workspace, &old, 0, &mut Committed::default());
-            assert!(matches!(outcome, Err(Error::Exists { .. })));
-            assert_eq!(names(&path), ["my experiments"]);
-            assert!(workspace.is_there());
-        }
-    }
-
-    #[test]
-    fn a_rival_that_was_displaced_unseen_leaves_its_files_of_others() {
-        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
-            let parent = tempfile::tempdir().unwrap();
-            let path = checkpoint(parent.path(), "c", "one");
-            let workspace = Workspace::create(&path, true).unwrap();
-            workspace.write_manifest(b"{\"fastckpt\":1,mine").unwrap();
-            let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
-            checkpoint(parent.path(), "c", "rival");
-            std::fs::write(path.join("config.json"), "{}").unwrap();
-            let mut done = Committed::default();
-            assert!(matches!(replace(&workspace, &old, 0, &mut done).unwrap(), Step::Done(Some(_))));
-            assert!(done.rival && content(&path).ends_with("mine"));
-            assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
-        }
-    }
-
-    #[test]
-    fn files_of_others_are_carried_over() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = checkpoint(parent.path(), "c", "one");
-        std::fs::write(path.join("config.json"), "{}").unwrap();
-        std::fs::write(path.join("model-00001-of-00002.safetensors"), "ours, and stale").unwrap();
-        checkpoint(parent.path(), "c", "two");
-        assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
     }
 
     #[test]

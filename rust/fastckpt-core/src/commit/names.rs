@@ -126,9 +126,9 @@ impl<'a> Temporary<'a> {
         compose(self.stem, Kind::Tmp, self.workspace)
     }
 
-    /// A new name under which it is garbage.
-    pub(super) fn garbage(&self) -> OsString {
-        compose(self.stem, Kind::Del, workspace().as_bytes())
+    /// A new name of ours for it.
+    pub(super) fn renamed(&self, kind: Kind) -> OsString {
+        compose(self.stem, kind, workspace().as_bytes())
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
             let old = Temporary::parse(aside.as_bytes()).unwrap();
             assert!(old.is_of(name) && old.kind == Kind::Old && aside.len() <= 255);
             assert_eq!((old.workspace(), old.owner()), (made.clone(), Some(Owner::myself())));
-            let garbage = old.garbage();
+            let garbage = old.renamed(Kind::Del);
             let garbage = Temporary::parse(garbage.as_bytes()).unwrap();
             assert!(garbage.is_of(name) && garbage.kind == Kind::Del);
         }

@@ -9,7 +9,7 @@ use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, entries, id, id_of, open_child, refresh};
-use super::leftovers::{Free, is_free, taken_aside};
+use super::recovery::{Free, is_free, taken_aside};
 use super::{TURNS, is_ours};
 use crate::error::{Error, Result};
 use crate::manifest;

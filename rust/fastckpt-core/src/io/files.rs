@@ -125,7 +125,7 @@ mod tests {
                 return Err(Error::io("open", directory)(std::io::Error::from_raw_os_error(errno)));
             }
             let directory = open_directory(directory).unwrap();
-            let _ = DataFile::create(directory.as_fd(), "shard", 1);
+            let _ = DataFile::create(directory.as_fd(), "shard", 1, &mut || true);
             Ok(DataFile::open_write(directory.as_fd(), "shard", false).unwrap())
         }
     }

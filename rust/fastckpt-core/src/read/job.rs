@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{Checkpoint, Request};
 use crate::align::{self, PAGE, STRAIGHT};
-use crate::checksum::{self, Side};
+use crate::checksum;
 use crate::error::{Error, Result};
 use crate::io::files::OpenFiles;
 use crate::manifest::ShardEntry;
@@ -203,7 +203,7 @@ impl<'a> ReadJob<'a> {
         let check = piece.crc.is_some();
         let copy = |to: &mut Region, from: &[u8]| {
             if check {
-                return checksum::copy(to, from, Side::Copy);
+                return checksum::copy(to, from);
             }
             to.copy_from_slice(from);
             0

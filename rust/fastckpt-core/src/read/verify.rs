@@ -10,7 +10,7 @@ use crate::align;
 use crate::checksum;
 use crate::crew::Crew;
 use crate::error::{Error, Result};
-use crate::manifest::ShardEntry;
+use crate::manifest::{ShardEntry, TensorEntry};
 use crate::options::Options;
 use crate::report::{Damage, Report};
 use crate::source::Destination;
@@ -38,6 +38,10 @@ impl Checkpoint {
         let mut crew = Crew::choose(options, bytes);
         let mut damage = Vec::new();
         let mut readable = vec![true; self.body.shards.len()];
+        let mut tensors = vec![Vec::new(); self.body.shards.len()];
+        for tensor in &self.body.tensors {
+            tensors[tensor.shard].push(tensor);
+        }
         for (index, shard) in self.body.shards.iter().enumerate() {
             match self.open_shard(index, false) {
                 Ok(_) => damage.extend(self.check_header(index)?),
@@ -47,7 +51,7 @@ impl Checkpoint {
                     let offset = found.min(shard.bytes);
                     let len = found.max(shard.bytes) - offset;
                     if missing {
-                        damage.extend(self.lost(index, &what));
+                        damage.extend(lost(shard, &tensors[index], &what));
                     }
                     damage.push(Damage { file: shard.file.clone(), offset, len, tensor: None, reason: what });
                     if found >= shard.data_offset {
@@ -82,20 +86,6 @@ impl Checkpoint {
             return Err(Error::Replaced { path: self.path.clone() });
         }
         Ok((report, damage))
-    }
-
-    /// Every tensor of a shard that cannot be read at all.
-    fn lost(&self, index: usize, reason: &str) -> impl Iterator<Item = Damage> {
-        let file = &self.body.shards[index].file;
-        let tensors =
-            self.body.tensors.iter().filter(move |tensor| tensor.shard == index && tensor.bytes() > 0);
-        tensors.map(move |tensor| Damage {
-            file: file.clone(),
-            offset: tensor.offset,
-            len: tensor.bytes(),
-            tensor: Some(tensor.name.clone()),
-            reason: reason.to_owned(),
-        })
     }
 
     /// The length a shard has, and whether there is none at all.
@@ -135,4 +125,15 @@ impl Checkpoint {
         };
         wrong.map(damage).collect()
     }
+}
+
+/// All of the `tensors` of a shard that cannot be read at all.
+fn lost(shard: &ShardEntry, tensors: &[&TensorEntry], reason: &str) -> impl Iterator<Item = Damage> {
+    tensors.iter().filter(|tensor| tensor.bytes() > 0).map(move |tensor| Damage {
+        file: shard.file.clone(),
+        offset: tensor.offset,
+        len: tensor.bytes(),
+        tensor: Some(tensor.name.clone()),
+        reason: reason.to_owned(),
+    })
 }

@@ -10,17 +10,17 @@ use serde_json::value::RawValue;
 
 use super::Request;
 use crate::align::{self, PAGE, STRAIGHT};
-use crate::checksum::{self, Side};
+use crate::checksum;
 use crate::commit::Workspace;
 use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::io::files::{OpenFile, OpenFiles};
 use crate::manifest::{Body, Saved, ShardEntry, TensorEntry, TrueType, Writer};
-use crate::options::{Io, Options};
+use crate::options::{Io, Options, STAGING_BUDGET};
 use crate::plan::{self, Extent, Plan, Shard};
 use crate::report::Way;
 use crate::source::Content;
-use crate::sys::buf::{Slab, Source};
+use crate::sys::buf::{self, Slab, Source};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::pagemap::{self, PageMap};
@@ -76,6 +76,8 @@ pub(super) struct WriteJob<'a> {
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
+    /// Of each block what was summed where it lies, and is read once more when it is written.
+    straight_crcs: Vec<AtomicU64>,
     /// The shard of a checkpoint of one block, once it is written.
     unsynced: OnceLock<Arc<OpenFile>>,
     /// When the last block was on the device, nanoseconds after `begin`; what came later was syncing.
@@ -122,6 +124,7 @@ impl<'a> WriteJob<'a> {
             files: OpenFiles::new(blocks),
             extent_crcs: zeros(&first_extent),
             block_crcs: zeros(&first_block),
+            straight_crcs: zeros(&first_block),
             first_block,
             first_extent,
             unsynced: OnceLock::new(),
@@ -173,13 +176,14 @@ impl<'a> WriteJob<'a> {
     }
 
     /// Makes the `need` bytes of `shard` from `offset` on ready to be written, and takes note of their checksums: what cannot be
-    /// written from where it lies is copied to a slab, in the same order. Past the page cache only whole pages go: what is beyond the
+    /// written from where it lies, or with `staged` all of it, is copied to a slab, in the same order. Past the page cache only whole pages go: what is beyond the
     /// last of them is written here.
     fn assemble(
         &self,
         block: usize,
         (shard, offset): (&Shard, u64),
         (need, file): (usize, &DataFile),
+        staged: bool,
         slab: &mut dyn FnMut(usize) -> Result<Slab>,
     ) -> Result<Assembled> {
         let end = offset + need as u64;
@@ -191,7 +195,7 @@ impl<'a> WriteJob<'a> {
         // Why the largest of what goes through the slab does.
         let mut reason = (0, Way::Small);
         for extent in extents {
-            let straight = self.straight(shard, &extent, direct)?;
+            let straight = if staged { Err(Way::Changed) } else { self.straight(shard, &extent, direct)? };
             if let Err(way) = straight {
                 reason = if extent.len > reason.0 { (extent.len, way) } else { reason };
             }
@@ -210,6 +214,7 @@ impl<'a> WriteJob<'a> {
         let mut parts = Vec::new();
         // How far the slab is filled, how much of it is in `parts`, how much in `crc`, and the CRC of the block so far.
         let (mut at, mut taken, mut summed, mut crc) = (header.len(), 0, 0, checksum::of(&[]));
+        let mut straight_crc = crc;
         for Piece { extent, straight } in &pieces {
             let number = self.first_extent[extent.tensor] + extent.index as usize;
             let edge = straight.as_ref().map_or(extent.len, |s| s.range.start - extent.offset) as usize;
@@ -222,7 +227,9 @@ impl<'a> WriteJob<'a> {
                     taken = at;
                 }
                 parts.push(Part::Source(*memory));
-                sum = checksum::combine(sum, checksum::of(memory.bytes()), range.end - range.start);
+                let (inner, len) = (checksum::of(memory.bytes()), range.end - range.start);
+                straight_crc = checksum::combine(straight_crc, inner, len);
+                sum = checksum::combine(sum, inner, len);
                 let edge = (extent.offset + extent.len - range.end) as usize;
                 let after = self.copy(extent, range.end - extent.offset, &mut bytes[at..at + edge])?;
                 at += edge;
@@ -238,6 +245,7 @@ impl<'a> WriteJob<'a> {
         }
         crc = checksum::append(crc, &bytes[summed..at]);
         self.block_crcs[block].store(crc, Ordering::Relaxed);
+        self.straight_crcs[block].store(straight_crc, Ordering::Relaxed);
         let way = match (straight > 0, direct) {
             (_, false) if past => Way::Remainder,
             (_, false) if self.direct => Way::Refused,
@@ -251,9 +259,41 @@ impl<'a> WriteJob<'a> {
         }
         // Now, so that it goes to the disk beside the rest, and the sync need not wait for it.
         let tail = &bytes[whole..];
-        file.write_tail(tail, end - tail.len() as u64)
+        file.write_cached(tail, end - tail.len() as u64)
             .map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
         Ok(Assembled { buf: Buf::new(slab, parts), direct, way, copied })
+    }
+
+    /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no known sum.
+    fn has_changed(&self, block: usize, buf: &Buf) -> bool {
+        let straight = buf.parts().iter().filter_map(|part| match part {
+            Part::Source(memory) => Some(memory.bytes()),
+            _ => None,
+        });
+        !self.request.steady
+            && straight.fold(checksum::of(&[]), checksum::append)
+                != self.straight_crcs[block].load(Ordering::Relaxed)
+    }
+
+    /// Writes a block once more, from a copy.
+    fn write_copy(&self, block: usize, transfer: &mut Transfer) -> Result<()> {
+        let (index, offset) = self.locate(block);
+        let shard = &self.plan.shards[index];
+        let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
+        let mut slab = |len: usize| {
+            buf::take_slab(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+        };
+        let Assembled { buf, copied, .. } =
+            self.assemble(block, (shard, offset), (need, &transfer.file), true, &mut slab)?;
+        for part in buf.parts() {
+            let Part::Slab(range) = part else { continue };
+            let written = transfer.file.write_cached(&buf.slab()[range.clone()], offset + range.start as u64);
+            written.map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
+        }
+        buf::give_slabs(buf.into_slab().into_iter().collect(), STAGING_BUDGET as usize);
+        transfer.way = Way::Changed;
+        transfer.copied += copied;
+        Ok(())
     }
 
     /// Copies bytes of an extent, from `skip` on, and returns their CRC.
@@ -262,7 +302,7 @@ impl<'a> WriteJob<'a> {
         match &self.request.contents[extent.tensor] {
             Content::Memory(source) => {
                 let from = source.part(start as usize, to.len()).ok_or_else(too_short)?;
-                Ok(checksum::copy(to, from.bytes(), Side::Source))
+                Ok(checksum::copy(to, from.bytes()))
             }
             Content::Pull(fill) => {
                 fill(start, to).map_err(Error::Callback)?;
@@ -373,7 +413,7 @@ impl Job for WriteJob<'_> {
         let Some(file) = file else { return Ok(None) };
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
         let Assembled { buf, direct, way, copied } =
-            self.assemble(block, (shard, offset), (need, &file), slab)?;
+            self.assemble(block, (shard, offset), (need, &file), false, slab)?;
         let len = buf.parts().iter().map(Part::len).sum();
         Ok(Some(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied }))
     }
@@ -389,6 +429,9 @@ impl Job for WriteJob<'_> {
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
         moved.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
+        if self.has_changed(block, &transfer.buf) {
+            self.write_copy(block, transfer)?;
+        }
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
         lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));

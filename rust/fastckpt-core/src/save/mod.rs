@@ -2,6 +2,7 @@
 
 mod job;
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -9,17 +10,18 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 use self::job::WriteJob;
+use crate::bounds::MAX_BYTES;
 use crate::commit::{Index, Workspace};
 use crate::crew::Crew;
 use crate::error::{Error, Result};
 use crate::manifest::{self, Saved};
 use crate::options::{BLOCK_SIZE, Options};
-use crate::plan::{self, TensorSpec};
+use crate::plan::{self, Plan, TensorSpec};
 use crate::report::Report;
 use crate::source::Content;
 use crate::sys::file::DataFile;
 use crate::telemetry::{self, Kind, Operation, Phase};
-use crate::worker::{self, Job as _, Tick};
+use crate::worker::{self, Job as _, TICK, Tick};
 
 /// What is to be saved, beside the tensors' content.
 #[derive(Debug)]
@@ -38,6 +40,8 @@ pub struct Request<'a> {
     pub overwrite: bool,
     /// Target size of a shard in bytes.
     pub shard_size: u64,
+    /// Whether the contents are memory that nobody can change, so that there is no need to look: a snapshot.
+    pub steady: bool,
 }
 
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
@@ -45,12 +49,19 @@ pub struct Request<'a> {
 /// the new checkpoint has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
     let operation = Operation::begin(Kind::Save, request.path, options);
-    let outcome = write(request, options, &operation, tick);
+    let outcome = write(request, options, &operation, tick, MAX_BYTES);
     operation.end(telemetry::outcome(&outcome));
     outcome
 }
 
-fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: Tick<'_>) -> Result<Report> {
+/// A save whose manifest may have `most` bytes.
+fn write(
+    request: &Request<'_>,
+    options: &Options,
+    operation: &Operation,
+    tick: Tick<'_>,
+    most: u64,
+) -> Result<Report> {
     let begin = Instant::now();
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     let structure = tokens("structure", request.structure)?;
@@ -64,13 +75,14 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
     let plan = plan::plan(request.tensors, request.shard_size, crew.threads, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
-    for shard in &plan.shards {
-        DataFile::create(workspace.directory(), &shard.file, shard.bytes)
-            .map_err(Error::io("allocate", &workspace.path_of(&shard.file)))?;
-    }
+    let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
+    let at_most = manifest::at_most(request.tensors, &plan, request.structure, request.metadata);
+    manifest::check_size(at_most, most, || {
+        job.body(created, Saved::default(), structure.clone(), metadata.clone())
+    })?;
+    allocate(&plan, &workspace, begin, &mut *tick)?;
     let planned = begin.elapsed().as_secs_f64();
 
-    let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
     let moved = worker::run(&job, &mut crew, options, plan.block_size, operation, &mut *tick)?;
     operation.phase(Phase::Fsync);
     let moving = begin.elapsed().as_secs_f64();
@@ -129,7 +141,126 @@ fn write(request: &Request<'_>, options: &Options, operation: &Operation, tick: 
     })
 }
 
+/// Creates the shards with their final sizes.
+fn allocate(plan: &Plan, workspace: &Workspace, begin: Instant, tick: Tick<'_>) -> Result<()> {
+    let mut last = begin;
+    let mut go_on = || {
+        let late = last.elapsed() >= TICK;
+        last = if late { Instant::now() } else { last };
+        !late || tick(0, plan.shards.iter().map(|shard| shard.bytes).sum())
+    };
+    for shard in &plan.shards {
+        DataFile::create(workspace.directory(), &shard.file, shard.bytes, &mut go_on).map_err(|error| {
+            match error.kind() {
+                ErrorKind::Interrupted => Error::Interrupted,
+                _ => Error::io("allocate", &workspace.path_of(&shard.file))(error),
+            }
+        })?;
+    }
+    Ok(())
+}
+
 fn tokens(what: &str, json: &str) -> Result<Box<RawValue>> {
     manifest::check_tokens(what, json).map_err(Error::Invalid)?;
     RawValue::from_string(json.to_owned()).map_err(|error| Error::Invalid(format!("{what}: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+
+    use safetensors::Dtype;
+
+    use super::*;
+    use crate::align::PAGE;
+
+    /// Tensors whose names need escapes, of several extents, and of a type that has to be told; and how often one was read.
+    fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
+        let spec = |name: &str, bytes: u64| TensorSpec {
+            name: name.to_owned(),
+            dtype: Dtype::U8,
+            shape: vec![bytes, 1, 1],
+            true_type: Some(("torch.\"complex128\"".to_owned(), vec![1; 64])),
+            residue: None,
+        };
+        let specs = vec![spec("\u{1}\u{2}\u{3}\n\"\\", 9 << 20), spec("empty", 0), spec(&"x".repeat(500), 3)];
+        let read = Arc::new(AtomicUsize::new(0));
+        let fill = |read: &Arc<AtomicUsize>| {
+            let read = Arc::clone(read);
+            Content::Pull(Arc::new(move |_, to: &mut [u8]| {
+                read.fetch_add(1, Ordering::Relaxed);
+                to.fill(1);
+                Ok(())
+            }))
+        };
+        let contents = specs.iter().map(|_| fill(&read)).collect();
+        (specs, contents, read)
+    }
+
+    #[test]
+    fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
+        let parent = tempfile::tempdir().unwrap();
+        let (tensors, contents, read) = state();
+        let path = parent.path().join("c");
+        let request = Request {
+            path: &path,
+            tensors: &tensors,
+            contents: &contents,
+            structure: r#"[["list",1],"0123456789"]"#,
+            metadata: "[null]",
+            overwrite: true,
+            shard_size: 8 << 20,
+            steady: true,
+        };
+        let save = |most| {
+            let options = Options { block_size: Some(PAGE), ..Options::default() };
+            let operation = Operation::begin(Kind::Save, &path, &Options::default());
+            let outcome = write(&request, &options, &operation, &mut |_, _| true, most);
+            operation.end(telemetry::outcome(&outcome));
+            outcome
+        };
+        save(MAX_BYTES).unwrap();
+        let len = std::fs::metadata(path.join(manifest::FILE)).unwrap().len();
+        std::fs::remove_dir_all(&path).unwrap();
+        read.store(0, Ordering::Relaxed);
+
+        let error = save(len - 1).unwrap_err();
+        assert!(matches!(&error, Error::TooLarge(_)), "{error}");
+        let text = error.to_string();
+        for part in [&(len - 1).to_string(), "25 for what is no tensor", "3 tensors"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(read.load(Ordering::Relaxed), 0);
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+        // Nothing is refused that fits.
+        save(len + 2 * 4096).unwrap();
+    }
+
+    #[test]
+    fn the_bound_that_costs_little_is_never_too_low() {
+        let parent = tempfile::tempdir().unwrap();
+        let (tensors, contents, _) = state();
+        for (count, block_size) in [(3, PAGE), (2, BLOCK_SIZE), (0, BLOCK_SIZE)] {
+            let (tensors, contents) = (&tensors[..count], &contents[..count]);
+            let path = parent.path().join("c");
+            let (structure, metadata) = (r#"["text"]"#, r#"["more text"]"#);
+            let shard_size = 8 << 20;
+            let request = Request {
+                path: &path,
+                tensors,
+                contents,
+                structure,
+                metadata,
+                overwrite: true,
+                shard_size,
+                steady: true,
+            };
+            let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
+            save(&request, &options, &mut |_, _| true).unwrap();
+            let plan = plan::plan(tensors, shard_size, 1, block_size).unwrap();
+            let bound = manifest::at_most(tensors, &plan, structure, metadata);
+            assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, TryLockError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::align::{self, PAGE};
+use super::page;
 
 /// Slabs are aligned to this and backed by pages of it where the kernel grants them. With 4 KiB pages a request to the
 /// device breaks into pieces of about 1 MiB and costs three times the CPU.
@@ -259,12 +259,12 @@ impl Region {
     /// Makes the pages of the region present before the kernel writes into them: a page fault for each 4 KiB inside
     /// a direct read costs as much as the read. Advice only.
     pub fn populate(&self) {
-        let skip = self.base.addr().next_multiple_of(PAGE as usize) - self.base.addr();
-        let len = align::down(self.len.saturating_sub(skip) as u64, PAGE) as usize;
-        if len > 0 {
+        let pages = page::inside(self.address()..self.address() + self.len, page::size());
+        if !pages.is_empty() {
+            let at = self.base.wrapping_add(pages.start - self.address()).cast();
             // SAFETY: the range lies in the region, which the contract of `new` makes writable memory; populating changes no
             // content.
-            let _ = unsafe { madvise(self.base.wrapping_add(skip).cast(), len, Advice::LinuxPopulateWrite) };
+            let _ = unsafe { madvise(at, pages.len(), Advice::LinuxPopulateWrite) };
         }
     }
 }

@@ -3,14 +3,14 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use super::page;
+
 /// `cachestat` (Linux 6.5): younger than the table of common numbers, so the same on every architecture.
 const CACHESTAT: libc::c_long = 451;
 
 /// Bytes of `[offset, offset + len)` that the page cache holds, in whole pages.
 pub fn cached_bytes(fd: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<u64> {
-    // SAFETY: it only answers a number.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    Ok(cached_pages(fd, offset, len)? * u64::try_from(page).unwrap_or(4096))
+    Ok(cached_pages(fd, offset, len)? * page::size() as u64)
 }
 
 /// Pages of `[offset, offset + len)` that the page cache holds.

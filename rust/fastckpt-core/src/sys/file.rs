@@ -10,6 +10,7 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveF
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
+use super::fork::Held;
 use crate::align::PAGE;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
@@ -93,11 +94,38 @@ fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
 }
 
+/// Bytes that are allocated at a time. A call takes a moment then, and what a signal undoes of it is little: tmpfs before
+/// Linux 6.11 gives the whole range back at any signal, and a profiler sends one every few milliseconds.
+const STEP: u64 = 256 << 20;
+/// So often an allocation that a signal interrupted is tried again.
+const INTERRUPTIONS: usize = 8;
+
+/// Gives a new file `len` bytes, allocated `step` by `step` as long as `go_on` says so.
+fn allocate(fd: BorrowedFd<'_>, len: u64, step: u64, go_on: &mut dyn FnMut() -> bool) -> io::Result<()> {
+    let (mut at, mut interrupted) = (0, 0);
+    while at < len {
+        let part = step.min(len - at);
+        match fs::fallocate(fd, FallocateFlags::empty(), at, part) {
+            Ok(()) => at += part,
+            Err(Errno::INTR) if interrupted < INTERRUPTIONS => interrupted += 1,
+            // Not on this file system, or never in peace: the size at least can be final.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::INTR) => {
+                return Ok(retry_on_intr(|| fs::ftruncate(fd, len))?);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if !go_on() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+    }
+    Ok(())
+}
+
 /// A shard, open for reading or writing: directly where that is wanted and works, and through the page cache.
 #[derive(Debug)]
 pub struct DataFile {
-    cached: OwnedFd,
-    direct: Option<OwnedFd>,
+    cached: Held,
+    direct: Option<Held>,
     /// Set when the first direct operation is refused; the file is then used through the page cache.
     refused: OnceLock<()>,
     /// Set when the file system refuses [`DONTCACHE`].
@@ -120,17 +148,17 @@ const MOSTLY_CACHED: u64 = 70;
 impl DataFile {
     /// Creates `name` inside `directory` (it must not exist) with `len` bytes allocated, so that no write extends it and a full file
     /// system is noticed before the first byte. The mode is 0666 less the umask.
-    pub fn create(directory: BorrowedFd<'_>, name: &str, len: u64) -> io::Result<()> {
+    ///
+    /// `go_on` is asked now and then; once it says no, the error is of kind `Interrupted`, and the file is for the caller to remove.
+    pub fn create(
+        directory: BorrowedFd<'_>,
+        name: &str,
+        len: u64,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> io::Result<()> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
-        match retry_on_intr(|| fs::fallocate(&fd, FallocateFlags::empty(), 0, len)) {
-            // Not on this file system: the size at least can be final.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                retry_on_intr(|| fs::ftruncate(&fd, len))?;
-            }
-            other => other?,
-        }
-        Ok(())
+        allocate(fd.as_fd(), len, STEP, go_on)
     }
 
     fn pair(
@@ -150,8 +178,8 @@ impl DataFile {
             None
         };
         Ok(Self {
-            cached,
-            direct,
+            cached: cached.into(),
+            direct: direct.map(Held::from),
             refused: OnceLock::new(),
             plain: AtomicBool::new(false),
             residency: OnceLock::new(),
@@ -242,11 +270,11 @@ impl DataFile {
         Ok(written)
     }
 
-    /// Writes all of `tail`, the less than a page at the end of a file, through the page cache: past it, only whole pages go.
-    pub fn write_tail(&self, tail: &[u8], offset: u64) -> io::Result<()> {
+    /// Writes all of `bytes` through the page cache: past it, only whole pages go.
+    pub fn write_cached(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let mut done = 0;
-        while done < tail.len() {
-            match self.write_at(false, &[IoSlice::new(&tail[done..])], offset + done as u64) {
+        while done < bytes.len() {
+            match self.write_at(false, &[IoSlice::new(&bytes[done..])], offset + done as u64) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(moved) => done += moved,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -276,4 +304,25 @@ fn write(fd: BorrowedFd<'_>, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<us
         [one] => rustix::io::pwrite(fd, one, offset)?,
         all => rustix::io::pwritev(fd, all, offset)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn allocation_goes_step_by_step_and_stops_when_told() {
+        let file = tempfile::tempfile().unwrap();
+        let len = || file.metadata().unwrap().len();
+        let mut asked = 0;
+        let mut go_on = || {
+            asked += 1;
+            asked < 3
+        };
+        let error = allocate(file.as_fd(), 10 << 20, 1 << 20, &mut go_on).unwrap_err();
+        assert_eq!((error.kind(), asked, len()), (io::ErrorKind::Interrupted, 3, 3 << 20));
+        allocate(file.as_fd(), (10 << 20) + 5, 1 << 20, &mut || true).unwrap();
+        assert_eq!(len(), (10 << 20) + 5);
+        allocate(file.as_fd(), 0, 1 << 20, &mut || false).unwrap();
+    }
 }

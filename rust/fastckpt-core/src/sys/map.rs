@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use crate::align::{self, PAGE};
+use super::page;
 
 /// A private mapping of a file.
 #[derive(Debug)]
@@ -53,17 +53,21 @@ impl FileMap {
 
     /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a signal.
     pub fn populate(&self, range: &Range<usize>) -> io::Result<()> {
-        let start = align::down(range.start as u64, PAGE);
-        let end = align::up(range.end.min(self.len) as u64, PAGE);
-        let len = end.saturating_sub(start) as usize;
-        let at = self.base.as_ptr().wrapping_add(start as usize).cast();
+        self.populate_pages(range, page::size())
+    }
+
+    fn populate_pages(&self, range: &Range<usize>, page: usize) -> io::Result<()> {
+        let pages = page::around(range.start.min(self.len)..range.end.min(self.len), page);
+        let at = self.base.as_ptr().wrapping_add(pages.start).cast();
         // The first has the file system read all of it at once, where faults would ask for little at a time.
         for advice in [Advice::WillNeed, Advice::LinuxPopulateRead] {
-            // SAFETY: the range lies in the mapping, and neither advice changes what is in it.
-            let outcome = unsafe { madvise(at, len, advice) };
-            // Any other failure only means that pages come when they are touched, as before Linux 5.14.
-            if let Err(Errno::FAULT | Errno::HWPOISON) = outcome {
-                return Err(Errno::IO.into());
+            // SAFETY: the pages are those of the mapping, and neither advice changes what is in it.
+            match unsafe { madvise(at, pages.len(), advice) } {
+                Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
+                // Every kernel knows the first advice: it is the range that it refuses, and a disk that fails would be a signal.
+                Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
+                // Any other failure only means that pages come when they are touched, as before Linux 5.14.
+                _ => {}
             }
         }
         Ok(())
@@ -108,6 +112,17 @@ mod tests {
         unsafe { map.base.as_ptr().write(8) };
         let other = FileMap::new(file.as_fd(), 5000).unwrap();
         assert_eq!((map.bytes(0..2), other.bytes(0..2)), (&[8, 7][..], &[7, 7][..]));
+    }
+
+    #[test]
+    fn a_range_that_the_kernel_refuses_is_an_error() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 8192]).unwrap();
+        let map = FileMap::new(file.as_fd(), 8192).unwrap();
+        // As if memory had smaller pages than it has: what 4096 would be on a machine of 64 KiB.
+        let outcome = map.populate_pages(&(600..5000), 512);
+        assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        map.populate(&(600..5000)).unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-use crate::align::{self, PAGE};
+use super::page;
 
 /// `PAGEMAP_SCAN` of linux/fs.h, from 6.7 on: `_IOWR('f', 16, struct pm_scan_arg)`.
 const SCAN: libc::c_ulong = 0xC060_6610;
@@ -54,7 +54,8 @@ impl PageMap {
     /// Whether most of the `len` bytes at `address` are in huge pages; nothing where the kernel does not tell.
     #[must_use]
     pub fn is_huge(&self, address: usize, len: usize) -> Option<bool> {
-        let (start, end) = (align::down(address as u64, PAGE), align::up((address + len) as u64, PAGE));
+        let pages = page::around(address..address + len, page::size());
+        let (start, end) = (pages.start as u64, pages.end as u64);
         let mut stretches = [Stretch::default(); STRETCHES];
         let mut argument = ScanArgument {
             size: size_of::<ScanArgument>() as u64,

@@ -2,10 +2,11 @@
 
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use io_uring::{IoUring, Probe, opcode, types};
 
+use super::fork::Note;
 use crate::io::{Done, Op};
 
 /// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
@@ -25,6 +26,7 @@ struct Flight {
 /// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring goes,
 /// then the buffers (the order of the fields).
 pub struct Ring {
+    _note: Note,
     inner: IoUring,
     flights: Vec<Option<Flight>>,
     in_flight: usize,
@@ -55,7 +57,9 @@ impl Ring {
         if !needed.iter().all(|&code| probe.is_supported(code)) {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
-        Ok(Self { inner: ring, flights: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
+        // SAFETY: the ring is open, and nobody closes it while it is noted: the note goes first (the order of the fields).
+        let note = Note::new(unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) });
+        Ok(Self { _note: note, inner: ring, flights: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
     }
 
     /// Hands `op` to the kernel.

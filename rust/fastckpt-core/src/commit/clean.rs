@@ -1,0 +1,104 @@
+//! What lies in a directory of checkpoints under temporary names, for people: listed, and removed on request.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags};
+
+use super::directory::{entries, open_child, sync};
+use super::leftovers::{Finding, State, examine, remove, temporaries};
+use super::names::Temporary;
+use crate::error::{Error, Result};
+use crate::sys::file::open_directory;
+
+/// What lies in a directory of checkpoints under a temporary name.
+#[derive(Debug)]
+pub struct LeftOver {
+    /// The name of the directory.
+    pub name: OsString,
+    /// Which checkpoint it belongs to.
+    pub of: String,
+    /// The host it was made on.
+    pub host: String,
+    /// What it is.
+    pub state: State,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// Seconds since 1970 when something was last made, removed or renamed in it.
+    pub changed: i64,
+}
+
+/// Lists what lies in `directory` under temporary names.
+pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
+    let parent = open_directory(directory).map_err(Error::io("open", directory))?;
+    let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
+    let mut found = Vec::new();
+    for name in &all {
+        let Some(temporary) = Temporary::parse(name.as_bytes()) else { continue };
+        let Ok(inside) = open_child(parent.as_fd(), name) else { continue };
+        let Ok(stat) = fs::fstat(&inside) else { continue };
+        let files = entries(inside.as_fd()).unwrap_or_default();
+        let sizes = files.iter().filter_map(|(file, _)| {
+            let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
+        });
+        let Some(Finding { state, .. }) = examine(parent.as_fd(), name) else { continue };
+        found.push(LeftOver {
+            of: temporary.of().to_string_lossy().into_owned(),
+            host: temporary.host(),
+            state,
+            bytes: sizes.sum(),
+            changed: stat.st_ctime,
+            name: name.clone(),
+        });
+    }
+    Ok(found)
+}
+
+/// Removes one of [`left_overs`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is kept; never one
+/// whose writer lives. Returns whether it was removed.
+pub fn remove_left_over(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
+    let parent = open_directory(directory).map_err(Error::io("open", directory))?;
+    let Some(finding) = examine(parent.as_fd(), name) else { return Ok(false) };
+    match finding.state {
+        State::Dead => {}
+        State::Unknown | State::Kept if force => {}
+        _ => return Ok(false),
+    }
+    sync(parent.as_fd()).map_err(Error::io("sync the directory", directory))?;
+    remove(parent.as_fd(), name, finding.id, finding.verdict)
+        .map_err(Error::io("remove", &directory.join(name)))?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::commit::leftovers::tests::{dead, half, living, name_by};
+
+    use super::*;
+
+    #[test]
+    fn left_overs_are_listed_and_removed_on_request() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut other = living();
+        let alive = half(parent.path().join(name_by("c", other.id())));
+        let gone = half(parent.path().join(name_by("c", dead())));
+        let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-00000001"));
+        let all = left_overs(parent.path()).unwrap();
+        let state =
+            |path: &Path| all.iter().find(|one| Some(one.name.as_os_str()) == path.file_name()).unwrap();
+        assert_eq!(state(&alive).state, State::Alive);
+        assert_eq!(state(&gone).state, State::Dead);
+        assert_eq!((state(&unknown).state, state(&unknown).of.as_str()), (State::Unknown, "step-1"));
+        assert_eq!((state(&unknown).host.as_str(), state(&unknown).bytes > 0), ("node7", true));
+        let remove =
+            |path: &Path, force| remove_left_over(parent.path(), path.file_name().unwrap(), force).unwrap();
+        assert!(!remove(&alive, true) && !remove(&unknown, false) && !remove(Path::new("/c"), true));
+        assert!(remove(&unknown, true) && remove(&gone, false));
+        assert!(alive.exists() && !unknown.exists() && !gone.exists());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+}

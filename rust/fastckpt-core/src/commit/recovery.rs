@@ -1,0 +1,226 @@
+//! An old checkpoint that a commit took aside: found by whoever finds its name free, put back when its writer is dead.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs;
+use rustix::io::Errno;
+
+use super::directory::{entries, id_of, open_child, refresh, sync};
+use super::leftovers::written;
+use super::names::{Kind, Temporary};
+use super::owner::{Life, Verdict, judge};
+use super::target::has_magic;
+use super::{TURNS, split};
+use crate::error::{Error, Result};
+use crate::sys::file::open_directory;
+
+/// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably dead.
+const COMMIT_WAIT: Duration = Duration::from_secs(5);
+/// How long to wait before looking again.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// What a name that was found to be free is, by one listing.
+pub(super) enum Free {
+    /// Somebody has it again.
+    Taken,
+    /// Nothing has it, and nothing was taken aside from it.
+    Truly,
+    /// Only an old checkpoint that a commit took aside had it.
+    For(Aside),
+}
+
+/// An old checkpoint that a commit took aside and has put nothing in the place of yet.
+pub(super) struct Aside {
+    pub(super) name: OsString,
+    /// Its writer's, while this is held.
+    verdict: Option<Verdict>,
+}
+
+/// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
+///
+/// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves between them.
+pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
+    let mut turn = 0;
+    let all = loop {
+        let before = changed(parent);
+        let all = entries(parent).unwrap_or_default();
+        turn += 1;
+        // A listing that others change is not of one moment.
+        if changed(parent) == before || turn == TURNS {
+            break all;
+        }
+    };
+    if all.iter().any(|(found, _)| found.to_bytes() == name.as_bytes()) && !is_free(parent, name) {
+        return Free::Taken;
+    }
+    let mut newest: Option<(_, Aside)> = None;
+    for (found, _) in all {
+        let found = OsStr::from_bytes(found.to_bytes()).to_owned();
+        let Some(old) = Temporary::parse(found.as_bytes()).filter(|t| t.kind == Kind::Old && t.is_of(name))
+        else {
+            continue;
+        };
+        let Ok(directory) = open_child(parent, &found) else { continue };
+        if !has_magic(directory.as_fd()).unwrap_or(false) {
+            continue;
+        }
+        let Some(written) = written(directory.as_fd()) else { continue };
+        let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
+        let verdict = old.owner().map(|owner| judge(owner, workspace.as_fd()));
+        // Looked for after the verdict. Without its workspace, its successor had the name: if that is gone, somebody removed it.
+        if id_of(parent, &old.workspace()).is_none() {
+            continue;
+        }
+        if newest.as_ref().is_none_or(|(other, _)| written > *other) {
+            newest = Some((written, Aside { name: found, verdict }));
+        }
+    }
+    newest.map_or(Free::Truly, |(_, aside)| Free::For(aside))
+}
+
+/// When something was last made, removed or renamed in a directory, asked afresh.
+fn changed(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
+    refresh(directory);
+    fs::fstat(directory).ok().map(|stat| (stat.st_ctime, stat.st_ctime_nsec))
+}
+
+/// Whether nothing has the name, or an empty directory that somebody laid there.
+pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
+    match open_child(parent, name) {
+        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Err(error) => matches!(error, Errno::NOENT | Errno::STALE),
+    }
+}
+
+/// Puts an old checkpoint back whose writer died between the two plain renames.
+/// Returns the name under which it can be read where it must stay: the mount is read-only, or its writer may live.
+fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
+    let give_up = Instant::now() + COMMIT_WAIT;
+    while is_free(parent, name) {
+        let aside = match taken_aside(parent, name) {
+            Free::Taken => continue,
+            Free::Truly => return None,
+            Free::For(aside) => aside,
+        };
+        if aside.verdict.as_ref().is_some_and(|verdict| verdict.life == Life::Dead) {
+            // Replaces nothing but an empty directory.
+            match fs::renameat(parent, &aside.name, parent, name) {
+                Ok(()) => {
+                    let _ = sync(parent);
+                    return None;
+                }
+                // Somebody else did.
+                Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
+                Err(_) => return Some(parent_path.join(aside.name)),
+            }
+        } else if Instant::now() > give_up {
+            return Some(parent_path.join(aside.name));
+        }
+        std::thread::sleep(PAUSE);
+    }
+    None
+}
+
+/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
+pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
+    let missing = |directory: &io::Result<OwnedFd>| match directory {
+        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    };
+    let mut directory = open_directory(path);
+    if missing(&directory) {
+        let instead = split(path).ok().and_then(|(parent_path, name)| {
+            let parent = open_directory(&parent_path).ok()?;
+            recover(&parent_path, parent.as_fd(), &name)
+        });
+        // What is read where it lies may have got its name meanwhile.
+        directory = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
+        directory = directory.or_else(|_| open_directory(path));
+    }
+    directory.map_err(Error::io("open checkpoint", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::commit::leftovers::State;
+    use crate::commit::leftovers::temporaries;
+    use crate::commit::leftovers::tests::{dead, half, name_by};
+    use crate::commit::names::aside_name;
+    use crate::commit::tests::{checkpoint, content};
+    use crate::commit::{Workspace, left_overs};
+    use crate::manifest;
+
+    use super::*;
+
+    #[test]
+    fn a_save_that_died_between_two_renames_is_undone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let temporary = name_by("c", dead());
+        let aside = parent.path().join(aside_name(&temporary, 0));
+        let put_aside = || {
+            std::fs::rename(&path, &aside).unwrap();
+            half(parent.path().join(&temporary));
+        };
+        let sweep = || {
+            drop(Workspace::create(&path, true).unwrap());
+            assert_eq!(temporaries(open_directory(parent.path()).unwrap().as_fd()).unwrap().len(), 0);
+        };
+        for somebody_makes_a_directory in [false, true] {
+            put_aside();
+            if somebody_makes_a_directory {
+                std::fs::create_dir(&path).unwrap();
+            }
+            open_checkpoint(&path).unwrap();
+            assert!(content(&path).ends_with("one"));
+            sweep();
+        }
+        // A save takes it over, with the files of others, and never has to put it back.
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        put_aside();
+        checkpoint(parent.path(), "c", "two");
+        assert!(content(&path).ends_with("two") && path.join("config.json").exists());
+        sweep();
+    }
+
+    #[test]
+    fn what_was_replaced_does_not_come_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let aside = parent.path().join(aside_name(&name_by("c", dead()), 0));
+        std::fs::rename(&path, &aside).unwrap();
+        // The successor had the name, and somebody removed it.
+        assert!(open_checkpoint(&path).is_err());
+        assert!(aside.exists());
+        assert_eq!(left_overs(parent.path()).unwrap()[0].state, State::Kept);
+        checkpoint(parent.path(), "c", "two");
+        drop(Workspace::create(&path, true).unwrap());
+        assert!(!aside.exists() && content(&path).ends_with("two"));
+    }
+
+    #[test]
+    fn of_two_that_were_taken_aside_the_newer_is_put_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let aside = |text: &str| {
+            let made = checkpoint(parent.path(), text, text);
+            let temporary = name_by("c", dead());
+            (made, aside_name(&temporary, 0), temporary)
+        };
+        // The first entry of a directory is not always the one that was made first.
+        let all = [aside("one"), aside("three"), aside("two")];
+        let newest = std::fs::File::open(all[1].0.join(manifest::FILE)).unwrap();
+        newest.set_modified(std::time::SystemTime::now() + Duration::from_secs(60)).unwrap();
+        for (made, aside, temporary) in all {
+            half(parent.path().join(temporary));
+            std::fs::rename(made, parent.path().join(aside)).unwrap();
+        }
+        let path = parent.path().join("c");
+        open_checkpoint(&path).unwrap();
+        assert!(content(&path).ends_with("three"));
+    }
+}

@@ -1,0 +1,114 @@
+//! Descriptors that a forked child does not keep: those of an operation that only the parent's threads go on with.
+//!
+//! `O_CLOEXEC` acts at exec, which a data loader's worker never comes to. What it would keep open for as long as it lives: shards, whose
+//! gigabytes stay allocated after they were replaced; rings; and the directory whose lock tells that its writer lives.
+//!
+//! Each such descriptor is noted in a table, and the child puts an empty one in the place of each. It does not close them: their numbers
+//! stay taken, so that code of the parent's which the child may still run (it can be forked from inside a callback) meets an error and
+//! never somebody else's file. A descriptor that was opened in the very moment of the fork may be missed; the price is space.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+
+const FREE: i32 = -1;
+
+/// Twice what a process may usually have open; what finds no place is inherited.
+static NOTED: [AtomicI32; 2048] = [const { AtomicI32::new(FREE) }; 2048];
+/// Where to look for a place first.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+static REGISTERED: AtomicBool = AtomicBool::new(false);
+
+/// A descriptor's place in the table, for as long as this lives. It must go before the descriptor does.
+#[derive(Debug)]
+pub struct Note {
+    place: Option<&'static AtomicI32>,
+    fd: RawFd,
+}
+
+impl Note {
+    /// Notes `fd`.
+    #[must_use]
+    pub fn new(fd: BorrowedFd<'_>) -> Self {
+        if !REGISTERED.swap(true, Ordering::Relaxed) {
+            // SAFETY: the handler is a function of this library, which is never unloaded, and does only what a child of a process with
+            // threads may do.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        }
+        let (first, fd) = (NEXT.fetch_add(1, Ordering::Relaxed), fd.as_raw_fd());
+        let mut places = (0..NOTED.len()).map(|step| &NOTED[first.wrapping_add(step) % NOTED.len()]);
+        let place = places
+            .find(|place| place.compare_exchange(FREE, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok());
+        Self { place, fd }
+    }
+}
+
+impl Drop for Note {
+    fn drop(&mut self) {
+        if let Some(place) = self.place {
+            // In a child the place may be free, or that of another descriptor.
+            let _ = place.compare_exchange(self.fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Runs in the child before `fork` returns: only its one thread is there, and locks may be held by threads that are not.
+extern "C" fn in_child() {
+    let mut empty = -1;
+    for place in &NOTED {
+        let fd = place.swap(FREE, Ordering::Relaxed);
+        if fd == FREE {
+            continue;
+        }
+        if empty < 0 {
+            // SAFETY: a system call on numbers, which may be made here.
+            empty = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        }
+        // SAFETY: likewise. `fd` belongs to an operation of the parent's, whose threads are not in this process.
+        if empty < 0 || unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
+            // There is no descriptor left for the empty one, so closing is what remains.
+            // SAFETY: as above.
+            unsafe { libc::close(fd) };
+        }
+    }
+    if empty >= 0 {
+        // SAFETY: likewise; it was opened above.
+        unsafe { libc::close(empty) };
+    }
+}
+
+/// A descriptor that a forked child does not keep.
+#[derive(Debug)]
+pub struct Held {
+    // Before the descriptor: a number that is closed may be somebody else's at once.
+    _note: Note,
+    fd: OwnedFd,
+}
+
+impl From<OwnedFd> for Held {
+    fn from(fd: OwnedFd) -> Self {
+        Self { _note: Note::new(fd.as_fd()), fd }
+    }
+}
+
+impl AsFd for Held {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_noted_for_as_long_as_it_is_held() {
+        let noted = |fd| NOTED.iter().filter(|place| place.load(Ordering::Relaxed) == fd).count();
+        let held = Held::from(OwnedFd::from(tempfile::tempfile().unwrap()));
+        let fd = held.as_fd().as_raw_fd();
+        assert_eq!(noted(fd), 1);
+        let Held { _note: note, fd: kept } = held;
+        drop(note);
+        assert_eq!(noted(fd), 0);
+        drop(kept);
+    }
+}

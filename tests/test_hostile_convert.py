@@ -1,0 +1,212 @@
+"""``fastckpt convert`` and input made to harm: what is not a file, what shares memory, and pickles that make much."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from harness import needs
+
+try:
+    import torch
+    from safetensors.torch import load_file
+except ImportError as error:
+    needs.missing(str(error))
+
+#: A child that waits for a pipe waits for ever; this is for a busy machine.
+PATIENCE = 300
+
+
+def convert(*arguments, **more):
+    command = [sys.executable, "-m", "fastckpt", "convert", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **more)
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def hugging_face(shard=None, index=None):
+    def make(path):
+        path.mkdir()
+        if index is None:
+            (path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
+        else:
+            index(path / "model.safetensors.index.json")
+        if shard is not None:
+            shard(path / "a.safetensors")
+
+    return make
+
+
+def long_index(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def one_shard(spoil):
+    def make(path):
+        path.mkdir()
+        spoil(path / "model.safetensors")
+
+    return make
+
+
+NO_FILES = {
+    "fifo.pt": fifo,
+    "fifo.bin": fifo,
+    "fifo.safetensors": fifo,
+    "device.pt": device,
+    "device.safetensors": device,
+    "fifo in a directory": one_shard(fifo),
+    "device in a directory": one_shard(device),
+    "fifo as a shard": hugging_face(shard=fifo),
+    "device as a shard": hugging_face(shard=device),
+    "fifo as an index": hugging_face(index=fifo),
+    "device as an index": hugging_face(index=device),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_what_is_not_a_file_is_refused(tmp_path, name):
+    NO_FILES[name](tmp_path / name)
+    done = convert(tmp_path / name, tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not a regular file" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_without_end_is_not_read(tmp_path):
+    hugging_face(index=long_index)(tmp_path / "model")
+    done = convert(tmp_path / "model", tmp_path / "out")
+    assert done.returncode == 2
+    assert "no index" in done.stderr
+
+
+def test_ties_are_not_copied(tmp_path):
+    """A hundred names of one tensor: each is in the file, and none but the first in memory."""
+    shared = torch.arange(1 << 18, dtype=torch.float32)
+    state = {f"t{number}": shared for number in range(100)}
+    state["half"] = torch.arange(7, dtype=torch.bfloat16)
+    state["flag"] = torch.tensor(True)
+    state["none"] = torch.empty(0, 3, dtype=torch.int64)
+    state["turned"] = torch.arange(6.0).reshape(2, 3).T
+    fastckpt.save(state, tmp_path / "c")
+    program = (
+        "import resource, sys\n"
+        "from fastckpt import _convert, _torch, cli\n"
+        "import safetensors.torch\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert cli.main(['convert', *sys.argv[1:]]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert int(done.stdout.splitlines()[-1]) < 64 << 10  # KiB; the file has 100 MiB
+    back = load_file(tmp_path / "m.safetensors")
+    assert set(back) == set(state)
+    assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in state.items())
+    (tmp_path / "m.safetensors").unlink()
+
+
+def pickled(path, code):
+    """A file as ``torch.save`` lays it out, of no storages, with a pickle of one's own."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", code)
+        archive.writestr("archive/version", "3\n")
+
+
+def nested_tuples(levels):
+    """A tuple of twice a tuple of twice ...: 2^levels values of 8 bytes each level."""
+    code = b"\x80\x02K\x01"
+    for level in range(levels):
+        code += b"q" + bytes([level]) + b"h" + bytes([level]) + b"\x86"
+    return code + b"."
+
+
+def test_a_control_is_converted(tmp_path):
+    pickled(tmp_path / "few.pt", nested_tuples(2))
+    done = convert(tmp_path / "few.pt", tmp_path / "out")
+    assert done.returncode == 0, done
+    assert fastckpt.load(tmp_path / "out") == ((1, 1), (1, 1))
+
+
+@pytest.mark.parametrize("levels", [40, 200])
+def test_a_pickle_of_nested_tuples_is_refused(tmp_path, levels):
+    pickled(tmp_path / "bomb.pt", nested_tuples(levels))
+    assert (tmp_path / "bomb.pt").stat().st_size < 2000
+    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    assert done.returncode == 2, done
+    assert "more memory or time than a file of" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pickle_that_asks_for_much_is_refused(tmp_path):
+    code = b"\x80\x02cbuiltins\nbytearray\n" + b"\x8a\x05" + struct.pack("<q", 3 << 32)[:5] + b"\x85R."
+    pickled(tmp_path / "bomb.pt", code)
+    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    assert done.returncode in (1, 2), done
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path):
+    """A megabyte of empty dictionaries: what takes more than its share ends in the child, and not in this process."""
+    pickled(tmp_path / "many.pt", b"\x80\x02](" + b"}" * (1 << 20) + b"e.")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = convert(tmp_path / "many.pt", tmp_path / "out")
+    assert done.returncode in (0, 2), done
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 3 << 20)
+
+
+@pytest.mark.slow
+def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path):
+    period = (1 << 61) - 1
+    pickled(
+        tmp_path / "bomb.pt",
+        pickle.dumps(dict.fromkeys(range(4)), 2)[:2]
+        + b"}("
+        + b"".join(b"\x8a\x0a" + (number * period).to_bytes(10, "little") + b"N" for number in range(1, 150_000))
+        + b"u.",
+    )
+    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    assert done.returncode == 2, done
+    assert "more memory or time than a file of" in done.stderr
+
+
+def test_the_child_takes_no_module_from_where_it_is_started(tmp_path):
+    """A directory of downloads may hold a torch.py, or a json.py."""
+    for name in ("torch", "json", "fastckpt", "resource"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken')\n")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "m.pt")
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from fastckpt import _pickled\n"
+        "os.chdir(sys.argv[1])\n"
+        "_pickled.check(Path('m.pt'))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_left_of_a_conversion_that_fails(tmp_path):
+    fastckpt.save({"w": np.zeros(4), "x": "text"}, tmp_path / "c")
+    assert convert(tmp_path / "c", tmp_path / "m.safetensors").returncode == 2
+    assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
+    assert Path(tmp_path / "c").is_dir()
