@@ -19,12 +19,15 @@ import signal
 import socket
 import stat
 import struct
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt import _memory
 from harness import manifest, mounts, needs, strace, zygote
 from harness.states import numbered, same, which
 
@@ -488,6 +491,33 @@ def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
 
 
 # --- rivals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_who_replaces_a_rival_is_told(parent, monkeypatch, caplog, existing):
+    """Ranks that all save to one path: the last one wins, and its report and the log say whose checkpoint went."""
+    path = parent / "step"
+    if existing:
+        fastckpt.save(numbered(1, SMALL), path)
+    copy_out, rivals = _memory.copy_out, []
+
+    def late(*arguments):
+        # In the middle of this save, another one begins and ends.
+        if not rivals:
+            rivals.append(threading.Thread(target=fastckpt.save, args=(numbered(2, SMALL), path)))
+            rivals[0].start()
+            rivals[0].join()
+        return copy_out(*arguments)
+
+    monkeypatch.setattr(_memory, "copy_out", late)
+    # Strided, and so copied by that function.
+    report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
+    assert [re.search("another save to this path", warning) is not None for warning in report.warnings] == [True]
+    told = [record for record in caplog.records if "another save to this path" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert fastckpt.load(path)["a"][-1] == 19_998
+    assert fastckpt.save(numbered(3, SMALL), path).warnings == ()
+    assert manifest.listing(parent) == ["step"]
 
 
 @pytest.mark.parametrize("existing", [False, True])
