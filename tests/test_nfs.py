@@ -30,7 +30,7 @@ BOOTS = {
         "removed_by_its_owner",
         "stopped_between_two_renames",
     ],
-    "readers": ["readers_beside_a_saver", "reader_overtaken"],
+    "readers": ["readers_beside_a_saver", "loader_overtaken"],
 }
 
 

@@ -22,11 +22,9 @@ READERS = ("load", "mmap", "open", "verify", "info")
 # In front of which calls a saver is stopped and killed: while it writes, and all the way through the commit.
 POINTS = (
     ("fdatasync", (1,)),
-    ("renameat2", (1, 2, 3)),
     ("renameat", (1, 2, 3)),
-    ("rename", (1, 2, 3)),
-    ("fsync", (2, 3, 4)),
-    ("unlinkat", (1, 2)),
+    ("fsync", (3,)),
+    ("unlinkat", (1,)),
 )
 
 
@@ -86,9 +84,8 @@ def one_name(one, two, logs):
     ends = [child.outcome() for child in children]
     failed = [end for all_of_one in ends for end in all_of_one if end[1] != "saved"]
     assert not failed, f"{len(failed)} of 20 saves failed: {failed[:3]}"
-    found = {look(machine, place / "step") for machine, place in (one, two)}
-    assert len(found) == 1, found
-    assert found <= {18, 19}, found
+    found = [look(machine, place / "step") for machine, place in (one, two)]
+    assert found in ([18, 18], [19, 19]), found
     assert [(place / "step" / "config.json").read_text() for _, place in (one, two)] == ["mine"] * 2
     save(one[0], one[1] / "step", 2000)
     tidy(one[1], "step")
@@ -147,7 +144,7 @@ def killed(one, two, logs):
             assert look(one[0], path) == 3, where
             tidy(one[1], "step")
             tidy(two[1], "step")
-    assert hits >= 6, f"a saver was stopped {hits} times only"
+    assert hits >= 5, f"a saver was stopped {hits} times only"
 
 
 def killed_and_not_swept(one, two, logs):
@@ -330,12 +327,17 @@ def swept_in_the_middle(one, two, logs):
     tidy(one[1], "mine", "other")
 
 
-def reader_overtaken(one, two, logs):
+def loader_overtaken(one, two, logs):
+    """As the next one, for a file system that takes its time."""
+    reader_overtaken(one, two, logs, ("load", "verify"))
+
+
+def reader_overtaken(one, two, logs, operations=READERS):
     """A reader stopped in front of any of its opens, while the checkpoint is replaced, begins again."""
     path = one[1] / "step"
     index = 0
     save(one[0], path, index)
-    for operation in READERS:
+    for operation in operations:
         hits = 0
         for call in ("open", "openat", "openat2"):
             for when in itertools.count(1):

@@ -39,12 +39,12 @@ pub(super) fn remove(
         Err(Errno::NOENT | Errno::STALE) => return Ok(()),
         other => other?,
     }
-    drop(verdict);
     if id_of_renamed(parent, &claimed) != Some(expected) {
         // Another one came to lie there since it was looked at.
         return Ok(fs::renameat(parent, &claimed, parent, found)?);
     }
     fs::renameat(parent, &claimed, parent, &garbage)?;
+    drop(verdict);
     destroy(parent, &garbage, expected)
 }
 

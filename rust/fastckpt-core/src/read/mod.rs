@@ -67,11 +67,16 @@ impl Checkpoint {
     /// Opens the checkpoint at `path`.
     pub fn open(path: &Path) -> Result<Self> {
         let give_up = Instant::now() + REPLACED_WAIT;
+        let mut doubt = None;
         loop {
             match Self::open_once(path) {
-                Err(Error::Replaced { .. }) if Instant::now() < give_up => std::thread::sleep(PAUSE),
+                Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
+                // Where a file system goes by names, a manifest may be missing, or another one, from one call to the next.
+                Err(Error::Corrupt { .. })
+                    if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
                 other => return other,
             }
+            std::thread::sleep(PAUSE);
         }
     }
 
@@ -84,7 +89,7 @@ impl Checkpoint {
         let manifest = path.join(manifest::FILE);
         let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
             Err(error) if is_gone(&error) => {
-                if is_replaced(&directory, path, None, &error, &OnceLock::new()) {
+                if is_stale(&error) || has_other_name(&directory, path) {
                     return Err(replaced());
                 }
                 let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
@@ -203,7 +208,7 @@ impl Checkpoint {
         let shard = &self.body.shards[index];
         let path = self.path_of(&shard.file);
         match DataFile::open_read(self.directory.as_fd(), &shard.file, direct) {
-            Ok((file, len)) if len == shard.bytes => Ok(file),
+            Ok((file, len)) if len == shard.bytes || fresh_length(&file) == Some(shard.bytes) => Ok(file),
             Ok((_, len)) => {
                 Err(Error::corrupt(&path, format!("it has {len} bytes, written were {}", shard.bytes)))
             }
@@ -220,7 +225,7 @@ impl Checkpoint {
     }
 
     fn is_replaced(&self, error: &io::Error) -> bool {
-        is_replaced(&self.directory, &self.path, Some(&self.seal), error, &self.certain)
+        is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
     }
 
     /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
@@ -297,24 +302,37 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
 }
 
+/// The length of a file as the file system's server has it: what a client knows may be that of a file of the same name before.
+fn fresh_length(file: &DataFile) -> Option<u64> {
+    commit::refresh(file.fd(false));
+    u64::try_from(rustix::fs::fstat(file.fd(false)).ok()?.st_size).ok()
+}
+
+fn is_local(path: &Path) -> bool {
+    file::open_directory(path)
+        .is_ok_and(|directory| commit::reach(directory.as_fd()) == commit::Reach::Machine)
+}
+
+fn is_stale(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ESTALE)
+}
+
 /// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
 /// so that this takes its time once.
 fn is_replaced(
     directory: &OwnedFd,
     path: &Path,
-    seal: Option<&[u8]>,
+    seal: &[u8],
     error: &io::Error,
     certain: &OnceLock<()>,
 ) -> bool {
-    if error.raw_os_error() == Some(libc::ESTALE) {
+    if is_stale(error) {
         return true;
     }
     let begin = Instant::now();
     loop {
         let local = commit::reach(directory.as_fd()) == commit::Reach::Machine;
-        if has_other_name(directory, path)
-            || !local && seal.is_some_and(|seal| has_other_manifest(path, seal))
-        {
+        if has_other_name(directory, path) || !local && has_other_manifest(path, seal) {
             return true;
         }
         let sure = local || certain.get().is_some();
