@@ -504,9 +504,9 @@ def test_convert_overwrites_only_when_told(
 
     precious = tmp_path / "precious"
     precious.mkdir()
-    (precious / "thesis").write_text("text")
+    (precious / "model.safetensors").write_text("text")
     assert call(capsys, "convert", source, precious, "--overwrite")[0] == 2
-    assert (precious / "thesis").read_text() == "text"
+    assert (precious / "model.safetensors").read_text() == "text"
 
 
 def test_what_does_not_go_together_is_refused(

@@ -438,7 +438,9 @@ def test_a_refused_pin_leaves_no_error_in_the_training_thread(status, caplog):
     ]
     assert threading.get_ident() not in {thread for thread, *_ in cudart.calls}
     told = f"cannot pin 8192 bytes for the snapshot (CUDA error {status})" if status else "cannot unpin 8192 bytes"
-    assert [told in message for message in caplog.messages] == [True]
+    # A save of the test before may log its end here.
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [told in message for message in warnings] == [True]
 
 
 @pytest.mark.parametrize("failure", ["cudart", "thread"])

@@ -239,7 +239,7 @@ def test_missing_directories_and_files(tmp_path):
         ("tmpfs", ["memory-file-system"], [], False),
         ("ramfs", ["memory-file-system"], ["no-fallocate"], None),
         ("overlay", [], ["overlay"], None),
-        ("fuse", ["fuse"], ["rename-flags", "no-fallocate"], True),
+        ("fuse", ["fuse"], ["rename-flags", "no-locks", "no-fallocate"], True),
     ],
 )
 def test_every_file_system_for_what_it_is(children, kind, worse, notes, bypasses):

@@ -79,7 +79,7 @@ def test_public_names():
                 "__version__",
             ),
             *("SaveReport", "LoadReport", "VerifyReport", "Damage", "CheckpointError", "CorruptCheckpointError"),
-            *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError"),
+            *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError", "ReplacedCheckpointError"),
             *("plan", "Plan", "doctor", "Diagnosis", "Finding"),
         ]
     )

@@ -45,7 +45,7 @@ def save_changing(path, *, io, change=True):
     # Of a whole number of pages, and so before the other.
     tensors = [
         ("a", "U8", [first.size], first.ctypes.data, first.nbytes, None),
-        ("b", "U8", [(2 << 20) + 5], 0, 0, None),
+        ("b", "U8", [(2 << 20) + 5], 0, (2 << 20) + 5, None),
     ]
     structure = '[["dict",2],"a",["array",0],"b",["array",1]]'
     return _core.save(

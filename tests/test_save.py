@@ -184,14 +184,16 @@ def test_overwrite(tmp_path, engine):
 
 def test_never_overwrites_what_is_no_checkpoint(tmp_path):
     (tmp_path / "file").write_text("mine")
-    (tmp_path / "dir").mkdir()
-    (tmp_path / "dir" / "thesis.tex").write_text("mine")
-    for name in ("file", "dir"):
+    for name, inside in (("weights", "model.safetensors"), ("nested", "chapter/thesis.tex")):
+        (tmp_path / name / inside).parent.mkdir(parents=True)
+        (tmp_path / name / inside).write_text("mine")
+    for name in ("file", "weights", "nested"):
         with pytest.raises(FileExistsError):
             fastckpt.save(1, tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine"
-    assert (tmp_path / "dir" / "thesis.tex").read_text() == "mine"
-    assert names_in(tmp_path) == ["dir", "file"]
+    assert (tmp_path / "weights" / "model.safetensors").read_text() == "mine"
+    assert (tmp_path / "nested" / "chapter" / "thesis.tex").read_text() == "mine"
+    assert names_in(tmp_path) == ["file", "nested", "weights"]
 
 
 def test_shard_size(tmp_path):

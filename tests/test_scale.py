@@ -160,7 +160,7 @@ memory = np.zeros(5000, np.uint8)
 last = os.open("/dev/null", os.O_RDONLY)
 resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
 try:
-    reader.read([(0, 0, 5000, memory.ctypes.data)], verify=False, io="threads", threads=1, drain=None, tick=None)
+    reader.read([(0, 0, 5000, memory.ctypes.data, 5000)], verify=False, io="threads", threads=1, drain=None, tick=None)
 except OSError as error:
     print(json.dumps([error.errno, str(error)]))
 """

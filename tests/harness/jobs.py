@@ -213,7 +213,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
             go_on.wait(60)
 
     def save() -> None:
-        tensors = [("a", "U8", [12 << 20], 0, 0, None)]
+        tensors = [("a", "U8", [12 << 20], 0, 12 << 20, None)]
         settings = {"overwrite": True, "shard_size": 1 << 40, "threads": 1, "bandwidth_limit": None, "step": None}
         fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
 
