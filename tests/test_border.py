@@ -127,8 +127,21 @@ def test_into_whose_storage_was_cut(tmp_path):
     for view in (slice(None), slice(None, None, 2)):
         target = torch.zeros(1000 * (view.step or 1))[view]
         target.untyped_storage().resize_(100)
-        with pytest.raises(fastckpt.StructureMismatchError, match="freed in part"):
+        with pytest.raises(fastckpt.StructureMismatchError, match="has been freed"):
             fastckpt.load(tmp_path / "c", into={"w": target})
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_a_tensor_whose_storage_was_cut_is_not_saved(tmp_path, save, step):
+    """Beyond its storage lies somebody else's memory, or none."""
+    whole = torch.ones(2000)[::step]
+    # The last one begins beyond what is left.
+    for tensor in (whole, whole[5:], whole[-1:]):
+        tensor.untyped_storage().resize_(100)
+        with pytest.raises(fastckpt.UnsupportedTypeError, match=r"\['w'\].*freed"):
+            save({"w": tensor}, tmp_path / "c")
+    fastckpt.save({"w": whole[:3]}, tmp_path / "c")
 
 
 def test_every_tensor_of_into_is_held_against_its_own_memory(tmp_path, monkeypatch):

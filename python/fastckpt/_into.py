@@ -119,8 +119,6 @@ class Into:
                 reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
-        if _is_torch(given) and not torch_for("a torch tensor").is_whole(given.value):
-            reasons.append("the memory of the tensor in into has been freed in part")
         if self._overlaps(given):
             reasons.append("elements of the tensor in into share memory (it is expanded)")
         if ties.setdefault(mine.tie, index) != index:

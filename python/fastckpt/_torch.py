@@ -82,6 +82,9 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             name, true = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
+            # Whoever resizes a storage asks no tensor: what it no longer holds is somebody else's memory.
+            if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
+                _no_address(value)
             # An empty tensor has no address, and is tied to nothing but itself.
             tie = (address, dtype, shape) if address else _no_address(value)
             if true is None:
@@ -98,6 +101,13 @@ def _no_address(value: Tensor) -> int:
     if value.numel():
         raise Unsupported("its memory has been freed, as sharded modules do between steps: gather it first")
     return id(value)
+
+
+def _is_whole(value: Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all of its elements: whoever resizes a storage asks no tensor."""
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    end = value.storage_offset() + reach + 1
+    return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
 
 
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
@@ -136,6 +146,8 @@ def _describe_strided(value: Tensor, flags: str) -> Stored:
     name, true = _STORED[value.dtype]
     shape = value.shape
     address = value.data_ptr()
+    if not _is_whole(value):
+        _no_address(value)
     tie = (
         (address, value.dtype, shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
         if address
@@ -305,13 +317,6 @@ def mover_in(value: Tensor) -> Mover:
 def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
     """Pin host memory for copies from ``device``; returns what undoes it."""
     return _device.pin(torch, device, address, nbytes)
-
-
-def is_whole(value: Tensor) -> bool:
-    """Whether the storage of a strided tensor holds all of its elements: whoever resizes a storage asks no tensor."""
-    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    end = value.storage_offset() + reach + 1
-    return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
 
 
 def device_of(name: Any) -> torch.device | None:

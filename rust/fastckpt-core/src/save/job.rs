@@ -175,15 +175,15 @@ impl<'a> WriteJob<'a> {
         })
     }
 
-    /// Makes the `need` bytes of `shard` from `offset` on ready to be written, and takes note of their checksums: what cannot be
-    /// written from where it lies, or with `staged` all of it, is copied to a slab, in the same order. Past the page cache only whole pages go: what is beyond the
-    /// last of them is written here.
+    /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written from where it
+    /// lies is copied to a slab, in file order; with `copy_all`, everything is. Direct I/O writes whole pages only, so the bytes
+    /// after the last whole page are written here, through the page cache.
     fn assemble(
         &self,
         block: usize,
         (shard, offset): (&Shard, u64),
         (need, file): (usize, &DataFile),
-        staged: bool,
+        copy_all: bool,
         slab: &mut dyn FnMut(usize) -> Result<Slab>,
     ) -> Result<Assembled> {
         let end = offset + need as u64;
@@ -195,18 +195,18 @@ impl<'a> WriteJob<'a> {
         // Why the largest of what goes through the slab does.
         let mut reason = (0, Way::Small);
         for extent in extents {
-            let straight = if staged { Err(Way::Changed) } else { self.straight(shard, &extent, direct)? };
+            let straight = if copy_all { Err(Way::Changed) } else { self.straight(shard, &extent, direct)? };
             if let Err(way) = straight {
                 reason = if extent.len > reason.0 { (extent.len, way) } else { reason };
             }
             pieces.push(Piece { extent, straight: straight.ok() });
         }
         let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
-        let staged = need - straight as usize;
+        let slab_bytes = need - straight as usize;
         // Without what is beyond the last whole page, which lies at the slab's end.
-        let whole = if direct { staged - need % PAGE as usize } else { staged };
-        let mut slab = if staged > 0 { Some(slab(staged)?) } else { None };
-        let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..staged]);
+        let whole = if direct { slab_bytes - need % PAGE as usize } else { slab_bytes };
+        let mut slab = if slab_bytes > 0 { Some(slab(slab_bytes)?) } else { None };
+        let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..slab_bytes]);
 
         let header =
             shard.header.get(offset as usize..shard.header.len().min(end as usize)).unwrap_or_default();
