@@ -33,9 +33,9 @@ def left(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     return {
-        "alive": make(f"node7-{boot}-{space}-{os.getpid()}"),
-        "dead": make(f"node7-{boot}-{space}-{ended.pid}"),
-        "unknown": make("node8-0000000000000001-1-1"),
+        "alive": make(f"node7-{boot}-{space}-{os.getpid()}-0"),
+        "dead": make(f"node7-{boot}-{space}-{ended.pid}-0"),
+        "unknown": make("node8-0000000000000001-1-1-1"),
     }
 
 

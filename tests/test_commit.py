@@ -433,7 +433,7 @@ def test_without_flags_of_rename(children, parent, tmp_path, error):
     renames = [call for call in calls if call.name in ("rename", "renameat") and call.ok]
     moved, placed = [call for call in renames if str(path) in call.paths()][:2]
     assert moved.paths()[0] == str(path)
-    assert re.fullmatch(r"\.step\.old-\w+-[0-9a-f]{16}-\d+-\d+-[0-9a-f]{10}", Path(moved.paths()[1]).name)
+    assert re.fullmatch(r"\.step\.old-\w+-[0-9a-f]{16}-\d+-\d+-\d+-[0-9a-f]{10}", Path(moved.paths()[1]).name)
     assert placed.paths()[1] == str(path)
     after = [
         call for call in calls if call.name in SYNCS and call.fd_paths() == [str(parent)] and call.start > placed.end
@@ -596,6 +596,7 @@ HOST = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
 SPACE = Path("/proc/self/ns/pid").stat().st_ino
 HERE = f"{HOST}-{BOOT}-{SPACE}"
+START = Path("/proc/1/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2].split()[19]
 DEAD = 4_194_303  # the largest pid there can be, and not in use (checked below)
 
 
@@ -620,38 +621,40 @@ def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp
     with pytest.raises(ProcessLookupError):
         os.kill(DEAD, 0)
     swept = [
-        leave(parent, f".step.tmp-{HERE}-{DEAD}-0123abcd"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd"),
+        # A process has its number, as the first of a container that was restarted, but was started later.
+        leave(parent, f".step.tmp-{HERE}-1-{int(START) + 1}-0123abcd"),
         # Another checkpoint's, of the same parent.
-        leave(parent, f".other.tmp-{HERE}-{DEAD}-0123abcd"),
+        leave(parent, f".other.tmp-{HERE}-{DEAD}-7-0123abcd"),
         # Names of hosts prove nothing: a container of this machine that had another one.
-        leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-0123abcd"),
+        leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-7-0123abcd"),
         # Of a PID namespace that cannot be looked into: the lock is the proof.
-        leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-0123abcd"),
+        leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"),
         # Garbage needs no proof, whoever made it.
-        leave(parent, ".step.del-elsewhere-0000000000000001-1-1-0123abcd"),
+        leave(parent, ".step.del-elsewhere-0000000000000001-1-1-1-0123abcd"),
     ]
-    living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-89abcdef")
+    living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-89abcdef")
     held = lock(living)
     outside = leave(tmp_path, "outside")
-    link = parent / f".step.tmp-{HERE}-{DEAD}-11111111"
+    link = parent / f".step.tmp-{HERE}-{DEAD}-7-11111111"
     link.symlink_to(outside)
-    foreign = leave(parent, f".step.tmp-{HERE}-{DEAD}-33333333")
+    foreign = leave(parent, f".step.tmp-{HERE}-{DEAD}-7-33333333")
     (foreign / manifest.NAME).unlink()
     kept = [
         living,
         # Somebody's own, which a save that was killed had displaced.
         foreign,
-        # The process of that number lives, whatever the lock says.
-        leave(parent, f".step.tmp-{HERE}-1-0123abcd"),
+        # The process of that number, started then, lives, whatever the lock says.
+        leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
         # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
-        leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-0123abcd"),
+        leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-1-0123abcd"),
         leave(parent, ".step.tmp-notes"),
-        leave(parent, f"step.tmp-{HERE}-{DEAD}-0123abcd"),
-        leave(parent, f".step.tmp-{HERE}-{DEAD}-0123abcd.bak"),
-        leave(parent, f".step.tmp-{HERE}-{DEAD}-xyz"),
+        leave(parent, f"step.tmp-{HERE}-{DEAD}-7-0123abcd"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd.bak"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-xyz"),
         leave(parent, ".cache"),
     ]
-    file = parent / f".step.tmp-{HERE}-{DEAD}-22222222"
+    file = parent / f".step.tmp-{HERE}-{DEAD}-7-22222222"
     file.write_text("a file, so not ours")
     try:
         fastckpt.save(numbered(1, SMALL), parent / "step")
@@ -669,7 +672,7 @@ def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp
 def test_old_one_aside_with_the_new_one_in_place_is_swept(parent):
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
-    shutil.copytree(path, parent / f".step.old-{HERE}-{DEAD}-0123abcd00")
+    shutil.copytree(path, parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
     assert whole(path, SMALL) == 1
     fastckpt.save(numbered(2, SMALL), path)
     assert manifest.listing(parent) == ["step"]
@@ -679,9 +682,9 @@ def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
     """Between the two renames of a living saver a reader must not interfere."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
-    aside = parent / f".step.old-{HOST}-{BOOT}-1-1-0123abcd00"
+    aside = parent / f".step.old-{HOST}-{BOOT}-1-1-1-0123abcd00"
     path.rename(aside)
-    held = lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-0123abcd"))
+    held = lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"))
     try:
         assert whole(path, SMALL) == 1
         assert aside.exists()
@@ -696,7 +699,7 @@ def test_what_was_replaced_does_not_come_back(parent):
     """Its saver died before it could remove it; somebody removes the one that replaced it."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path)
-    path.rename(parent / f".step.old-{HERE}-{DEAD}-0123abcd00")
+    path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
     with pytest.raises(FileNotFoundError):
         fastckpt.load(path)
     fastckpt.save(numbered(2, SMALL), path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._reports import count, size, table
+from ._reports import count, size, table, visible
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +21,7 @@ STATES = {
     "dead": "nobody needs it: the next save here removes it",
     "unknown": "its writer may be running, perhaps on another machine",
     "kept": "an old checkpoint that a save was about to replace, or the save itself",
-    "foreign": "not made by fastckpt",
+    "foreign": "somebody's own, displaced by a save that was killed: move it by hand",
 }
 
 
@@ -30,7 +30,8 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command(
         "clean",
         "list what saves that were killed left in a directory of checkpoints, and remove it",
-        "Without --remove nothing is changed. What a running save writes is never removed.",
+        "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
+        "could not be removed.",
     )
     parser.add_argument("path", metavar="DIR", type=Path, help="the directory that holds the checkpoints")
     parser.add_argument("--remove", action="store_true", help="remove what is dead")
@@ -49,10 +50,15 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     if hours is not None and (not options.remove or not hours >= 0):
         raise ValueError("clean: --older-than goes with --remove, and takes a number of hours from 0 on")
     directory = os.fspath(options.path.absolute())
-    found = []
+    found: list[dict[str, Any]] = []
+    failures: list[str] = []
     for name, checkpoint, host, state, held, changed in sorted(_core.left_overs(directory)):
         old = hours is not None and time.time() - changed > hours * 3600
-        removed = options.remove and _core.remove_left_over(directory, name, old)
+        try:
+            removed = options.remove and _core.remove_left_over(directory, name, old)
+        except OSError as error:
+            removed = False
+            failures.append(str(error))
         found.append(
             {
                 "name": name,
@@ -64,7 +70,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 "removed": removed,
             }
         )
-    return 0, {"path": directory, "left_overs": found}, _lines(directory, found)
+    document = {"path": directory, "left_overs": found, "failures": failures}
+    return 1 if failures else 0, document, [*_lines(directory, found), *map(visible, failures)]
 
 
 def _lines(directory: str, found: list[dict[str, Any]]) -> list[str]:

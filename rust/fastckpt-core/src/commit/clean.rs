@@ -85,7 +85,7 @@ mod tests {
         let mut other = living();
         let alive = half(parent.path().join(name_by("c", other.id())));
         let gone = half(parent.path().join(name_by("c", dead())));
-        let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-00000001"));
+        let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-1-00000001"));
         let all = left_overs(parent.path()).unwrap();
         let state =
             |path: &Path| all.iter().find(|one| Some(one.name.as_os_str()) == path.file_name()).unwrap();

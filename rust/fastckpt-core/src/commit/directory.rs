@@ -64,6 +64,13 @@ pub(super) fn entries(directory: BorrowedFd<'_>) -> Result<Vec<(CString, FileTyp
     Ok(all)
 }
 
+/// Whether there is nothing in a directory. Stops at the first entry.
+pub(super) fn is_empty(directory: BorrowedFd<'_>) -> bool {
+    let is_real = |name: &std::ffi::CStr| name != c"." && name != c"..";
+    Dir::read_from(directory)
+        .is_ok_and(|mut all| all.all(|entry| entry.is_ok_and(|entry| !is_real(entry.file_name()))))
+}
+
 /// Opens the directory `name` inside `parent`, not through a symbolic link.
 pub(super) fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

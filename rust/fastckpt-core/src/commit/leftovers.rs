@@ -5,9 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
-use rustix::fs::{self, AtFlags, FileType};
+use rustix::fs::{self, AtFlags, FileType, Mode};
 use rustix::io::Errno;
 
+use super::OWNER;
 use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
@@ -65,6 +66,8 @@ fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()>
     if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
         return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
     }
+    // A checkpoint may have been closed to its owner, too.
+    let _ = fs::fchmod(&directory, Mode::from_raw_mode(OWNER));
     gone(fs::unlinkat(&directory, manifest::FILE, AtFlags::empty()))?;
     for (file, _) in all {
         gone(fs::unlinkat(&directory, &file, AtFlags::empty()))?;
@@ -122,16 +125,16 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
         // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was killed.
         _ if !plain || (!manifest && !files.is_empty()) => (State::Foreign, None),
         Kind::Del => (State::Foreign, None),
-        Kind::Old if is_superseded(parent, temporary.of(), found) => (State::Dead, None),
+        Kind::Old if is_superseded(parent, &holder(parent, &temporary), found) => (State::Dead, None),
         Kind::Old => (State::Kept, None),
         Kind::Tmp => {
             let verdict = judge(temporary.owner()?, directory.as_fd());
             let state = match verdict.life {
                 Life::Alive => State::Alive,
-                // Looked for after the verdict: a writer that lives may take an old checkpoint aside at any moment.
-                _ if has_partner(parent, found) => State::Kept,
-                Life::Dead => State::Dead,
                 Life::Unknown => State::Unknown,
+                // Looked for after the verdict: a writer that lives may take an old checkpoint aside at any moment.
+                Life::Dead if has_partner(parent, found) => State::Kept,
+                Life::Dead => State::Dead,
             };
             (state, Some(verdict))
         }
@@ -150,6 +153,17 @@ fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
         old.is_some_and(|old| has_magic(old.as_fd()).unwrap_or(true))
     };
     temporaries(parent).map_or(true, |all| all.iter().any(is_partner))
+}
+
+/// The name of the checkpoint that `temporary` belongs to, which is cut in there if it is long.
+fn holder(parent: BorrowedFd<'_>, temporary: &Temporary<'_>) -> OsString {
+    let of = temporary.of();
+    if temporary.is_of(of) {
+        return of.to_owned();
+    }
+    let all = entries(parent).unwrap_or_default();
+    let mut names = all.into_iter().map(|(name, _)| OsStr::from_bytes(name.to_bytes()).to_owned());
+    names.find(|name| temporary.is_of(name)).unwrap_or_else(|| of.to_owned())
 }
 
 /// Whether a later checkpoint has the name that the one at `old` had.
@@ -216,9 +230,8 @@ pub(super) mod tests {
     /// The name of a workspace for `name` as another process would give it.
     pub(in crate::commit) fn name_by(name: &str, pid: u32) -> OsString {
         let made = workspace_name(OsStr::new(name)).into_string().unwrap();
-        let (begin, random) = made.rsplit_once('-').unwrap();
-        let (begin, _) = begin.rsplit_once('-').unwrap();
-        format!("{begin}-{pid}-{random}").into()
+        let fields: Vec<&str> = made.rsplitn(4, '-').collect();
+        format!("{}-{pid}-0-{}", fields[3], fields[0]).into()
     }
 
     /// The number of a process that has ended.
@@ -250,18 +263,18 @@ pub(super) mod tests {
         let gone = [
             at(name_by("c", dead())),
             at(name_by("b-1.tmp", dead())),
-            at(".c.del-elsewhere-0000000000000001-1-1-00000000".into()),
-            at(".b.del-elsewhere-0000000000000001-1-1-00000000".into()),
+            at(".c.del-elsewhere-0000000000000001-1-1-1-00000000".into()),
+            at(".b.del-elsewhere-0000000000000001-1-1-1-00000000".into()),
         ];
         let own = parent.path().join(name_by("c", dead()));
         std::fs::create_dir(&own).unwrap();
         std::fs::write(own.join("notes.txt"), "displaced by a save that was killed").unwrap();
-        let empty = parent.path().join(".c.tmp-elsewhere-0000000000000001-1-1-00000000");
+        let empty = parent.path().join(".c.tmp-elsewhere-0000000000000001-1-1-1-00000000");
         std::fs::create_dir(&empty).unwrap();
         let kept = [
             at(name_by("c", other.id())),
             // Another boot, no lock, changed since this one: perhaps a machine that this one exports the file system to.
-            at(".c.tmp-elsewhere-0000000000000001-1-1-00000001".into()),
+            at(".c.tmp-elsewhere-0000000000000001-1-1-1-00000001".into()),
             at(aside_name(&name_by("b", dead()), 0)),
             at(".c.tmp-backup".into()),
         ];
@@ -274,13 +287,47 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_process_that_has_the_number_of_a_dead_one_is_another() {
+        let parent = tempfile::tempdir().unwrap();
+        let made = workspace_name(OsStr::new("c")).into_string().unwrap();
+        let fields: Vec<&str> = made.rsplitn(3, '-').collect();
+        let earlier = half(parent.path().join(format!("{}-1-{}", fields[2], fields[0])));
+        let mine = half(parent.path().join(&made));
+        drop(Workspace::create(&parent.path().join("c"), true).unwrap());
+        assert!(!earlier.exists() && mine.exists());
+    }
+
+    #[test]
+    fn a_lock_that_is_held_outweighs_a_process_that_is_not_seen() {
+        let parent = tempfile::tempdir().unwrap();
+        let clone = half(parent.path().join(name_by("c", dead())));
+        let manifest = std::fs::File::create(clone.join(manifest::FILE)).unwrap();
+        crate::sys::lock::take(&manifest).unwrap();
+        drop(Workspace::create(&parent.path().join("c"), true).unwrap());
+        assert!(clone.exists());
+        drop(manifest);
+        drop(Workspace::create(&parent.path().join("c"), true).unwrap());
+        assert!(!clone.exists());
+    }
+
+    #[test]
+    fn an_old_checkpoint_of_a_long_name_is_swept() {
+        let parent = tempfile::tempdir().unwrap();
+        let name = "n".repeat(200);
+        let old = half(parent.path().join(aside_name(&name_by(&name, dead()), 0)));
+        checkpoint(parent.path(), &name, "one");
+        drop(Workspace::create(&parent.path().join("other"), true).unwrap());
+        assert!(!old.exists());
+    }
+
+    #[test]
     fn the_lock_proves_where_the_process_cannot_be_seen() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("c");
         // As from a container: the same boot, another PID namespace.
         let made = name_by("c", 7).into_string().unwrap();
-        let fields: Vec<&str> = made.rsplitn(4, '-').collect();
-        let name = format!("{}-1-{}-{}", fields[3], fields[1], fields[0]);
+        let fields: Vec<&str> = made.rsplitn(5, '-').collect();
+        let name = format!("{}-1-{}-{}-{}", fields[4], fields[2], fields[1], fields[0]);
         let workspace = half(parent.path().join(&name));
         let manifest = std::fs::File::create(workspace.join(manifest::FILE)).unwrap();
         crate::sys::lock::take(&manifest).unwrap();

@@ -43,8 +43,8 @@ const LOCAL: [u64; 11] = [
     0x3153_464A,
     0x3434,
 ];
-/// Ceph, GFS2, OCFS2: their locks span machines however they are mounted.
-const CLUSTER: [u64; 3] = [0x00C3_6400, 0x0116_1970, 0x7461_636F];
+/// Its locks span machines however it is mounted.
+const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
@@ -69,7 +69,7 @@ fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
     let has = |wanted: &str| options().is_some_and(|all| all.split(',').any(|option| option == wanted));
     match magic {
         magic if LOCAL.contains(&magic) => Reach::Machine,
-        magic if CLUSTER.contains(&magic) => Reach::Everywhere,
+        CEPH => Reach::Everywhere,
         NFS if has("local_lock=none") => Reach::Everywhere,
         LUSTRE if has("flock") => Reach::Everywhere,
         _ => Reach::Unknown,
@@ -104,6 +104,6 @@ mod tests {
         assert_eq!(of(LUSTRE, 3), Reach::Unknown);
         assert_eq!(of(0x6573_5546, 0), Reach::Unknown, "FUSE");
         assert_eq!(of(0xEF53, 9), Reach::Machine);
-        assert_eq!(of(CLUSTER[0], 9), Reach::Everywhere);
+        assert_eq!(of(CEPH, 9), Reach::Everywhere);
     }
 }

@@ -32,7 +32,7 @@ pub(crate) use self::locks::reach;
 use self::names::workspace_name;
 pub use self::recovery::open_checkpoint;
 use self::takeover::Step;
-use self::target::{Old, look};
+use self::target::{Old, look, look_at_name};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::manifest;
 use crate::sys::file::{open_directory, start_write_back};
@@ -41,6 +41,8 @@ use crate::sys::lock;
 
 /// How often a commit looks again when others save to and remove the same name meanwhile.
 const TURNS: u8 = 100;
+/// What the owner of a directory needs to fill it.
+const OWNER: u32 = 0o700;
 
 /// Splits the target into its parent and its own name.
 fn split(path: &Path) -> Result<(PathBuf, OsString)> {
@@ -68,7 +70,7 @@ fn is_ours(name: &[u8]) -> bool {
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     let (parent_path, name) = split(target)?;
     let parent = open_directory(&parent_path).map_err(Error::io(OPEN_PARENT, &parent_path))?;
-    look(parent.as_fd(), &name, target, overwrite).map(drop)
+    look_at_name(parent.as_fd(), &name, target, overwrite).map(drop)
 }
 
 /// A checkpoint being built beside its target. Dropped without a commit, it is removed.
@@ -87,6 +89,10 @@ pub struct Workspace {
     overwrite: bool,
     /// What had the target's name when the save began.
     before: Option<Id>,
+    /// The mode of that.
+    mode: Option<u32>,
+    /// Who removes it if it comes to nothing: not a forked child.
+    process: u32,
     committed: bool,
 }
 
@@ -121,10 +127,12 @@ impl Workspace {
         let old = look(parent.as_fd(), &name, target, overwrite)?;
         sweep(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
+        let mut turn = 0;
         loop {
+            turn += 1;
             let temporary = workspace_name(&name);
             match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
-                Err(Errno::EXIST) => continue,
+                Err(Errno::EXIST) if turn < TURNS => continue,
                 other => other.map_err(failed)?,
             }
             match furnish(parent.as_fd(), &temporary, old.as_ref()) {
@@ -140,14 +148,16 @@ impl Workspace {
                         id,
                         manifest: Some((Note::new(manifest.as_fd()), manifest)),
                         overwrite,
-                        before: old.map(|old| old.id),
+                        before: old.as_ref().map(|old| old.id),
+                        mode: old.map(|old| old.mode),
+                        process: std::process::id(),
                         committed: false,
                     });
                 }
                 // A sweep may meet the directory before its manifest is there and locked: then it is gone by now.
-                Err(Errno::NOENT | Errno::STALE) => {}
+                Err(Errno::NOENT | Errno::STALE) if turn < TURNS => discard(parent.as_fd(), &temporary),
                 Err(error) => {
-                    let _ = fs::unlinkat(&parent, &temporary, AtFlags::REMOVEDIR);
+                    discard(parent.as_fd(), &temporary);
                     return Err(Error::io("open the temporary directory in", &parent_path)(error));
                 }
             }
@@ -185,6 +195,16 @@ impl Workspace {
         synced.map_err(Error::io("sync", &self.path_of(manifest::FILE)))
     }
 
+    /// Gives the directory the mode of the one that it replaces, where that is closed to its owner, too: until now it had to be filled.
+    fn close_to_others(&self) -> Result<()> {
+        if let Some(mode) = self.mode.filter(|mode| mode & OWNER != OWNER) {
+            // Refused where the file system has no modes.
+            let _ = fs::fchmod(&self.directory, Mode::from_raw_mode(mode));
+            sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
+        }
+        Ok(())
+    }
+
     /// Gives the finished checkpoint the target's name. All its files are durable by now: `shards`, by name and size, index and
     /// manifest.
     pub fn commit<'a>(mut self, shards: impl Iterator<Item = (&'a str, u64)>) -> Result<Committed> {
@@ -211,6 +231,7 @@ impl Workspace {
             }
         };
         self.committed = true;
+        self.close_to_others()?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
         // XFS that has shut down syncs a directory without an error; asked for a file it admits the failure.
@@ -220,10 +241,6 @@ impl Workspace {
         }
         // No longer needed; if removing it fails the next save will sweep it.
         if let Some((displaced, id)) = displaced {
-            // What somebody laid there while the names changed.
-            if let Ok(old) = open_child(self.parent.as_fd(), &displaced) {
-                let _ = self.carry_over(old.as_fd());
-            }
             let _ = remove(self.parent.as_fd(), &displaced, id, None);
         }
         if done.in_two_steps {
@@ -243,7 +260,7 @@ fn furnish(
     let directory = open_child(parent, temporary)?;
     if let Some(old) = old {
         // Refused where the file system has no modes.
-        let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode));
+        let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode | OWNER));
     }
     let manifest = create(directory.as_fd(), manifest::FILE)?;
     match lock::take(&manifest) {
@@ -256,6 +273,14 @@ fn furnish(
     // A network client takes its own word for a name that it made a moment ago.
     refresh(parent);
     if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
+}
+
+/// Removes a workspace that holds a manifest at most.
+fn discard(parent: BorrowedFd<'_>, temporary: &OsStr) {
+    if let Ok(directory) = open_child(parent, temporary) {
+        let _ = fs::unlinkat(&directory, manifest::FILE, AtFlags::empty());
+        let _ = fs::unlinkat(parent, temporary, AtFlags::REMOVEDIR);
+    }
 }
 
 fn create(directory: BorrowedFd<'_>, name: &str) -> rustix::io::Result<std::fs::File> {
@@ -289,7 +314,7 @@ impl Drop for Workspace {
     fn drop(&mut self) {
         // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
         self.manifest = None;
-        if !self.committed {
+        if !self.committed && self.process == std::process::id() {
             let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
         }
     }

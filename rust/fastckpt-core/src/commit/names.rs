@@ -83,9 +83,9 @@ impl<'a> Temporary<'a> {
     /// Takes a name apart that this module made; any other is none.
     pub(super) fn parse(name: &'a [u8]) -> Option<Self> {
         // From the end, because a checkpoint's own name may hold anything.
-        let mut parts = name.rsplitn(6, |&byte| byte == b'-');
+        let mut parts = name.rsplitn(7, |&byte| byte == b'-');
         let random = parts.next()?;
-        let owner = Owner::parse([parts.next()?, parts.next()?, parts.next()?])?;
+        let owner = Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])?;
         let (host, begin) = (parts.next()?, parts.next()?);
         let (stem, word) = begin.split_at_checked(begin.len().checked_sub(4)?)?;
         let word = word.strip_prefix(b".")?;
@@ -111,8 +111,8 @@ impl<'a> Temporary<'a> {
 
     /// Who made it.
     pub(super) fn owner(&self) -> Option<Owner> {
-        let mut parts = self.workspace.rsplitn(5, |&byte| byte == b'-').skip(1);
-        Owner::parse([parts.next()?, parts.next()?, parts.next()?])
+        let mut parts = self.workspace.rsplitn(6, |&byte| byte == b'-').skip(1);
+        Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])
     }
 
     /// The host it was made on, for people: names of hosts prove nothing.
@@ -154,13 +154,13 @@ mod tests {
         }
         for other in [
             ".c.tmp-backup",
-            "c.tmp-h-0000000000000000-1-1-00000000",
-            ".c.new-h-0000000000000000-1-1-00000000",
-            ".c.tmp-h-0-1-1-00000000",
-            ".c.tmp-h-0000000000000000-1-0-00000000",
-            ".c.old-h-0000000000000000-1-1-00000000",
-            ".c.tmp-h-0000000000000000-1-1-0000000000",
-            ".c.tmp--0000000000000000-1-1-00000000",
+            "c.tmp-h-0000000000000000-1-1-1-00000000",
+            ".c.new-h-0000000000000000-1-1-1-00000000",
+            ".c.tmp-h-0-1-1-1-00000000",
+            ".c.tmp-h-0000000000000000-1-0-1-00000000",
+            ".c.old-h-0000000000000000-1-1-1-00000000",
+            ".c.tmp-h-0000000000000000-1-1-1-0000000000",
+            ".c.tmp--0000000000000000-1-1-1-00000000",
         ] {
             assert!(Temporary::parse(other.as_bytes()).is_none(), "{other}");
         }

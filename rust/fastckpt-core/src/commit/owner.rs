@@ -25,6 +25,9 @@ pub(super) struct Owner {
     namespace: u64,
     /// Its number in there.
     pub(super) pid: u32,
+    /// When it was started, in clock ticks since the boot; 0 if unknown. Numbers of processes are given again, and after a restart
+    /// a container's first process has the number 1 in a namespace that may have the old one's inode.
+    start: u64,
 }
 
 impl Owner {
@@ -37,17 +40,19 @@ impl Owner {
             u64::from_str_radix(&digits, 16).unwrap_or(0)
         });
         let namespace = std::fs::metadata("/proc/self/ns/pid").map_or(0, |stat| stat.ino());
-        Self { boot, namespace, pid: std::process::id() }
+        let pid = std::process::id();
+        Self { boot, namespace, pid, start: start_of("self").unwrap_or(0) }
     }
 
     /// What [`fmt::Display`] wrote, from its end, without the host.
-    pub(super) fn parse([pid, namespace, boot]: [&[u8]; 3]) -> Option<Self> {
+    pub(super) fn parse([start, pid, namespace, boot]: [&[u8]; 4]) -> Option<Self> {
         let decimal = |part: &[u8]| std::str::from_utf8(part).ok()?.parse().ok();
         let boot = std::str::from_utf8(boot).ok().filter(|boot| boot.len() == 16)?;
         Some(Self {
             boot: u64::from_str_radix(boot, 16).ok()?,
             namespace: decimal(namespace)?,
             pid: decimal(pid)?.try_into().ok()?,
+            start: decimal(start)?,
         })
     }
 
@@ -58,7 +63,10 @@ impl Owner {
             return None;
         }
         let pid = Pid::from_raw(i32::try_from(self.pid).ok()?)?;
-        Some(test_kill_process(pid) != Err(Errno::SRCH))
+        let there = test_kill_process(pid) != Err(Errno::SRCH);
+        // Another process may have its number by now.
+        let other = |start| self.start != 0 && start != self.start;
+        Some(there && !start_of(&self.pid.to_string()).is_some_and(other))
     }
 }
 
@@ -66,10 +74,16 @@ impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
-        let host: String = name.chars().take(64).map(plain).collect();
+        let host: String = name.chars().take(40).map(plain).collect();
         let host = if host.is_empty() { "_" } else { &host };
-        write!(f, "{host}-{:016x}-{}-{}", self.boot, self.namespace, self.pid)
+        write!(f, "{host}-{:016x}-{}-{}-{}", self.boot, self.namespace, self.pid, self.start)
     }
+}
+
+/// When a process was started: field 22 of `/proc/PID/stat` (`proc(5)`), counted behind the name, which may hold anything.
+fn start_of(process: &str) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
 }
 
 /// What is known of the writer of a workspace.
@@ -94,7 +108,11 @@ pub(super) struct Verdict {
 pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     let (life, lock) = match owner.runs() {
         Some(true) => (Life::Alive, None),
-        Some(false) => (Life::Dead, None),
+        // Unless the lock says otherwise: copies of one virtual machine share the boot id.
+        Some(false) => match by_lock(owner, directory) {
+            (Life::Unknown, lock) => (Life::Dead, lock),
+            sure => sure,
+        },
         None => by_lock(owner, directory),
     };
     Verdict { life, _lock: lock }
@@ -114,7 +132,9 @@ fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
     let dead = match reach(directory) {
         // An earlier boot of this machine cannot be told from a machine that this one exports the file system to, except
         // by what happened there last.
-        Reach::Machine => owner.boot == Owner::myself().boot || unchanged_since_boot(directory),
+        Reach::Machine => {
+            (owner.boot != 0 && owner.boot == Owner::myself().boot) || unchanged_since_boot(directory)
+        }
         Reach::Everywhere => true,
         Reach::Unknown => false,
     };

@@ -7,20 +7,25 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs;
+use rustix::fs::{self, AtFlags};
 use rustix::io::Errno;
 
-use super::directory::{entries, id_of, open_child, refresh, sync};
+use super::directory::{entries, id_of, is_empty, open_child, refresh, sync};
 use super::leftovers::written;
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
+use super::split;
 use super::target::has_magic;
-use super::{TURNS, split};
 use crate::error::{Error, Result};
+use crate::manifest;
 use crate::sys::file::open_directory;
 
 /// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
+/// How often a directory is listed that others change meanwhile.
+const LISTINGS: u8 = 3;
+/// As many symbolic links as the kernel follows.
+const LINKS: usize = 40;
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -45,15 +50,22 @@ pub(super) struct Aside {
 ///
 /// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves between them.
 pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
-    let mut turn = 0;
+    let (mut last, mut turn) = (None, 0);
     let all = loop {
         let before = changed(parent);
-        let all = entries(parent).unwrap_or_default();
+        let Ok(mut all) = entries(parent) else { return Free::Truly };
         turn += 1;
-        // A listing that others change is not of one moment.
-        if changed(parent) == before || turn == TURNS {
+        all.retain(|(found, _)| {
+            let found = OsStr::from_bytes(found.to_bytes());
+            found == name || Temporary::parse(found.as_bytes()).is_some_and(|t| t.is_of(name))
+        });
+        all.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+        let names: Vec<_> = all.iter().map(|(found, _)| found.clone()).collect();
+        // A listing that others change meanwhile is not of one moment, unless the next one says the same.
+        if changed(parent) == before || last.as_ref() == Some(&names) || turn == LISTINGS {
             break all;
         }
+        last = Some(names);
     };
     if all.iter().any(|(found, _)| found.to_bytes() == name.as_bytes()) && !is_free(parent, name) {
         return Free::Taken;
@@ -92,7 +104,7 @@ fn changed(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
 /// Whether nothing has the name, or an empty directory that somebody laid there.
 pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     match open_child(parent, name) {
-        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Ok(directory) => is_empty(directory.as_fd()),
         Err(error) => matches!(error, Errno::NOENT | Errno::STALE),
     }
 }
@@ -126,15 +138,29 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<P
     None
 }
 
+/// Where a symbolic link such as `latest` leads: what it names is what was replaced.
+fn followed(path: &Path) -> PathBuf {
+    let mut path = path.to_path_buf();
+    for _ in 0..LINKS {
+        let Ok(to) = std::fs::read_link(&path) else { break };
+        path = path.parent().unwrap_or(Path::new(".")).join(to);
+    }
+    path
+}
+
 /// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
-        Ok(directory) => entries(directory.as_fd()).is_ok_and(|all| all.is_empty()),
+        Ok(directory) => {
+            let manifest = fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW);
+            manifest.is_err_and(|error| error == Errno::NOENT) && is_empty(directory.as_fd())
+        }
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
     let mut directory = open_directory(path);
     if missing(&directory) {
-        let instead = split(path).ok().and_then(|(parent_path, name)| {
+        let named = followed(path);
+        let instead = split(&named).ok().and_then(|(parent_path, name)| {
             let parent = open_directory(&parent_path).ok()?;
             recover(&parent_path, parent.as_fd(), &name)
         });
@@ -153,7 +179,6 @@ mod tests {
     use crate::commit::names::aside_name;
     use crate::commit::tests::{checkpoint, content};
     use crate::commit::{Workspace, left_overs};
-    use crate::manifest;
 
     use super::*;
 

@@ -3,8 +3,9 @@
 use std::ffi::{CStr, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
 
-use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
@@ -29,7 +30,7 @@ impl Workspace {
         if let Some(old) = old {
             match self.carry_over(old.directory.as_fd()) {
                 Err(error) if is_gone(&error) && attempt < TURNS => return Ok(Step::Again),
-                other => other?,
+                other => drop(other?),
             }
         }
         let path = self.path_of("");
@@ -84,16 +85,12 @@ impl Workspace {
             Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
             other => other.map_err(self.renaming())?,
         }
-        match id_of_renamed(self.parent.as_fd(), &self.temporary) {
-            None => Ok(Step::Done(None)),
-            Some(there) if there == old.id => Ok(Step::Done(Some((self.temporary.clone(), there)))),
-            // Between the look and the exchange, somebody else put it there.
-            Some(there) => {
-                done.rival = true;
-                self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
-                Ok(Step::Done(Some((self.temporary.clone(), there))))
-            }
-        }
+        let Some(there) = id_of_renamed(self.parent.as_fd(), &self.temporary) else {
+            return Ok(Step::Done(None));
+        };
+        done.rival |= there != old.id;
+        self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
+        Ok(Step::Done(Some((self.temporary.clone(), there))))
     }
 
     /// Puts back under the target's name what was displaced and must not be replaced, for the reason `refusal`.
@@ -132,10 +129,8 @@ impl Workspace {
             error
         };
         let there = id_of_renamed(parent.as_fd(), &aside).unwrap_or(old.id);
-        if there != old.id {
-            done.rival = true;
-            self.adopt(&aside, there).map_err(put_back)?;
-        }
+        done.rival |= there != old.id;
+        self.adopt(&aside, there).map_err(put_back)?;
         let mut outcome = self.rename();
         if matches!(outcome, Err(Errno::EXIST | Errno::NOTEMPTY)) && is_free(parent.as_fd(), name) {
             outcome = self.rename(); // whoever was there made way again
@@ -157,7 +152,8 @@ impl Workspace {
         }
     }
 
-    /// Takes the files of other people along from what was displaced without having been looked at, if it may be replaced at all.
+    /// Looks at what was displaced, which may be another directory than the one that was looked at before, or hold more by now: it must
+    /// be one that may be replaced, and its files of other people are taken along.
     fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
         let directory = match open_child(self.parent.as_fd(), displaced) {
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
@@ -174,41 +170,74 @@ impl Workspace {
             return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
         }
         examine(directory.as_fd(), &self.target, self.overwrite)?;
-        self.carry_over(directory.as_fd())?;
-        sync(self.directory()).map(drop).map_err(Error::io("sync the directory", &self.target))
-    }
-
-    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there.
-    pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<()> {
-        let path = &self.target;
-        for (file, _) in entries(old).map_err(Error::io("list", path))? {
-            if is_ours(file.to_bytes()) || is_remnant(file.to_bytes()) {
-                continue;
-            }
-            match fs::linkat(old, &file, &self.directory, &file, AtFlags::empty()) {
-                Ok(()) | Err(Errno::EXIST | Errno::NOENT) => {}
-                Err(Errno::STALE) => return Err(Error::io("carry files over from", path)(Errno::STALE)),
-                // No hard links here.
-                Err(_) => self.copy_file(old, &file).map_err(Error::io("carry files over from", path))?,
-            }
+        if self.carry_over(directory.as_fd())? {
+            sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
         }
         Ok(())
     }
 
+    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there. Returns whether
+    /// there was any that was not here yet, or has changed since.
+    pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
+        let path = &self.target;
+        let mut brought = false;
+        for (file, kind) in entries(old).map_err(Error::io("list", path))? {
+            let ours = is_ours(file.to_bytes()) || is_remnant(file.to_bytes());
+            if ours || kind != FileType::RegularFile {
+                continue;
+            }
+            match self.bring(old, &file) {
+                Ok(new) => brought |= new,
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {} // removed meanwhile
+                Err(error) => return Err(Error::io("carry files over from", path)(error)),
+            }
+        }
+        Ok(brought)
+    }
+
+    /// Takes one file along, in place of one of that name which is older.
+    fn bring(&self, old: BorrowedFd<'_>, file: &CStr) -> io::Result<bool> {
+        let there = fs::statat(old, file, AtFlags::SYMLINK_NOFOLLOW)?;
+        let same = |here: fs::Stat| {
+            let facts = |stat: &fs::Stat| (stat.st_size, stat.st_mtime, stat.st_mtime_nsec);
+            id(&here) == id(&there) || facts(&here) == facts(&there)
+        };
+        if fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(same) {
+            return Ok(false);
+        }
+        // Whole under another name first: what is cut short here must not be taken for the file in the next attempt.
+        let _ = fs::unlinkat(&self.directory, ON_ITS_WAY, AtFlags::empty());
+        match fs::linkat(old, file, &self.directory, ON_ITS_WAY, AtFlags::empty()) {
+            Ok(()) => {}
+            Err(error @ (Errno::NOENT | Errno::STALE)) => return Err(error.into()),
+            // No hard links here.
+            Err(_) => self.copy_file(old, file)?,
+        }
+        fs::renameat(&self.directory, ON_ITS_WAY, &self.directory, file)?;
+        Ok(true)
+    }
+
     fn copy_file(&self, old: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
-        let stat = fs::statat(old, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let from = fs::openat(old, name, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let mut from = std::fs::File::from(from);
+        let about = from.metadata()?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let to = fs::openat(&self.directory, name, flags, Mode::from_raw_mode(stat.st_mode & 0o777))?;
-        let (mut from, mut to) = (std::fs::File::from(from), std::fs::File::from(to));
+        let mode = Mode::from_raw_mode(about.mode() & 0o777);
+        let to = fs::openat(&self.directory, ON_ITS_WAY, flags, mode)?;
+        let mut to = std::fs::File::from(to);
         io::copy(&mut from, &mut to)?;
+        to.set_modified(about.modified()?)?;
         to.sync_all()
     }
 }
 
-/// Whether `name` is what a file system makes of a file that is removed while somebody has it open (NFS, FUSE).
+/// A file of other people that is being taken along.
+const ON_ITS_WAY: &CStr = c".fastckpt-carried";
+
+/// Whether `name` is what an interrupted carrying left, or what a file system makes of a file that is removed while somebody has it open
+/// (NFS, FUSE).
 fn is_remnant(name: &[u8]) -> bool {
-    name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
+    name == ON_ITS_WAY.to_bytes() || name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
 }
 
 /// Whether the directory that was looked at has gone: its successor has the name.

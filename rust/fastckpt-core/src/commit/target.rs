@@ -26,8 +26,27 @@ pub(super) struct Old {
     pub(super) mode: u32,
 }
 
-/// Looks at what has the name `name`: nothing, a directory that may be replaced, or an error.
+/// Looks at what is current under the name `name`: nothing, a directory that may be replaced, or an error.
 pub(super) fn look(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    target: &Path,
+    overwrite: bool,
+) -> Result<Option<Old>> {
+    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's death:
+    // whose rename comes first has the name, and the other one looks again.
+    while is_free(parent, name) {
+        match taken_aside(parent, name) {
+            Free::Taken => {}
+            Free::Truly => break,
+            Free::For(aside) => return open_old(parent, &aside.name, target, overwrite),
+        }
+    }
+    look_at_name(parent, name, target, overwrite)
+}
+
+/// Looks at what has the name `name` itself.
+pub(super) fn look_at_name(
     parent: BorrowedFd<'_>,
     name: &OsStr,
     target: &Path,
@@ -53,15 +72,6 @@ pub(super) fn look(
 
 fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {
     let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
-    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's death:
-    // whose rename comes first has the name, and the other one looks again.
-    while is_free(parent, name) {
-        match taken_aside(parent, name) {
-            Free::Taken => {}
-            Free::Truly => break,
-            Free::For(aside) => return open_old(parent, &aside.name, target, overwrite),
-        }
-    }
     let stat = match fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(None),
         other => other.map_err(Error::io("look at", target))?,

@@ -36,10 +36,10 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Whether `error`, of [`take`], says that somebody else has it.
+/// Whether `error`, of [`take`], says that somebody else has it. (EACCES says that a security module forbids locks.)
 #[must_use]
 pub fn is_taken(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES))
+    error.raw_os_error() == Some(libc::EAGAIN)
 }
 
 #[cfg(test)]
