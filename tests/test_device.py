@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -460,24 +459,87 @@ def test_a_pin_that_cannot_be_tried_is_done_without(failure, caplog, monkeypatch
     assert len(caplog.messages) == 1
 
 
-def test_a_pin_that_is_interrupted_is_undone(monkeypatch):
+@pytest.mark.parametrize("at", ["start", "join"])
+def test_a_pin_that_is_interrupted_is_undone(at, monkeypatch):
     """Else the memory goes while CUDA still knows it."""
     cudart = Cudart(0)
-    real = threading.Thread.join
+    real = {name: getattr(threading.Thread, name) for name in ("start", "join")}
     interrupts = [KeyboardInterrupt()]
-
-    def join(thread, timeout=None):
-        if interrupts:
-            raise interrupts.pop()
-        real(thread, timeout)
+    registering, interrupted = threading.Event(), threading.Event()
 
     def slow(address, nbytes, flags):
-        time.sleep(0.2)
+        registering.set()
+        assert interrupted.wait(60)
         return Cudart.cudaHostRegister(cudart, address, nbytes, flags)
 
+    def interrupt():
+        if interrupts:
+            assert registering.wait(60)
+            raise interrupts.pop()
+
+    def start(thread):
+        real["start"](thread)
+        if at == "start":
+            interrupt()
+
+    def join(thread, timeout=None):
+        if at == "join":
+            interrupt()
+        interrupted.set()
+        real["join"](thread, timeout)
+
     cudart.cudaHostRegister = slow
+    monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(threading.Thread, "join", join)
-    with pytest.raises(KeyboardInterrupt):
-        _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    finally:
+        interrupted.set()
     assert [name for _, name, *_ in cudart.calls] == ["register", "unregister"]
     assert not _device._is_pinned(4096, 8192)
+
+
+def test_a_pin_that_is_interrupted_before_it_begins_is_not_made(monkeypatch):
+    """The thread is on its way, and nobody will wait for it."""
+    cudart = Cudart(0)
+    real = threading.Thread.start
+    late = []
+
+    def start(thread):
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    real(late[0])
+    late[0].join()
+    assert cudart.calls == []
+    assert not _device._is_pinned(4096, 8192)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_memory_is_unpinned_despite_an_interrupt(begun, monkeypatch):
+    cudart = Cudart(0)
+    undo = _device.pin(FakeTorch(cudart), CUDA, 4096, 8192)
+    real = threading.Thread.start
+    late = []
+
+    def start(thread):
+        if late:
+            real(thread)
+            return
+        late.append(thread)
+        if begun:
+            real(thread)
+            thread.join()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        undo()
+    if not begun:
+        real(late[0])
+        late[0].join()
+    assert [name for _, name, *_ in cudart.calls] == ["register", "unregister"]

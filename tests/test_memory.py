@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import mmap
+import os
 import resource
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +111,129 @@ def test_a_tensor_that_dies_gives_its_memory_back(nbytes):
     kept = kept[:1]
     assert resident() - before <= 2 * nbytes + 16 * MIB
     assert (kept[0] == 0).all()
+
+
+@pytest.mark.parametrize("granule", [16 << 10, 64 << 10])
+def test_a_tensor_that_dies_takes_no_byte_of_its_neighbours(granule, monkeypatch):
+    """With a kernel of larger pages, which refuses what begins within one, and drops whole ones."""
+    dropped = []
+
+    class Kernel(mmap.mmap):
+        def madvise(self, advice, start=0, length=None):
+            length = len(self) - start if length is None else length
+            if advice == mmap.MADV_DONTNEED:
+                address = _memory.address_of(np.frombuffer(self, np.uint8)) + start
+                # The mapping itself may begin within a page that large: this kernel's are smaller.
+                if address % granule:
+                    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                dropped.append((address, address + length))
+                length = -(-length // granule) * granule
+            super().madvise(advice, start, length)
+
+    monkeypatch.setattr(_memory, "_GRANULE", granule)
+    monkeypatch.setattr(_memory, "_arenas", deque(maxlen=1))
+    monkeypatch.setattr(_memory, "_locked", lambda: False)
+    monkeypatch.setattr(mmap, "mmap", Kernel)
+    sizes = [4 * MIB + 4 + 4096 * number for number in range(20)]
+    places = itertools.accumulate(sizes, initial=64)
+    kept = [_memory.buffer(nbytes, place, 4) for nbytes, place in zip(sizes, places, strict=False)]
+    for number, array in enumerate(kept):
+        array[:] = number
+    spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in kept]
+    assert {first % 4096 for first, _ in spans} != {0}
+    del kept[1::2], array
+    assert len(dropped) == 10
+    for (start, end), (first, last) in zip(dropped, spans[1::2], strict=True):
+        assert start % granule == end % granule == 0
+        assert start <= first
+        assert last <= end
+    for first, last in spans[::2]:
+        assert all(end <= first or last <= start for start, end in dropped)
+    assert all((array == 2 * number).all() for number, array in enumerate(kept))
+
+
+def test_only_what_locked_pages_answer_is_passed_over():
+    answers = []
+
+    class Kernel:
+        def madvise(self, *_):
+            if answers:
+                raise OSError(answers.pop(0), "no")
+
+    for given in ([], [errno.EINVAL], [errno.EINVAL, errno.EINVAL]):
+        answers[:] = given
+        _memory._Pages(Kernel(), 0, 4096).__del__()
+        assert not answers
+    for given in ([errno.ENOMEM], [errno.EINVAL, errno.ENOMEM]):
+        answers[:] = given
+        with pytest.raises(OSError, match="no"):
+            _memory._Pages(Kernel(), 0, 4096).__del__()
+        assert not answers
+
+
+LOCKED = """
+import ctypes, json, os, sys
+from fastckpt import _memory
+
+MIB = 1 << 20
+CURRENT, FUTURE, ONFAULT = 1, 2, 4
+
+def lock(flags):
+    if ctypes.CDLL(None, use_errno=True).mlockall(flags):
+        raise OSError(ctypes.get_errno(), "mlockall")
+
+def resident():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+def buffers(count):
+    kept = [_memory.buffer(5 * MIB, 64 + i * 5 * MIB, 4) for i in range(count)]
+    for array in kept:
+        array[:] = 1
+    return kept
+
+"""
+
+
+def locked(program: str) -> None:
+    needs.locked_memory()
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED + program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("onfault", ["", " | ONFAULT"])
+def test_a_process_whose_memory_is_locked_has_no_arena(onfault):
+    """An arena would be resident at once, all 256 MiB of it."""
+    locked(
+        f"""
+lock(FUTURE{onfault})
+before = resident()
+kept = buffers(1)
+assert resident() - before <= 12 * MIB, resident() - before
+assert kept[0].ctypes.data % 4096 == 64
+kept += buffers(20)
+assert resident() - before >= 100 * MIB
+del kept
+assert resident() - before <= 12 * MIB, resident() - before
+"""
+    )
+
+
+def test_a_tensor_that_was_locked_gives_its_memory_back():
+    needs.linux((5, 18), "MADV_DONTNEED_LOCKED")
+    locked(
+        """
+before = resident()
+kept = buffers(20)
+lock(CURRENT | ONFAULT)
+assert resident() - before >= 100 * MIB
+del kept[1:]
+assert resident() - before <= 16 * MIB, resident() - before
+assert (kept[0] == 1).all()
+"""
+    )
 
 
 def limited(path: Path, program: str) -> subprocess.CompletedProcess[str]:

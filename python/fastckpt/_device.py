@@ -196,14 +196,19 @@ def _apart(
 ) -> str | None:
     """Make a call of CUDA's runtime in a thread of its own; why it failed, or None.
 
-    When a signal handler raises meanwhile, the call is waited for, and ``back`` undoes it.
+    When a signal handler raises meanwhile, a call that has begun is waited for, and ``back`` undoes it; one that has
+    not never will. A call without ``back`` is made all the same: it undoes another.
 
     The runtime keeps the last error of each thread until somebody asks for it, and the next to ask is the check after
     the next kernel of the caller's: training would die of our failure. An error goes with the thread that has it.
     """
     outcome: list[str | None] = []
+    # Whoever takes it first decides: the thread makes the call, the caller gives it up.
+    decision = threading.Lock()
 
     def run() -> None:
+        if not decision.acquire(blocking=False):
+            return
         try:
             with _selected(torch.get_device_module(device), device):
                 status = int(call(torch.cuda.cudart()))
@@ -211,22 +216,38 @@ def _apart(
         except Exception as error:  # noqa: BLE001 - told to the caller
             outcome.append(str(error))
 
-    try:
-        thread = threading.Thread(target=run, name="fastckpt-pin")
-        thread.start()
-    except RuntimeError as error:  # the process may have no more threads, or is ending
-        return str(error)
+    thread = threading.Thread(target=run, name="fastckpt-pin")
+    interrupt = _run_to_end(thread, decision)
+    if interrupt is None:
+        return outcome[0]
+    if isinstance(interrupt, RuntimeError) and thread.ident is None:
+        return str(interrupt)  # the process may have no more threads, or is ending
+    if back is None:
+        if not outcome:
+            _apart(torch, device, call)
+    elif outcome and outcome[0] is None:
+        _apart(torch, device, back)
+    raise interrupt
+
+
+def _run_to_end(thread: threading.Thread, decision: threading.Lock) -> BaseException | None:
+    """Start a thread and wait for it; the last error that was raised here meanwhile.
+
+    An error before the thread has taken ``decision`` takes it, and ends the wait.
+    """
     interrupt: BaseException | None = None
-    while thread.is_alive():
+    started = ended = False
+    while not ended:
         try:
+            if not started:
+                started = True
+                thread.start()
             thread.join()
-        except BaseException as error:  # noqa: BLE001, PERF203 - raised below
+            ended = True
+        except BaseException as error:  # noqa: BLE001, PERF203 - the caller raises it
             interrupt = error
-    if interrupt is not None:
-        if back is not None and outcome[0] is None:
-            _apart(torch, device, back)
-        raise interrupt
-    return outcome[0]
+            ended = decision.acquire(blocking=False)
+    return interrupt
 
 
 def _registered(address: int, nbytes: int, undo: Callable[[], object]) -> Callable[[], None]:

@@ -71,8 +71,8 @@ def load(
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. It takes from the page cache what is there.
             Where LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a
-            node that load one path read the storage once, unless the path names its rank (``rank-3``, by RANK or
-            LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
+            node that load one path read the storage once, unless one of the path's last two components names
+            the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
             With ``mmap`` there is only the page cache, whatever the variable says.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.

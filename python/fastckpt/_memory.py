@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,11 +23,14 @@ Mover: TypeAlias = Callable[[int, int, int], None]
 #: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
+#: The kernel's own page: what two tensors must not share, so that the memory of one can go.
+_GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
 #: From this size on, a new buffer is in huge pages; from the second on, in a mapping of its own.
 _LARGE, _ALONE = 4 << 20, 32 << 20
 #: Address space that is mapped at a time for those between.
 _ARENA = 256 << 20
+_DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
 #: Columns that are copied together: as many cache lines fit the smallest caches.
 _STRIP = 256
 _OVERLAP_WORK = 1_000_000
@@ -94,7 +98,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
     if nbytes >= _LARGE:
-        # Where there is no room for an arena, there may be some for the tensor.
+        # Where there is no arena to be had, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)
     memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
@@ -103,7 +107,10 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
 
 
 class _Pages:
-    """Pages of a mapping: what is in them goes back to the system with this, their addresses with the last of them."""
+    """Pages of an arena.
+
+    Dropping this returns their memory to the system; the address range goes when the last tensor in the arena does.
+    """
 
     __slots__ = ("mapping", "nbytes", "start")
 
@@ -112,25 +119,33 @@ class _Pages:
         self.start = start
         self.nbytes = nbytes
 
-    def __del__(self, *, advice: int = mmap.MADV_DONTNEED) -> None:
-        try:  # noqa: SIM105 - when the interpreter ends, contextlib may have gone
-            self.mapping.madvise(advice, self.start, self.nbytes)
-        except OSError:  # locked in memory
-            pass
+    # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+    def __del__(
+        self, *, ways: tuple[int, ...] = (mmap.MADV_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL
+    ) -> None:
+        for advice in ways:
+            try:
+                self.mapping.madvise(advice, self.start, self.nbytes)
+            except OSError as error:  # noqa: PERF203 - once, as a rule
+                # Whole pages are refused only if they are locked in memory, and to the second way by an old kernel.
+                if error.errno != refused:
+                    raise
+            else:
+                return
 
 
-#: The arena that the last buffer was carved from, its address, and how much of it is used. Whoever carves takes it
-#: out: this needs no lock, so that signal handlers may load, too, and a forked child never waits.
+#: The arena that the last buffer was carved from, its address, and how much of it is used. A carver pops the arena and
+#: puts it back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
 _arenas: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 
 
 def _carve(nbytes: int, residue: int) -> Bytes:
-    """Memory in huge pages, at ``residue`` modulo a page.
+    """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
     A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors lie
     close together in arenas, huge all over: none has an end that would take a huge page for a few bytes.
     """
-    size = -(-(residue + nbytes) // _PAGE) * _PAGE
+    size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
         mapping, address, start = _map(size)
     else:
@@ -145,7 +160,13 @@ def _carve(nbytes: int, residue: int) -> Bytes:
 
 
 def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
-    """A new mapping in huge pages, its address, and where its last ``nbytes`` begin: at a huge page."""
+    """A new mapping in huge pages, its address, and where its last ``nbytes`` begin: at a huge page.
+
+    Raises:
+        OSError: there is no room, or it would be locked, and so resident at once.
+    """
+    if _locked():
+        raise OSError(errno.EAGAIN, "new mappings are locked in memory")
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -address_of(np.frombuffer(mapping, np.uint8)) % _HUGE_PAGE
     # Its end is not in a huge page, unless the next mapping follows at once. To shrink a mapping does not move it.
@@ -153,6 +174,18 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
     with contextlib.suppress(OSError):  # advice only: a kernel may be without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping, address_of(np.frombuffer(mapping, np.uint8)), start
+
+
+def _locked() -> bool:
+    """Whether new mappings are locked in memory (``mlockall``): the kernel does not let go of such pages."""
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        try:
+            page.madvise(mmap.MADV_DONTNEED)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return True
+    return False
 
 
 def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, address: int, nbytes: int) -> None:

@@ -4,11 +4,14 @@ a silent gap is a bug."""
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 
+CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21
 
 
@@ -23,10 +26,26 @@ def root() -> None:
     """Require a root that may mount: a container's root without CAP_SYS_ADMIN is an ordinary user to these tests."""
     if os.geteuid() != 0:
         missing("needs root (mounts, loop devices, other user ids)")
+    if not _capable(CAP_SYS_ADMIN):
+        missing("needs CAP_SYS_ADMIN (root in a container has none; run it with --privileged)")
+
+
+def locked_memory() -> None:
+    """Require that a process may lock all its memory."""
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY and not _capable(CAP_IPC_LOCK):
+        missing("needs locked memory without a limit (ulimit -l unlimited, or CAP_IPC_LOCK)")
+
+
+def linux(version: tuple[int, int], what: str) -> None:
+    """Require a kernel of at least ``version``, which has ``what``."""
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < version:
+        missing(f"needs Linux {version[0]}.{version[1]} ({what})")
+
+
+def _capable(capability: int) -> bool:
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
-    if not effective >> CAP_SYS_ADMIN & 1:
-        missing("needs CAP_SYS_ADMIN (root in a container has none; run it with --privileged)")
+    return bool(effective >> capability & 1)
 
 
 def tool(name: str, package: str) -> str:

@@ -91,16 +91,21 @@ impl Ranks {
         }
     }
 
-    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path that names its rank (`rank-3`,
-    /// `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
+    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path whose last or last but one component
+    /// names its rank (`rank-3`, `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
     #[must_use]
     pub fn share(&self, path: &Path) -> bool {
-        self.local > 1 && !self.is_named_in(&path.to_string_lossy().to_ascii_lowercase())
+        let mut names = path.components().rev().take(2).map(|name| name.as_os_str().to_string_lossy());
+        self.local > 1 && !names.any(|name| self.is_named_in(&name.to_ascii_lowercase()))
     }
 
-    fn is_named_in(&self, path: &str) -> bool {
-        path.match_indices("rank").any(|(at, word)| {
-            let number = path[at + word.len()..].trim_start_matches(['-', '_', '=']);
+    fn is_named_in(&self, name: &str) -> bool {
+        name.match_indices("rank").any(|(at, word)| {
+            // Not in `frank3`, who may be a user.
+            if name[..at].ends_with(|c: char| c.is_ascii_alphabetic()) {
+                return false;
+            }
+            let number = name[at + word.len()..].trim_start_matches(['-', '_', '=']);
             let digits = number.find(|c: char| !c.is_ascii_digit()).unwrap_or(number.len());
             number[..digits].parse().is_ok_and(|number| self.own.contains(&number))
         })
@@ -214,11 +219,22 @@ mod tests {
     #[test]
     fn a_path_is_shared_unless_it_names_its_rank() {
         let ranks = Ranks { local: 8, own: vec![19, 3] };
-        for path in ["/c/rank-3", "/c/rank3/step-7", "/c/mp_rank_03", "/c/step-7/rank=19", "/c/Rank_00019.d"]
-        {
+        for path in [
+            "/c/rank-3",
+            "rank-3",
+            "/c/rank3/step-7",
+            "/c/mp_rank_03",
+            "/c/step-7/rank=19",
+            "/c/Rank_00019.d",
+            "/c/frank3-rank3",
+        ] {
             assert!(!ranks.share(Path::new(path)), "{path}");
         }
-        for path in ["/c/step-3", "/c/rank-4", "/c/rank-30", "/c/rank-", "/c/frank/3", "/c/llama-3"] {
+        let others =
+            ["/c/step-3", "/c/rank-4", "/c/rank-30", "/c/rank-", "/c/frank/3", "/c/llama-3", "/", ""];
+        let words = ["/c/frank3", "/home/frank3/c", "/c/prank_03x", "/c/Crank-19/step-7", "/c/step-3/rank"];
+        let far = ["/rank-3/run/c", "/home/rank3/runs/step-7/"];
+        for path in others.into_iter().chain(words).chain(far) {
             assert!(ranks.share(Path::new(path)), "{path}");
         }
         for local in [0, 1] {

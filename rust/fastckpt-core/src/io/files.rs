@@ -62,8 +62,8 @@ impl OpenFiles {
         }
     }
 
-    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one is closed. That
-    /// comes about by itself: a file is open for blocks that are in work, whose workers need no other file to finish them.
+    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one is closed. One is
+    /// closed sooner or later: a file is open for blocks that are in work, whose workers need no other file to finish them.
     pub fn acquire(
         &self,
         shard: usize,
