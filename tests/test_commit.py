@@ -477,6 +477,22 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
     assert gaps >= 1, "the gap was never hit"
 
 
+@pytest.mark.parametrize("error", ["EACCES", "ENOLCK", "ENOSYS"])
+def test_without_locks(children, parent, tmp_path, error):
+    """A file system that has none, or a security module that forbids them: nobody relies on them there."""
+    inject = [strace.injection("fcntl", f"error={error}", "1+")]
+    log = tmp_path / "log"
+    child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL)
+    child.next()
+    with strace.attached(child.pid, log, "fcntl", *inject) as trace:
+        child.go()
+        end = child.outcome(30)
+        assert any(call.injected for call in trace.calls())
+    assert not isinstance(end, zygote.Raised), end
+    assert whole(parent / "step", SMALL) == 1
+    assert manifest.listing(parent) == ["step"]
+
+
 def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
     """EACCES is not EINVAL: falling back there would hide a real refusal."""
     path = parent / "step"
@@ -692,6 +708,16 @@ def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
     finally:
         os.close(held)
     assert whole(path, SMALL) == 1
+    assert path.exists()
+
+
+def test_a_link_leads_to_what_was_taken_aside(parent):
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    (parent / "latest").symlink_to("step")
+    leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd")
+    path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
+    assert whole(parent / "latest", SMALL) == 1
     assert path.exists()
 
 

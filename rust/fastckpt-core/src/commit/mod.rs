@@ -407,9 +407,12 @@ mod tests {
     fn a_replaced_checkpoint_passes_its_mode_on() {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
-        checkpoint(parent.path(), "c", "two");
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o700);
+        for mode in [0o700, 0o500] {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            checkpoint(parent.path(), "c", "two");
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, mode);
+            assert_eq!(names(parent.path()), ["c"]);
+        }
     }
 
     #[test]

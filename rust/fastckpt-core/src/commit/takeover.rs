@@ -304,4 +304,43 @@ mod tests {
         checkpoint(parent.path(), "c", "two");
         assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
     }
+
+    #[test]
+    fn what_is_laid_into_the_old_one_meanwhile_is_not_lost() {
+        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
+            let parent = tempfile::tempdir().unwrap();
+            let path = checkpoint(parent.path(), "c", "one");
+            let config = |text: &str| {
+                // As an editor writes: a new file takes the name.
+                std::fs::write(parent.path().join("new"), text).unwrap();
+                std::fs::rename(parent.path().join("new"), path.join("config.json")).unwrap();
+            };
+            config("old");
+            let workspace = Workspace::create(&path, true).unwrap();
+            workspace.write_manifest(b"{\"fastckpt\":1,two").unwrap();
+            let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
+            assert!(workspace.carry_over(old.directory.as_fd()).unwrap());
+            assert!(!workspace.carry_over(old.directory.as_fd()).unwrap(), "it is here already");
+            config("new");
+            std::fs::write(path.join("notes.txt"), "late").unwrap();
+            replace(&workspace, &old, 0, &mut Committed::default()).unwrap();
+            assert!(content(&path).ends_with("two"));
+            assert_eq!(std::fs::read_to_string(path.join("config.json")).unwrap(), "new");
+            assert_eq!(names(&path), ["config.json", "fastckpt.json", "notes.txt"]);
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_laid_into_the_old_one_meanwhile_keeps_it_in_place() {
+        for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
+            let parent = tempfile::tempdir().unwrap();
+            let path = checkpoint(parent.path(), "c", "one");
+            let workspace = Workspace::create(&path, true).unwrap();
+            let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
+            std::fs::create_dir(path.join("logs")).unwrap();
+            let outcome = replace(&workspace, &old, 0, &mut Committed::default());
+            assert!(matches!(outcome, Err(Error::Exists { .. })));
+            assert!(content(&path).ends_with("one") && path.join("logs").is_dir());
+        }
+    }
 }
