@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt import _convert, cli
 from harness import needs
 
 try:
     import torch
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file, save
 except ImportError as error:
     needs.missing(str(error))
 
@@ -121,6 +123,90 @@ def test_ties_are_not_copied(tmp_path):
     assert set(back) == set(state)
     assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in state.items())
     (tmp_path / "m.safetensors").unlink()
+
+
+@pytest.fixture
+def fp4():
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        needs.missing("torch.float4_e2m1fn_x2")
+    return torch.arange(128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, fp4):
+    """One element of torch is two values of the format, so the last dimension doubles."""
+    shapes = [(128,), (8, 16), (2, 4, 16), (1, 128, 1), (0, 3), (3, 0)]
+    state = {str(shape): (fp4 if 0 not in shape else fp4[:0]).reshape(shape) for shape in shapes}
+    state["w"] = torch.ones(3)
+    fastckpt.save(state, tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert done.returncode == 0, done
+    (tmp_path / "library.safetensors").write_bytes(save({name: tensor.clone() for name, tensor in state.items()}))
+    back = load_file(tmp_path / "m.safetensors")
+    with (
+        safe_open(tmp_path / "m.safetensors", framework="pt") as ours,
+        safe_open(tmp_path / "library.safetensors", framework="pt") as theirs,
+    ):
+        assert set(ours.keys()) == set(theirs.keys())
+        for name, tensor in state.items():
+            mine, its = ours.get_slice(name), theirs.get_slice(name)
+            assert (mine.get_dtype(), mine.get_shape()) == (its.get_dtype(), its.get_shape())
+            assert back[name].shape == tensor.shape
+            assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_fp4_without_dimensions_is_refused(tmp_path, fp4):
+    """It is two values of the format, and has no dimension to count them in; the library refuses it, too."""
+    fastckpt.save({"w": fp4[0]}, tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert done.returncode == 2, done
+    assert "['w'] is a tensor of torch.float4_e2m1fn_x2 without dimensions" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
+
+
+def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch, capsys):
+    fastckpt.save({"w": torch.ones(4)}, tmp_path / "c")
+    (tmp_path / "m.safetensors").write_text("precious")
+    header = _convert._header
+    monkeypatch.setattr(_convert, "_header", lambda *given: header(*given).replace(b"[4]", b"[5]"))
+    assert cli.main(["convert", "--overwrite", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) != 0
+    assert "safetensors refuses the file" in capsys.readouterr().err
+    assert (tmp_path / "m.safetensors").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["c", "m.safetensors"]  # noqa: PTH208 - names
+
+
+def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
+    """Names of many bytes for each character; the refusal comes before there is a file."""
+    state = {"é" * 400: torch.ones(1), "x": torch.ones(1)}
+    fastckpt.save(state, tmp_path / "c")
+    command = ["convert", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
+    monkeypatch.setattr(_convert, "_HEADER", 800)
+    write = _convert._write_safetensors
+    monkeypatch.setattr(_convert, "_write_safetensors", lambda *_: pytest.fail("a file was opened"))
+    assert cli.main(command) == 2
+    assert "more than the 800 bytes" in capsys.readouterr().err
+    monkeypatch.setattr(_convert, "_write_safetensors", write)
+    monkeypatch.setattr(_convert, "_HEADER", 1040)
+    assert cli.main(command) == 0
+    assert set(load_file(tmp_path / "m.safetensors")) == set(state)
+
+
+def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
+    """One of 100,000,000 bytes is written; of 8 more, neither we nor the library take it."""
+    tensor = torch.ones(1)
+    dtypes = {torch.float32: ("F32", 1)}
+    path = tmp_path / "m.safetensors"
+    spare = 100_000_000 - len(_convert._header([("", tensor)], dtypes, path))
+    header = _convert._header([("n" * spare, tensor)], dtypes, path)
+    assert len(header) == 100_000_000
+    _convert._write_safetensors(path, header, [tensor], torch)
+    with safe_open(path, framework="pt") as file:
+        assert len(file.keys()) == 1
+    with pytest.raises(fastckpt.UnsupportedTypeError, match="100000000 bytes"):
+        _convert._header([("n" * (spare + 8), tensor)], dtypes, path)
+    _convert._write_safetensors(path, header + b" " * 8, [tensor], torch)
+    with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
+        pass
+    path.unlink()
 
 
 def pickled(path, code):
