@@ -242,14 +242,7 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
             _write_safetensors(temporary, header, [tensor for _, tensor in order], torch)
         except OSError as error:
             raise OSError(error.errno, f"cannot write it: {error.strerror}", str(destination)) from error
-        try:
-            with library.safe_open(temporary, framework="pt"):
-                pass
-        except library.SafetensorError as error:
-            raise CheckpointError(
-                f"cannot convert {source}: the package safetensors refuses the file made of it, which is a defect of "
-                f"fastckpt; report it, with what safetensors says: {_first_line(error)}"
-            ) from error
+        _open(temporary, source, library)
         temporary.replace(destination)
     finally:
         with suppress(FileNotFoundError):
@@ -298,6 +291,18 @@ def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch:
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _open(path: Path, source: Path, library: ModuleType) -> None:
+    """Open what was written as its readers will: a file that they refuse must replace nothing."""
+    try:
+        with library.safe_open(path, framework="pt"):
+            pass
+    except library.SafetensorError as error:
+        raise CheckpointError(
+            f"cannot convert {source}: the package safetensors refuses the file made of it, which is a defect of "
+            f"fastckpt; report it, with what safetensors says: {_first_line(error)}"
+        ) from error
 
 
 def _storable(
