@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _convert, cli
+from fastckpt import _convert, _pickled, cli
 from harness import needs
 
 try:
@@ -289,6 +289,55 @@ def test_the_child_takes_no_module_from_where_it_is_started(tmp_path):
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def printing(tmp_path):
+    """An environment in which Python prints when it starts, and when it ends."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import atexit, os\nos.write(1, b'hello\\n')\nprint('{}')\nprint('hello', end='')\natexit.register(print, 'bye')\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+
+def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, printing):
+    """The answer of the child has a file of its own."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
+    torch.save({"w": Path()}, tmp_path / "bad.pt")
+    done = convert(tmp_path / "good.pt", tmp_path / "good", env=printing)
+    assert done.stdout.startswith("hello"), "it does not print"
+    assert done.returncode == 0, done
+    assert torch.equal(fastckpt.load(tmp_path / "good")["w"], torch.ones(2))
+    done = convert(tmp_path / "bad.pt", tmp_path / "bad", env=printing)
+    assert done.returncode == 2, done
+    assert "more than tensors and plain containers" in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+def test_the_answer_may_be_longer_than_a_pipe_holds(tmp_path):
+    """It quotes the name that a pickle has, which has no bound."""
+    pickled(tmp_path / "m.pt", b"\x80\x02cmodule\n" + b"n" * 100_000 + b"\n.")
+    done = convert(tmp_path / "m.pt", tmp_path / "out")
+    assert done.returncode == 2, done.stderr[-1000:]
+    assert "never executes" in done.stderr
+
+
+def test_the_standard_input_may_be_closed(tmp_path):
+    """A new descriptor is then its own, which the child replaces."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
+    torch.save({"w": Path()}, tmp_path / "bad.pt")
+    for name, status in (("good", 0), ("bad", 2)):
+        command = f"exec '{sys.executable}' -m fastckpt convert {name}.pt {name} <&-"
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=PATIENCE, check=False)
+        assert (done.returncode, (tmp_path / name).exists()) == (status, status == 0)
+
+
+def test_a_child_without_an_answer_is_no_consent(tmp_path, monkeypatch):
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    monkeypatch.setattr(_pickled, "_PROGRAM", "")
+    with pytest.raises(_pickled.RefusedError, match="without an answer"):
+        _pickled.check(tmp_path / "m.pt")
 
 
 def test_nothing_is_left_of_a_conversion_that_fails(tmp_path):
