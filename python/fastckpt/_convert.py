@@ -217,7 +217,7 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     state = fastckpt.load(source, keys=keys, framework="torch")
     tensors: dict[str, Any] = {}
-    dtypes: dict[Any, str] = {}
+    dtypes: dict[Any, tuple[str, int]] = {}
     names = 0
     for path, leaf in _leaves(state):
         # The patterns choose other values, too, which a file of tensors has no place for.
@@ -226,21 +226,23 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
         tensor = _storable(leaf, path, source, library, torch, dtypes)
         name = (".".join(filter(None, map(part_of, path))) or "tensor").encode("utf-8", "replace").decode()
         name = _unused(name, tensors)
+        # A bound on memory: `_header` decides.
         names += len(name)
         if names > _HEADER:
-            raise UnsupportedTypeError(
-                f"cannot convert {source}: its names take more than the {_HEADER} bytes that a safetensors file has "
-                "for them; choose tensors with --keys, such as --keys 'model.*'"
-            )
+            raise _too_many_names(source)
         tensors[name] = tensor
     if keys is not None and not tensors:
         raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
+    # By falling element size, so that each begins at a multiple of its own.
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header = _header(order, dtypes, source)
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     try:
         try:
-            _write_safetensors(temporary, tensors, dtypes, torch)
+            _write_safetensors(temporary, header, [tensor for _, tensor in order], torch)
         except OSError as error:
             raise OSError(error.errno, f"cannot write it: {error.strerror}", str(destination)) from error
+        _open(temporary, source, library)
         temporary.replace(destination)
     finally:
         with suppress(FileNotFoundError):
@@ -249,37 +251,72 @@ def _to_safetensors(source: Path, destination: Path, keys: Sequence[str] | None)
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Any], dtypes: Mapping[Any, str], torch: Any) -> None:
+def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, int]], source: Path) -> bytes:
+    """Return the header of a safetensors file that holds these tensors in this order, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in order:
+        dtype, values = dtypes[tensor.dtype]
+        shape = list(tensor.shape)
+        if values != 1:
+            shape[-1] *= values
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER:
+        raise _too_many_names(source)
+    return text
+
+
+def _too_many_names(source: Path) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        f"cannot convert {source}: its names and shapes take more than the {_HEADER} bytes that a safetensors file has "
+        "for them; choose tensors with --keys, such as --keys 'model.*'"
+    )
+
+
+def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch: Any) -> None:
     """Write one safetensors file and sync it.
 
     Tied tensors are written under each of their names, because the format has no word for them; the library, which
     refuses tensors that share memory, would need a copy of each.
     """
-    # By falling element size, so that each begins at a multiple of its own.
-    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in order:
-        span = [at, at + tensor.nbytes]
-        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     with suppress(FileNotFoundError):
         path.unlink()
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in order:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors:
             if tensor.nbytes:
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
 
 
+def _open(path: Path, source: Path, library: ModuleType) -> None:
+    """Open what was written as its readers will: a file that they refuse must replace nothing."""
+    try:
+        with library.safe_open(path, framework="pt"):
+            pass
+    except library.SafetensorError as error:
+        raise CheckpointError(
+            f"cannot convert {source}: the package safetensors refuses the file made of it, which is a defect of "
+            f"fastckpt; report it, with what safetensors says: {_first_line(error)}"
+        ) from error
+
+
 def _storable(
-    leaf: Any, path: tuple[Any, ...], source: Path, library: ModuleType, torch: Any, dtypes: dict[Any, str]
+    leaf: Any,
+    path: tuple[Any, ...],
+    source: Path,
+    library: ModuleType,
+    torch: Any,
+    dtypes: dict[Any, tuple[str, int]],
 ) -> Any:
-    """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place. Notes the name of its dtype."""
+    """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
+
+    Notes what the format calls its dtype, and how many values of the format one element is.
+    """
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):
             leaf = torch.from_numpy(leaf)
@@ -290,13 +327,16 @@ def _storable(
     else:
         try:
             if leaf.dtype not in dtypes:
-                # The library knows what its format calls a dtype.
-                raw = library.torch.save({"": torch.empty(0, dtype=leaf.dtype)})
-                dtypes[leaf.dtype] = json.JSONDecoder().raw_decode(raw[8:].decode())[0][""]["dtype"]
-        except (KeyError, RuntimeError):
+                # The library knows; an element of torch can be several values of the format (FP4: two).
+                raw = library.torch.save({"": torch.empty(1, dtype=leaf.dtype)})
+                entry = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[""]
+                dtypes[leaf.dtype] = entry["dtype"], entry["shape"][0]
+        except (KeyError, RuntimeError, library.SafetensorError):
             what = f"a tensor of {leaf.dtype}"
         else:
-            return leaf.detach()
+            if leaf.ndim or dtypes[leaf.dtype][1] == 1:
+                return leaf.detach()
+            what = f"a tensor of {leaf.dtype} without dimensions"
     raise UnsupportedTypeError(
         f"cannot convert {source}: {place_of(path) or 'the state itself'} is {what}, which a safetensors file cannot "
         "hold; choose the tensors to convert with --keys, such as --keys 'model.*'"

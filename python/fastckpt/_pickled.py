@@ -7,13 +7,14 @@ its size may take.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
 import resource
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +27,9 @@ _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 #: It must find the modules that this process finds, and no others: not those of the directory that it is started in.
 _PROGRAM = """
 import sys
-sys.path[:] = sys.argv[2:]
+sys.path[:] = sys.argv[3:]
 from fastckpt._pickled import look
-look(sys.argv[1])
+look(sys.argv[1], int(sys.argv[2]))
 """
 
 
@@ -47,10 +48,22 @@ def check(source: Path) -> None:
     Raises:
         RefusedError: it cannot be read, or not within the limits.
     """
-    command = [sys.executable, "-c", _PROGRAM, os.fspath(source.absolute()), *sys.path]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603 - our own
-    lines = done.stdout.splitlines()
-    told = json.loads(lines[-1]) if lines else {}
+    with _answer() as answer:
+        command = [sys.executable, "-c", _PROGRAM, os.fspath(source.absolute()), str(answer.fileno()), *sys.path]
+        done = subprocess.run(  # noqa: S603 - our own
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[answer.fileno()],
+            check=False,
+        )
+        # The child has moved the position that the two share.
+        answer.seek(0)
+        text = answer.read()
+    if done.returncode == 0 and not text:
+        raise RefusedError(None, "the process that reads it first ended without an answer")
+    told = json.loads(text) if text else {}
     kind = told.get("kind")
     if done.returncode > 0:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -63,14 +76,28 @@ def check(source: Path) -> None:
         raise RefusedError(**told)
 
 
-def look(path: str) -> None:
-    """In the child: read the file, and tell of an exception in a line of JSON."""
+def _answer() -> BinaryIO:
+    """What the child answers in: a file of its own, because what starts with Python may print.
+
+    A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
+    standard three, which the child replaces.
+    """
+    low = os.memfd_create("fastckpt-answer")
+    try:
+        return os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
+    finally:
+        os.close(low)
+
+
+def look(path: str, answer: int) -> None:
+    """In the child: read the file, and answer in JSON: with an exception, or with an empty object."""
     from . import _torch  # noqa: PLC0415 - before the limits, which are for the file alone
     from ._flatten import flatten  # noqa: PLC0415
     from .exceptions import CheckpointError  # noqa: PLC0415
 
     module: Any = _torch
     _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
+    told: dict[str, Any] = {}
     try:
         flatten(load(module.torch, path), operation="convert")
     except CheckpointError:
@@ -78,8 +105,9 @@ def look(path: str) -> None:
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
         kind = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         errno = error.errno if isinstance(error, OSError) else None
-        sys.stdout.write(json.dumps({"kind": kind, "reason": str(error), "errno": errno}) + "\n")
-    sys.stdout.flush()
+        told = {"kind": kind, "reason": str(error), "errno": errno}
+    with open(answer, "w", encoding="ascii") as file:
+        json.dump(told, file)
     os._exit(0)  # what it made need not be taken apart
 
 
