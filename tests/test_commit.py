@@ -351,7 +351,9 @@ def test_every_system_call_failing_once(children, parent, tmp_path, engine, erro
             where = f"{call} {when} {error}: {injected and injected[0]}"
             found = whole(path, SMALL)
             assert (path / "config.json").read_text() == "{}", where
-            commit = next((c for c in calls if c.name in RENAMES and c.ok and c.paths()[1:] == [str(path)]), None)
+            commits = [c for c in calls if c.name in RENAMES and c.ok and c.paths()[1:] == [str(path)]]
+            # What was displaced and cannot be looked at is given back, by a second exchange.
+            commit = commits[0] if len(commits) % 2 else None
             if isinstance(end, zygote.Raised):
                 assert injected, f"{where}: failed without a fault: {end}"
                 assert "OSError" in end.bases, f"{where}: {end}\n{end.trace}"
@@ -449,7 +451,8 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
     (path / "config.json").write_text("{}")
     gaps = 0
     for call, when in (
-        *itertools.product(("rename", "renameat"), (1, 2, 3)),
+        # To sweep and to carry a file over takes renames, too.
+        *itertools.product(("rename", "renameat"), range(1, 9)),
         *((name, when) for name in ("fsync", "unlinkat") for when in range(1, 5)),
     ):
         child = children.start("save_held", path=str(path), index=2, nbytes=SMALL)
