@@ -76,9 +76,9 @@ class _Frame:
 
 
 def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
-    """The position of every tensor, and of every tensor made of several before its parts, in order.
+    """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
 
-    With it come the values around, each with the key at hand, and whether the tensor is a part of that key.
+    With it come the values around, each with the key at hand, and whether it is a tensor in that key.
     """
     ends = _ends(tokens)
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -101,8 +101,7 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
         frame.left -= 1
         token = tokens[position]
         tag = _tag(token)
-        if tag in _COMPOSED or is_tensor(token):
-            yield position, stack, False
+        yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
         if tag == "type" and token[1] == _registry.ATTRIBUTED:
@@ -119,7 +118,11 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
 
 def find(tokens: list[Token], places: Places) -> list[Found]:
     """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
-    return [Found(position, places.at(stack), tokens[position]) for position, stack, _ in _walk(tokens)]
+    return [
+        Found(position, places.at(stack), tokens[position])
+        for position, stack, _ in _walk(tokens)
+        if _tag(tokens[position]) in _COMPOSED or is_tensor(tokens[position])
+    ]
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
@@ -192,42 +195,30 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
-    ends = _ends(tokens)
-    stack = [_Frame(1, iter((THROUGH,)))]
     # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
     # a time: of deep nesting, all prefixes together would fill the memory.
     path: list[str] = []
     lengths = [0]
-    position = 0
-    while position < len(tokens):
-        frame = stack[-1]
-        if not frame.left:
-            stack.pop()
-            del path[lengths.pop() :]
+    for position, stack, in_key in _walk(tokens):
+        if in_key:
             continue
-        if frame.keys is None:
-            value = ends[position]
-            frame.key = _key(tokens, position, value)
-            position = value
-            frame.left -= 1
-        else:
-            frame.key = next(frame.keys)
-        frame.left -= 1
-        token = tokens[position]
-        tag = _tag(token)
-        count = arity(token) if tag is not None else 0
-        attributed = tag == "type" and token[1] == _registry.ATTRIBUTED
-        first = position + 1 + (tag == "ddict")
-        container = tag in _MAPPINGS or tag in _SEQUENCES or attributed
-        part = _part(frame.key)
-        if not is_tensor(token) and not (container and first < ends[position]):
-            yield position, ".".join((*path, *part))
-        position = first + attributed  # the pair of items and attributes leaves no trace
-        count = 2 if attributed else count - (tag == "ddict")
-        if count:
-            stack.append(_Frame(count, iter((THROUGH, THROUGH)) if attributed else _keys(tag, count)))
+        # Every container is met before what is in it, so at most one has been entered since.
+        while len(lengths) > len(stack):
+            del path[lengths.pop() :]
+        if len(lengths) < len(stack):
             lengths.append(len(path))
-            path.extend(part)
+            path.extend(_part(stack[-2].key))
+        token = tokens[position]
+        if not is_tensor(token) and not _filled(token):
+            yield position, ".".join((*path, *_part(stack[-1].key)))
+
+
+def _filled(token: Token) -> bool:
+    """Whether this is a container with something in it."""
+    tag = _tag(token)
+    if tag == "type":
+        return bool(token[1] == _registry.ATTRIBUTED)
+    return (tag in _MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
 def _part(key: Any) -> tuple[str, ...]:
