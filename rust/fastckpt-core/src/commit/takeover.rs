@@ -12,7 +12,7 @@ use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refres
 use super::leftovers::{is_superseded, remove};
 use super::names::aside_name;
 use super::recovery::is_free;
-use super::target::{Old, examine};
+use super::target::{Old, examine, has_magic};
 use super::{Committed, TURNS, Workspace, is_ours};
 use crate::error::{Error, Result};
 
@@ -138,10 +138,13 @@ impl Workspace {
         match outcome {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
-                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more.
+                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more. A save that began
+                // earlier and took it leaves the old one to be swept when this one has the name.
+                let holder = open_child(parent.as_fd(), name);
+                let checkpoint = holder.is_ok_and(|holder| has_magic(holder.as_fd()).unwrap_or(false));
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
                     let _ = remove(parent.as_fd(), &aside, there, None);
-                } else if id_of(parent.as_fd(), &aside) == Some(there) {
+                } else if !checkpoint && id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
                     let why = format!("something else took the name; what was there is `{}`", old.display());
                     return Err(Error::Exists { path: self.target.clone(), why });
@@ -342,5 +345,25 @@ mod tests {
             assert!(matches!(outcome, Err(Error::Exists { .. })));
             assert!(content(&path).ends_with("one") && path.join("logs").is_dir());
         }
+    }
+
+    #[test]
+    fn a_save_that_began_earlier_and_took_the_name_is_no_failure() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let workspace = Workspace::create(&path, true).unwrap();
+        workspace.write_manifest(b"{\"fastckpt\":1,mine").unwrap();
+        let rival = checkpoint(parent.path(), "rival", "rival");
+        let written = std::fs::File::open(rival.join("fastckpt.json")).unwrap();
+        written.set_modified(std::time::UNIX_EPOCH).unwrap();
+        // Between the two renames of the first attempt, the rival's takes place.
+        let aside = aside_name(&workspace.temporary, 0);
+        std::fs::rename(&path, parent.path().join(&aside)).unwrap();
+        std::fs::rename(&rival, &path).unwrap();
+        let old = look(workspace.parent.as_fd(), &aside, &path, true).unwrap().unwrap();
+        let outcome = workspace.replace_in_two_steps(&old, 1, &mut Committed::default());
+        assert!(is_taken(&outcome.err().unwrap()));
+        workspace.commit([].into_iter()).unwrap();
+        assert!(content(&path).ends_with("mine"));
     }
 }
