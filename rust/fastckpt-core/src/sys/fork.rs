@@ -1,7 +1,7 @@
 //! Descriptors that a forked child does not keep: those of an operation that only the parent's threads go on with.
 //!
 //! `O_CLOEXEC` acts at exec, which a data loader's worker never comes to. What it would keep open for as long as it lives: shards, whose
-//! gigabytes stay allocated after they were replaced; rings; and the directory whose lock tells that its writer lives.
+//! gigabytes stay allocated after they were replaced; rings; and the manifest whose lock tells that its writer lives.
 //!
 //! Each such descriptor is noted in a table, and the child puts an empty one in the place of each. It does not close them: their numbers
 //! stay taken, so that code of the parent's which the child may still run (it can be forked from inside a callback) meets an error and
