@@ -51,11 +51,11 @@ def tidy(directory, *names):
         raise AssertionError(f"litter: {sorted(os.listdir(directory))}, not {sorted(names)}") from None
 
 
-def different_names(one, two, logs):
-    """Two savers, each with a name of its own in one parent: no save takes the other's work for a left-over."""
+def contend(one, two, names):
+    """Ten saves by each at once, to a name each; all must succeed. The last states are 18 and 19."""
     children = [
-        machine.start("contend", path=str(place / f"of-{number}"), first=number, step=2, count=10, **SHARDS)
-        for number, (machine, place) in enumerate((one, two))
+        machine.start("contend", path=str(place / name), first=number, step=2, count=10, **SHARDS)
+        for number, ((machine, place), name) in enumerate(zip((one, two), names, strict=True))
     ]
     for child in children:
         child.next()
@@ -64,6 +64,11 @@ def different_names(one, two, logs):
     ends = [child.outcome() for child in children]
     failed = [end for all_of_one in ends for end in all_of_one if end[1] != "saved"]
     assert not failed, f"{len(failed)} of 20 saves failed: {failed[:3]}"
+
+
+def different_names(one, two, logs):
+    """Two savers, each with a name of its own in one parent: no save takes the other's work for a left-over."""
+    contend(one, two, ["of-0", "of-1"])
     assert [look(two[0], two[1] / "of-0"), look(one[0], one[1] / "of-1")] == [18, 19]
     tidy(one[1], "of-0", "of-1")
     tidy(two[1], "of-0", "of-1")
@@ -73,17 +78,7 @@ def one_name(one, two, logs):
     """Two savers of one name: each save succeeds, the last one is there, and so is a file that is nobody's."""
     save(one[0], one[1] / "step", 1000)
     (one[1] / "step" / "config.json").write_text("mine")
-    children = [
-        machine.start("contend", path=str(place / "step"), first=number, step=2, count=10, **SHARDS)
-        for number, (machine, place) in enumerate((one, two))
-    ]
-    for child in children:
-        child.next()
-    for child in children:
-        child.go()
-    ends = [child.outcome() for child in children]
-    failed = [end for all_of_one in ends for end in all_of_one if end[1] != "saved"]
-    assert not failed, f"{len(failed)} of 20 saves failed: {failed[:3]}"
+    contend(one, two, ["step", "step"])
     found = [look(machine, place / "step") for machine, place in (one, two)]
     assert found in ([18, 18], [19, 19]), found
     assert [(place / "step" / "config.json").read_text() for _, place in (one, two)] == ["mine"] * 2

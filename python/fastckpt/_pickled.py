@@ -115,7 +115,7 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
     """What ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
     import zipfile  # noqa: PLC0415
 
-    # Files from before torch 1.6 are no zip archives, and only those can be mapped.
+    # Only zip archives can be mapped, and files from before torch 1.6 are not.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 

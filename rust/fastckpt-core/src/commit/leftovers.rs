@@ -120,11 +120,11 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let files = entries(directory.as_fd()).ok()?;
     let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
     let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
+    // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was killed.
+    let foreign = !plain || (temporary.kind != Kind::Del && !manifest && !files.is_empty());
     let (state, verdict) = match temporary.kind {
-        Kind::Del if plain => (State::Dead, None),
-        // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was killed.
-        _ if !plain || (!manifest && !files.is_empty()) => (State::Foreign, None),
-        Kind::Del => (State::Foreign, None),
+        _ if foreign => (State::Foreign, None),
+        Kind::Del => (State::Dead, None),
         Kind::Old if is_superseded(parent, &holder(parent, &temporary), found) => (State::Dead, None),
         Kind::Old => (State::Kept, None),
         Kind::Tmp => {

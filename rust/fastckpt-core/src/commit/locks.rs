@@ -11,7 +11,7 @@ pub enum Reach {
     Machine,
     /// Every machine that has it mounted.
     Everywhere,
-    /// There is no telling: perhaps only those who came through the same mount.
+    /// Unknown: perhaps only those who came through the same mount.
     #[default]
     Unknown,
 }
