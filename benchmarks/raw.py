@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.device import fio
-from fastckpt._bench import caches, raw
-from fastckpt._plan.units import size as bytes_of
+from fastckpt._tools.bench import caches, raw
+from fastckpt._tools.plan.units import size as bytes_of
 
 
 def ours(device: raw.Device, path: Path, size: int, kind: str) -> float:

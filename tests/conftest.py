@@ -36,7 +36,7 @@ def trip(request, tmp_path):
 @pytest.fixture
 def registry():
     """Registrations last for one test."""
-    from fastckpt import _registry
+    from fastckpt._state import registry as _registry
 
     kept = dict(_registry._by_class), dict(_registry._by_name)
     yield fastckpt.register_type

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import BLOCK, IN_FLIGHT, MB
 from bench.measure import measure
-from fastckpt._bench import caches, raw
+from fastckpt._tools.bench import caches, raw
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bench.contenders import registry
 from bench.device import back_memory, drop_caches, remove
 from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
-from fastckpt._bench import caches
+from fastckpt._tools.bench import caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from . import _core, exceptions
-from ._checkpoint import Checkpoint, Composed, TensorInfo, open
-from ._load import load
-from ._outcome import LastWord
-from ._registry import register_type
-from ._reports import Damage, LoadReport, SaveReport, VerifyReport
-from ._save import save
-from ._target import set_target
-from ._verify import verify
-from .exceptions import (
+from fastckpt import _core, exceptions
+from fastckpt._api.checkpoint import Checkpoint, Composed, TensorInfo, open
+from fastckpt._api.load import load
+from fastckpt._api.outcome import LastWord
+from fastckpt._api.register import register_type
+from fastckpt._api.reports import Damage, LoadReport, SaveReport, VerifyReport
+from fastckpt._api.save import save
+from fastckpt._api.target import set_target
+from fastckpt._api.verify import verify
+from fastckpt.exceptions import (
     CheckpointError,
     CorruptCheckpointError,
     FormatVersionError,
@@ -28,13 +28,13 @@ from .exceptions import (
 )
 
 if TYPE_CHECKING:
-    from ._arenas import release_buffers
-    from ._async import save_async
-    from ._doctor import Diagnosis, Finding, doctor
-    from ._flight import drain
-    from ._guard import Guard, guard
-    from ._pending import PendingSave, SaveProgress
-    from ._plan.plan import Plan, plan
+    from fastckpt._api.in_flight import drain
+    from fastckpt._background.arenas import release_buffers
+    from fastckpt._background.guard import Guard, guard
+    from fastckpt._background.pending import PendingSave, SaveProgress
+    from fastckpt._background.save_async import save_async
+    from fastckpt._tools.doctor import Diagnosis, Finding, doctor
+    from fastckpt._tools.plan.plan import Plan, plan
 
 __all__ = [
     "Checkpoint",
@@ -79,18 +79,18 @@ logging.getLogger("fastckpt").addHandler(LastWord())
 
 #: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
 _LATER = {
-    "release_buffers": "_arenas",
-    "PendingSave": "_pending",
-    "SaveProgress": "_pending",
-    "save_async": "_async",
-    "drain": "_flight",
-    "Guard": "_guard",
-    "guard": "_guard",
-    "Diagnosis": "_doctor",
-    "Finding": "_doctor",
-    "doctor": "_doctor",
-    "Plan": "_plan.plan",
-    "plan": "_plan.plan",
+    "release_buffers": "_background.arenas",
+    "PendingSave": "_background.pending",
+    "SaveProgress": "_background.pending",
+    "save_async": "_background.save_async",
+    "drain": "_api.in_flight",
+    "Guard": "_background.guard",
+    "guard": "_background.guard",
+    "Diagnosis": "_tools.doctor",
+    "Finding": "_tools.doctor",
+    "doctor": "_tools.doctor",
+    "Plan": "_tools.plan.plan",
+    "plan": "_tools.plan.plan",
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fastckpt
-from fastckpt import cli
+from fastckpt._tools import cli
 from harness import seccomp, ways
 from harness.states import numbered, same, which
 from harness.zygote import Channel
@@ -32,7 +32,7 @@ if os.environ.get("FASTCKPT_TEST_TORCH"):
 
 # A child that has given up its privileges cannot read /root's interpreter any more: what is imported late is
 # imported here.
-for late in ("tqdm", "gzip", "fastckpt._doctor.facts", "fastckpt._doctor.findings"):
+for late in ("tqdm", "gzip", "fastckpt._tools.doctor.facts", "fastckpt._tools.doctor.findings"):
     importlib.import_module(late)
 numbered(0, 4096)
 SMALL = 1 << 18
@@ -319,7 +319,7 @@ def load_timed(
 
 def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, Any]:
     """Run a command of ``fastckpt`` on a checkpoint; its status, its time, and the growth of resident memory."""
-    from fastckpt import cli
+    from fastckpt._tools import cli
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processor = time.process_time()

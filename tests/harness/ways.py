@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import fastckpt
-from fastckpt._values import LONG_BYTES
+from fastckpt._state.values import LONG_BYTES
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")

@@ -6,10 +6,10 @@ use std::path::Path;
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum_combine;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fastckpt_core::options::{BLOCK_SIZE, Options};
-use fastckpt_core::plan::{TensorSpec, plan};
+use fastckpt_core::engine::options::{BLOCK_SIZE, Options};
+use fastckpt_core::format::layout::{TensorSpec, groups, plan};
+use fastckpt_core::format::{checksum, manifest};
 use fastckpt_core::telemetry::{Kind, Operation};
-use fastckpt_core::{checksum, manifest};
 use safetensors::Dtype;
 use serde_json::value::RawValue;
 
@@ -18,8 +18,7 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
         name: format!("model.layers.{index}.weight"),
         dtype: Dtype::BF16,
         shape: vec![64, 1 + index % 64],
-        true_type: None,
-        residue: None,
+        logical: None,
     };
     (0..count).map(tensor).collect()
 }
@@ -48,7 +47,7 @@ fn planning(c: &mut Criterion) {
         let tensors = tensors(count);
         group.throughput(Throughput::Elements(count));
         group.bench_function(count.to_string(), |b| {
-            b.iter(|| plan(black_box(&tensors), 5_000_000_000, 2, BLOCK_SIZE));
+            b.iter(|| plan(black_box(&tensors), &groups(""), 5_000_000_000, BLOCK_SIZE));
         });
     }
     group.finish();
@@ -57,7 +56,7 @@ fn planning(c: &mut Criterion) {
 fn manifests(c: &mut Criterion) {
     const COUNT: u64 = 10_000;
     let specs = tensors(COUNT);
-    let plan = plan(&specs, u64::MAX, 1, BLOCK_SIZE).expect("a plan");
+    let plan = plan(&specs, &groups(""), u64::MAX, BLOCK_SIZE).expect("a plan");
     let shard = &plan.shards[0];
     let hex = checksum::to_hex(1);
     let body = manifest::Body {
@@ -73,6 +72,7 @@ fn manifests(c: &mut Criterion) {
         block_size: plan.block_size,
         shards: vec![manifest::ShardEntry {
             file: shard.file.clone(),
+            prefix: String::new(),
             bytes: shard.bytes,
             data_offset: shard.header.len() as u64,
             header_crc: hex.clone(),
@@ -83,7 +83,7 @@ fn manifests(c: &mut Criterion) {
             .zip(&plan.places)
             .map(|(spec, &(shard, offset))| {
                 let bytes = spec.bytes().expect("a size");
-                let extents = fastckpt_core::plan::extent_count(offset, bytes, plan.block_size);
+                let extents = fastckpt_core::format::geometry::extent_count(offset, bytes, plan.block_size);
                 manifest::TensorEntry {
                     name: spec.name,
                     dtype: spec.dtype,
@@ -91,7 +91,7 @@ fn manifests(c: &mut Criterion) {
                     shard,
                     offset,
                     crc: hex.repeat(extents as usize),
-                    true_type: None,
+                    logical: None,
                 }
             })
             .collect(),

@@ -34,7 +34,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The manifest names a format version that this release does not read.
-    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", Visible(&path.display()), crate::manifest::VERSION)]
+    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", Visible(&path.display()), crate::format::manifest::VERSION)]
     Version {
         /// The manifest.
         path: PathBuf,

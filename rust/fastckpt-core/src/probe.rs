@@ -15,10 +15,10 @@ use rustix::fs::{self, AtFlags, FallocateFlags, Mode, OFlags, RenameFlags, Statx
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use crate::commit::{Reach, reach};
-use crate::crew::Crew;
-use crate::io::uring;
-use crate::options::{self, Options, STAGING_BUDGET};
-use crate::report::Fallback;
+use crate::engine::choice::Crew;
+use crate::engine::io::uring;
+use crate::engine::options::{self, Options, STAGING_BUDGET};
+use crate::engine::report::Fallback;
 use crate::sys::buf::{Slab, give_slabs, take_slab};
 use crate::sys::cachestat::cached_pages;
 use crate::sys::file::{DataFile, open_directory};

@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use fastckpt_core::io::fault::{Fault, FaultPlan};
-use fastckpt_core::manifest::TensorEntry;
-use fastckpt_core::plan::TensorSpec;
+use fastckpt_core::engine::content::{Content, Destination};
+use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
+use fastckpt_core::format::layout::{self, TensorSpec};
+use fastckpt_core::format::manifest::TensorEntry;
 use fastckpt_core::read::{Checkpoint, Request as Read};
 use fastckpt_core::save::{Request, save};
-use fastckpt_core::source::{Content, Destination};
 use fastckpt_core::{Error, Io, Options, Report, Result};
 use safetensors::Dtype;
 
@@ -27,10 +27,7 @@ fn tensors(seed: u8) -> Vec<(TensorSpec, Vec<u8>)> {
         let shape = vec![size as u64];
         let name = format!("layer.{index}");
         let byte = |i: usize| (i.wrapping_mul(31) ^ (i >> 9) ^ index) as u8 ^ seed;
-        (
-            TensorSpec { name, dtype: Dtype::U8, shape, true_type: None, residue: None },
-            (0..size).map(byte).collect(),
-        )
+        (TensorSpec { name, dtype: Dtype::U8, shape, logical: None }, (0..size).map(byte).collect())
     };
     sizes.iter().enumerate().map(make).collect()
 }
@@ -51,6 +48,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
     let request = Request {
         path,
         tensors: &specs,
+        groups: &layout::groups(""),
         contents: &contents,
         structure: "[null]",
         metadata: "[null]",
@@ -141,7 +139,9 @@ fn the_checksum_of_a_shard_is_that_of_its_file() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     for shard in &checkpoint.body().shards {
         let bytes = fs::read(path.join(&shard.file)).unwrap();
-        let of = |bytes: &[u8]| fastckpt_core::checksum::to_hex(fastckpt_core::checksum::of(bytes));
+        let of = |bytes: &[u8]| {
+            fastckpt_core::format::checksum::to_hex(fastckpt_core::format::checksum::of(bytes))
+        };
         assert_eq!(of(&bytes), shard.crc);
         assert_eq!(of(&bytes[..shard.data_offset as usize]), shard.header_crc);
     }
@@ -225,20 +225,15 @@ fn a_panic_is_an_error_and_leaves_nothing() {
 fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let parent = directory();
     let path = parent.path().join("c");
-    let slow: fastckpt_core::source::Fill = Arc::new(|_, _| {
+    let slow: fastckpt_core::engine::content::Fill = Arc::new(|_, _| {
         std::thread::sleep(std::time::Duration::from_millis(300));
         Ok(())
     });
-    let spec = TensorSpec {
-        name: "t".to_owned(),
-        dtype: Dtype::U8,
-        shape: vec![64 << 20],
-        true_type: None,
-        residue: None,
-    };
+    let spec = TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape: vec![64 << 20], logical: None };
     let request = Request {
         path: &path,
         tensors: &[spec],
+        groups: &layout::groups(""),
         contents: &[Content::Pull(slow)],
         structure: "[null]",
         metadata: "[null]",
@@ -281,10 +276,7 @@ fn more_shards_than_open_files() {
     let tensors: Vec<_> = (0..1500u64)
         .map(|index| {
             let name = format!("t{index}");
-            (
-                TensorSpec { name, dtype: Dtype::U8, shape: vec![64], true_type: None, residue: None },
-                vec![index as u8; 64],
-            )
+            (TensorSpec { name, dtype: Dtype::U8, shape: vec![64], logical: None }, vec![index as u8; 64])
         })
         .collect();
     let specs: Vec<_> = tensors.iter().map(|(spec, _)| spec.clone()).collect();
@@ -301,6 +293,7 @@ fn more_shards_than_open_files() {
     let request = Request {
         path: &path,
         tensors: &specs,
+        groups: &layout::groups(""),
         contents: &contents,
         structure: "[null]",
         metadata: "[null]",

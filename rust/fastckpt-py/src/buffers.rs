@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use fastckpt_core::source::{Content, Destination, Drain, Fill};
+use fastckpt_core::engine::content::{Content, Destination, Drain, Fill};
 use fastckpt_core::sys::buf::{Region, Source};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;

@@ -1,7 +1,7 @@
 //! The compiled module `fastckpt._core`: extract, release the GIL, call the core, map the error. Nothing else.
 #![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
 
-use fastckpt_core::bounds;
+use fastckpt_core::format::limits;
 use pyo3::prelude::*;
 
 mod buffers;
@@ -19,8 +19,8 @@ mod snapshot;
 fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
-    module.add("MAX_DIMENSIONS", bounds::MAX_DIMENSIONS)?;
-    module.add("MAX_TOKENS", bounds::MAX_TOKENS)?;
+    module.add("MAX_DIMENSIONS", limits::MAX_DIMENSIONS)?;
+    module.add("MAX_TOKENS", limits::MAX_TOKENS)?;
     save::register(module)?;
     commit::register(module)?;
     probe::register(module)?;

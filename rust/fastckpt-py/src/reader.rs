@@ -48,20 +48,12 @@ impl Reader {
         let list = PyList::empty(py);
         for tensor in &self.checkpoint.body().tensors {
             let shape = PyTuple::new(py, &tensor.shape)?;
-            let true_type = match &tensor.true_type {
+            let logical = match &tensor.logical {
                 Some(t) => Some((t.dtype.as_str(), PyTuple::new(py, &t.shape)?)),
                 None => None,
             };
             let dtype = tensor.dtype.to_string();
-            list.append((
-                &tensor.name,
-                dtype,
-                shape,
-                tensor.shard,
-                tensor.offset,
-                tensor.bytes(),
-                true_type,
-            ))?;
+            list.append((&tensor.name, dtype, shape, tensor.shard, tensor.offset, tensor.bytes(), logical))?;
         }
         Ok(list)
     }
@@ -90,7 +82,7 @@ impl Reader {
         saved.set_item("seconds", body.saved.seconds)?;
         saved.set_item("gigabytes_per_second", body.saved.gigabytes_per_second)?;
         let info = PyDict::new(py);
-        info.set_item("version", fastckpt_core::manifest::VERSION)?;
+        info.set_item("version", fastckpt_core::format::manifest::VERSION)?;
         info.set_item("writer", writer)?;
         info.set_item("created", body.created)?;
         info.set_item("saved", saved)?;

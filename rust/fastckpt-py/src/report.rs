@@ -1,6 +1,6 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
-use fastckpt_core::report::Way;
+use fastckpt_core::engine::report::Way;
 use fastckpt_core::{Damage, Environment, Io, Options, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Options;
-use fastckpt_core::align::PAGE;
-use fastckpt_core::plan::{self, TensorSpec};
+use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
 use fastckpt_core::telemetry;
 use pyo3::exceptions::PyValueError;
@@ -21,8 +20,8 @@ pub(crate) type Tensor = (String, String, Vec<u64>, usize, u64, Option<(String, 
 
 /// See `_core.pyi`.
 #[pyfunction]
-#[pyo3(signature = (path, tensors, structure, metadata, *, overwrite, shard_size, io, threads,
-    bandwidth_limit, step, fill, tick))]
+#[pyo3(signature = (path, tensors, structure, metadata, *, model_prefix, overwrite, shard_size,
+    io, threads, bandwidth_limit, step, fill, tick))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
 fn save<'py>(
     py: Python<'py>,
@@ -30,6 +29,7 @@ fn save<'py>(
     tensors: Vec<Tensor>,
     structure: &str,
     metadata: &str,
+    model_prefix: &str,
     overwrite: bool,
     shard_size: u64,
     io: &str,
@@ -44,11 +44,10 @@ fn save<'py>(
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());
     let mut contents = Vec::with_capacity(tensors.len());
-    for (index, (name, dtype, shape, address, capacity, true_type)) in tensors.into_iter().enumerate() {
-        let dtype = plan::dtype(&dtype)
+    for (index, (name, dtype, shape, address, capacity, logical)) in tensors.into_iter().enumerate() {
+        let dtype = layout::dtype(&dtype)
             .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
-        let residue = (address != 0).then_some(address as u64 % PAGE);
-        let spec = TensorSpec { name, dtype, shape, true_type, residue };
+        let spec = TensorSpec { name, dtype, shape, logical };
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
@@ -59,6 +58,7 @@ fn save<'py>(
         let request = Request {
             path: &path,
             tensors: &specs,
+            groups: &layout::groups(model_prefix),
             contents: &contents,
             structure,
             metadata,

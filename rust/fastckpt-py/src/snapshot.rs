@@ -4,11 +4,10 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-use fastckpt_core::align::PAGE;
-use fastckpt_core::plan::{self, TensorSpec};
+use fastckpt_core::engine::content::Content;
+use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
 use fastckpt_core::snapshot::{self, Layout, Progress};
-use fastckpt_core::source::Content;
 use fastckpt_core::sys::arena::Arena as Memory;
 use fastckpt_core::sys::priority::Priority;
 use fastckpt_core::{Error, Options};
@@ -94,10 +93,10 @@ impl Snapshot {
         let fill = fill.map(Arc::new);
         let mut state = State { specs: Vec::new(), contents: Vec::new(), structure, metadata };
         let mut sizes = Vec::with_capacity(tensors.len());
-        for (index, (name, dtype, shape, address, capacity, true_type)) in tensors.into_iter().enumerate() {
-            let dtype = plan::dtype(&dtype)
+        for (index, (name, dtype, shape, address, capacity, logical)) in tensors.into_iter().enumerate() {
+            let dtype = layout::dtype(&dtype)
                 .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
-            let spec = TensorSpec { name, dtype, shape, true_type, residue: None };
+            let spec = TensorSpec { name, dtype, shape, logical };
             let size = spec.bytes().ok_or_else(|| {
                 PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name))
             })?;
@@ -108,10 +107,6 @@ impl Snapshot {
         }
         let total = sizes.iter().sum();
         let layout = Layout::of(sizes).ok_or_else(|| PyValueError::new_err("the state is too large"))?;
-        // It is written from the snapshot, whose memory begins at a page.
-        for (spec, offset) in state.specs.iter_mut().zip(&layout.offsets) {
-            spec.residue = Some(offset % PAGE);
-        }
         Ok(Self { total, state: Mutex::new(Some(state)), layout, progress: Progress::default(), raised })
     }
 
@@ -168,7 +163,7 @@ impl Snapshot {
         outcome_of(outcome, &self.raised)
     }
 
-    #[pyo3(signature = (arena, path, *, overwrite, shard_size, io, threads, bandwidth_limit, nice, io_priority,
+    #[pyo3(signature = (arena, path, *, model_prefix, overwrite, shard_size, io, threads, bandwidth_limit, nice, io_priority,
         step, tick))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn save<'py>(
@@ -176,6 +171,7 @@ impl Snapshot {
         py: Python<'py>,
         arena: &Arena,
         path: PathBuf,
+        model_prefix: &str,
         overwrite: bool,
         shard_size: u64,
         io: &str,
@@ -206,6 +202,7 @@ impl Snapshot {
             let request = Request {
                 path: &path,
                 tensors: &specs,
+                groups: &layout::groups(model_prefix),
                 contents: &contents,
                 structure: &structure,
                 metadata: &metadata,

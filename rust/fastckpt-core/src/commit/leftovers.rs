@@ -13,7 +13,7 @@ use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refres
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
 use super::target::has_magic;
-use crate::manifest;
+use crate::format::manifest;
 
 /// The temporary directories in `parent`.
 pub(super) fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {

@@ -34,7 +34,7 @@ pub use self::recovery::open_checkpoint;
 use self::takeover::Step;
 use self::target::{Old, look, look_at_name};
 use crate::error::{Error, OPEN_PARENT, Result};
-use crate::manifest;
+use crate::format::{layout, manifest};
 use crate::sys::file::{open_directory, start_write_back};
 use crate::sys::fork::Note;
 use crate::sys::lock;
@@ -57,13 +57,7 @@ fn split(path: &Path) -> Result<(PathBuf, OsString)> {
 /// Whether `name` inside a checkpoint is one that fastckpt writes.
 fn is_ours(name: &[u8]) -> bool {
     let Ok(name) = std::str::from_utf8(name) else { return false };
-    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    let numbered = name
-        .strip_prefix("model-")
-        .and_then(|rest| rest.strip_suffix(".safetensors"))
-        .and_then(|rest| rest.split_once("-of-"))
-        .is_some_and(|(index, count)| digits(index) && digits(count));
-    numbered || [manifest::FILE, manifest::INDEX_FILE, "model.safetensors"].contains(&name)
+    layout::is_shard_name(name) || [manifest::FILE, manifest::INDEX_FILE].contains(&name)
 }
 
 /// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name that stays.

@@ -6,7 +6,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::owner::Owner;
-use crate::checksum;
+use crate::format::checksum;
 
 /// What a temporary name stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use rustix::process::{Pid, test_kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::locks::{Reach, reach};
-use crate::manifest;
+use crate::format::manifest;
 use crate::sys::lock;
 
 /// A process, as far as others can tell.

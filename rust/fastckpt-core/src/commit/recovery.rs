@@ -17,7 +17,7 @@ use super::owner::{Life, Verdict, judge};
 use super::split;
 use super::target::has_magic;
 use crate::error::{Error, Result};
-use crate::manifest;
+use crate::format::manifest;
 use crate::sys::file::open_directory;
 
 /// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably dead.

@@ -12,7 +12,7 @@ use super::directory::{Id, entries, id, id_of, open_child, refresh};
 use super::recovery::{Free, is_free, taken_aside};
 use super::{TURNS, is_ours};
 use crate::error::{Error, Result};
-use crate::manifest;
+use crate::format::manifest;
 use crate::sys::file::open_regular;
 
 /// A directory that a save may replace.

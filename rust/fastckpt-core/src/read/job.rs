@@ -6,21 +6,21 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{Checkpoint, Request};
-use crate::align::{self, PAGE, STRAIGHT};
-use crate::checksum;
+use crate::engine::content::{Destination, Drain};
+use crate::engine::io::files::OpenFiles;
+use crate::engine::options::{Io, Options};
+use crate::engine::report::{Damage, Way};
+use crate::engine::worker::{Job, Transfer};
 use crate::error::{Error, Result};
-use crate::io::files::OpenFiles;
-use crate::manifest::ShardEntry;
-use crate::options::{Io, Options};
-use crate::report::{Damage, Way};
-use crate::source::{Destination, Drain};
+use crate::format::checksum;
+use crate::format::geometry::{self, PAGE, STRAIGHT};
+use crate::format::manifest::ShardEntry;
 use crate::sys::buf::{Region, Slab};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::map::FileMap;
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::Lane;
-use crate::worker::{Job, Transfer};
 
 /// What happens to damage.
 pub(super) enum Outcome {
@@ -120,7 +120,7 @@ impl<'a> ReadJob<'a> {
             let mut at = start;
             while at < end {
                 let offset = entry.offset + at;
-                let block = align::down(offset, size);
+                let block = geometry::down(offset, size);
                 let stop = end.min(at + (block + size - offset));
                 let whole = at == 0 || offset == block;
                 let whole = whole && (stop == entry.bytes() || entry.offset + stop == block + size);
@@ -143,7 +143,7 @@ impl<'a> ReadJob<'a> {
                 match blocks.last_mut() {
                     Some(b)
                         if b.shard == entry.shard
-                            && align::down(b.start, size) == block
+                            && geometry::down(b.start, size) == block
                             && offset <= b.end + MERGE =>
                     {
                         b.end = b.end.max(offset + len as u64);
@@ -314,7 +314,7 @@ impl<'a> ReadJob<'a> {
         if direct && self.zero_copy == Some(false) {
             return Err(Way::Preferred);
         }
-        let range = align::straight(piece.offset, piece.len as u64, region.address(), direct);
+        let range = geometry::straight(piece.offset, piece.len as u64, region.address(), direct);
         if range.is_empty() {
             let small = (piece.len as u64) < STRAIGHT + 2 * PAGE;
             return Err(if small { Way::Small } else { Way::Incongruent });
@@ -347,7 +347,8 @@ impl Job for ReadJob<'_> {
     }
 
     fn largest(&self) -> usize {
-        let spans = self.blocks.iter().map(|read| align::up(read.end, PAGE) - align::down(read.start, PAGE));
+        let spans =
+            self.blocks.iter().map(|read| geometry::up(read.end, PAGE) - geometry::down(read.start, PAGE));
         spans.max().unwrap_or(0) as usize
     }
 
@@ -385,7 +386,7 @@ impl Job for ReadJob<'_> {
             && file.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
         let (start, end) = if direct {
-            (align::down(read.start, PAGE), align::up(read.end, PAGE))
+            (geometry::down(read.start, PAGE), geometry::up(read.end, PAGE))
         } else {
             (read.start, read.end)
         };

@@ -5,14 +5,14 @@ use std::time::Instant;
 
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
-use crate::crew::Crew;
+use crate::engine::choice::Crew;
+use crate::engine::content::Destination;
+use crate::engine::options::{Io, Options};
+use crate::engine::report::Report;
+use crate::engine::worker::Tick;
 use crate::error::{Error, MAP, Result};
-use crate::options::{Io, Options};
-use crate::report::Report;
-use crate::source::Destination;
 use crate::sys::map::FileMap;
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::Tick;
 
 /// For each shard of a checkpoint its mapping, where one was asked for.
 pub type Maps = Vec<Option<Arc<FileMap>>>;

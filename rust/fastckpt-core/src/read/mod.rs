@@ -12,17 +12,17 @@ use std::time::{Duration, Instant};
 
 use self::job::{Outcome, ReadJob};
 pub use self::map::Maps;
-use crate::checksum;
 use crate::commit;
-use crate::crew::Crew;
+use crate::engine::choice::Crew;
+use crate::engine::content::Destination;
+use crate::engine::options::{Io, Options};
+use crate::engine::report::{Damage, Report};
+use crate::engine::worker::{self, Tick};
 use crate::error::{Error, Result};
-use crate::manifest::{self, Body};
-use crate::options::{Io, Options};
-use crate::report::{Damage, Report};
-use crate::source::Destination;
+use crate::format::checksum;
+use crate::format::manifest::{self, Body};
 use crate::sys::file::{self, DataFile};
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::{self, Tick};
 
 /// How long a checkpoint is opened again that is replaced again and again.
 const REPLACED_WAIT: Duration = Duration::from_secs(30);

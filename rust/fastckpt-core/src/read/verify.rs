@@ -6,17 +6,17 @@ use std::time::Instant;
 
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
-use crate::align;
-use crate::checksum;
-use crate::crew::Crew;
+use crate::engine::choice::Crew;
+use crate::engine::content::Destination;
+use crate::engine::options::Options;
+use crate::engine::report::{Damage, Report};
+use crate::engine::worker::Tick;
 use crate::error::{Error, Result};
-use crate::manifest::{ShardEntry, TensorEntry};
-use crate::options::Options;
-use crate::report::{Damage, Report};
-use crate::source::Destination;
+use crate::format::checksum;
+use crate::format::geometry;
+use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::sys::file;
 use crate::telemetry::{self, Kind, Operation};
-use crate::worker::Tick;
 
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all that differs.
@@ -104,7 +104,7 @@ impl Checkpoint {
             let (mut at, end) = (tensor.offset, tensor.offset + tensor.bytes());
             let mut index = 0;
             while at < end {
-                let stop = end.min(align::down(at, size) + size);
+                let stop = end.min(geometry::down(at, size) + size);
                 let sum = &mut sums[tensor.shard];
                 *sum = sum.zip(tensor.extent_crc(index)).map(|(a, b)| checksum::combine(a, b, stop - at));
                 (at, index) = (stop, index + 1);

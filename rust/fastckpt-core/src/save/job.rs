@@ -9,23 +9,23 @@ use std::time::Instant;
 use serde_json::value::RawValue;
 
 use super::Request;
-use crate::align::{self, PAGE, STRAIGHT};
-use crate::checksum;
 use crate::commit::Workspace;
-use crate::crew::Crew;
+use crate::engine::choice::Crew;
+use crate::engine::content::Content;
+use crate::engine::io::files::{OpenFile, OpenFiles};
+use crate::engine::options::{Io, Options, STAGING_BUDGET};
+use crate::engine::report::Way;
+use crate::engine::worker::{Job, Transfer};
 use crate::error::{Error, Result};
-use crate::io::files::{OpenFile, OpenFiles};
-use crate::manifest::{Body, Saved, ShardEntry, TensorEntry, TrueType, Writer};
-use crate::options::{Io, Options, STAGING_BUDGET};
-use crate::plan::{self, Extent, Plan, Shard};
-use crate::report::Way;
-use crate::source::Content;
+use crate::format::checksum;
+use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
+use crate::format::layout::{Plan, Shard};
+use crate::format::manifest::{Body, Logical, Saved, ShardEntry, TensorEntry, Writer};
 use crate::sys::buf::{self, Slab, Source};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::{Lane, Operation, State};
-use crate::worker::{Job, Transfer};
 
 fn too_short() -> Error {
     Error::Invalid("a tensor is shorter than its shape".to_owned())
@@ -106,7 +106,7 @@ impl<'a> WriteJob<'a> {
         let blocks: Vec<usize> =
             plan.shards.iter().map(|shard| shard.bytes.div_ceil(plan.block_size) as usize).collect();
         let extents = request.tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {
-            plan::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size) as usize
+            geometry::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size) as usize
         });
         let first_block = running_sum(blocks.iter().copied());
         let first_extent = running_sum(extents);
@@ -155,7 +155,7 @@ impl<'a> WriteJob<'a> {
             return Ok(Err(Way::Preferred));
         }
         let memory = source.part(extent.start as usize, extent.len as usize).ok_or_else(too_short)?;
-        let range = align::straight(extent.offset, extent.len, memory.address(), direct);
+        let range = geometry::straight(extent.offset, extent.len, memory.address(), direct);
         let skip = (range.start - extent.offset) as usize;
         let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
         Ok(match memory {
@@ -189,8 +189,8 @@ impl<'a> WriteJob<'a> {
         let end = offset + need as u64;
         let past = file.is_direct();
         let direct = past && need >= PAGE as usize;
-        let placements = plan::touching(&shard.placements, offset..end);
-        let extents = placements.iter().filter_map(|p| plan::extent(p, offset, self.plan.block_size));
+        let placements = geometry::touching(&shard.placements, offset..end);
+        let extents = placements.iter().filter_map(|p| geometry::extent(p, offset, self.plan.block_size));
         let mut pieces = Vec::with_capacity(placements.len());
         // Why the largest of what goes through the slab does.
         let mut reason = (0, Way::Small);
@@ -345,6 +345,7 @@ impl<'a> WriteJob<'a> {
             });
             ShardEntry {
                 file: shard.file.clone(),
+                prefix: shard.prefix.clone(),
                 bytes: shard.bytes,
                 data_offset: shard.header.len() as u64,
                 header_crc: checksum::to_hex(checksum::of(&shard.header)),
@@ -361,7 +362,7 @@ impl<'a> WriteJob<'a> {
                 shard,
                 offset,
                 crc: crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect(),
-                true_type: tensor.true_type.clone().map(|(dtype, shape)| TrueType { dtype, shape }),
+                logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
             }
         });
         Body {
@@ -394,7 +395,7 @@ impl Job for WriteJob<'_> {
 
     fn largest(&self) -> usize {
         let longest = self.plan.shards.iter().map(|shard| shard.bytes).max().unwrap_or(0);
-        align::up(longest.min(self.plan.block_size), PAGE) as usize
+        geometry::up(longest.min(self.plan.block_size), PAGE) as usize
     }
 
     fn file(&self, block: usize) -> usize {

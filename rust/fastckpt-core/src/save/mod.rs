@@ -10,18 +10,18 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 use self::job::WriteJob;
-use crate::bounds::MAX_BYTES;
 use crate::commit::{Index, Workspace};
-use crate::crew::Crew;
+use crate::engine::choice::Crew;
+use crate::engine::content::Content;
+use crate::engine::options::{BLOCK_SIZE, Options};
+use crate::engine::report::Report;
+use crate::engine::worker::{self, Job as _, TICK, Tick};
 use crate::error::{Error, Result};
-use crate::manifest::{self, Saved};
-use crate::options::{BLOCK_SIZE, Options};
-use crate::plan::{self, Plan, TensorSpec};
-use crate::report::Report;
-use crate::source::Content;
+use crate::format::layout::{self, Group, Plan, TensorSpec};
+use crate::format::limits::MAX_BYTES;
+use crate::format::manifest::{self, Saved};
 use crate::sys::file::DataFile;
 use crate::telemetry::{self, Kind, Operation, Phase};
-use crate::worker::{self, Job as _, TICK, Tick};
 
 /// What is to be saved, beside the tensors' content.
 #[derive(Debug)]
@@ -30,6 +30,8 @@ pub struct Request<'a> {
     pub path: &'a Path,
     /// The tensors.
     pub tensors: &'a [TensorSpec],
+    /// The families of files that they go to.
+    pub groups: &'a [Group],
     /// Where each lies.
     pub contents: &'a [Content],
     /// The state's structure: an array of tokens, JSON.
@@ -73,7 +75,7 @@ fn write(
         request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
     let mut crew = Crew::choose(options, total);
     let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-    let plan = plan::plan(request.tensors, request.shard_size, crew.threads, block_size)?;
+    let plan = layout::plan(request.tensors, request.groups, request.shard_size, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
     let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
     let at_most = manifest::at_most(request.tensors, &plan, request.structure, request.metadata);
@@ -173,7 +175,7 @@ mod tests {
     use safetensors::Dtype;
 
     use super::*;
-    use crate::align::PAGE;
+    use crate::format::geometry::PAGE;
 
     /// Tensors whose names need escapes, of several extents, and of a type that has to be told; and how often one was read.
     fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
@@ -181,8 +183,7 @@ mod tests {
             name: name.to_owned(),
             dtype: Dtype::U8,
             shape: vec![bytes, 1, 1],
-            true_type: Some(("torch.\"complex128\"".to_owned(), vec![1; 64])),
-            residue: None,
+            logical: Some(("torch.\"complex128\"".to_owned(), vec![1; 64])),
         };
         let specs = vec![spec("\u{1}\u{2}\u{3}\n\"\\", 9 << 20), spec("empty", 0), spec(&"x".repeat(500), 3)];
         let read = Arc::new(AtomicUsize::new(0));
@@ -206,6 +207,7 @@ mod tests {
         let request = Request {
             path: &path,
             tensors: &tensors,
+            groups: &layout::groups(""),
             contents: &contents,
             structure: r#"[["list",1],"0123456789"]"#,
             metadata: "[null]",
@@ -249,6 +251,7 @@ mod tests {
             let request = Request {
                 path: &path,
                 tensors,
+                groups: &layout::groups(""),
                 contents,
                 structure,
                 metadata,
@@ -258,7 +261,7 @@ mod tests {
             };
             let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
             save(&request, &options, &mut |_, _| true).unwrap();
-            let plan = plan::plan(tensors, shard_size, 1, block_size).unwrap();
+            let plan = layout::plan(tensors, &layout::groups(""), shard_size, block_size).unwrap();
             let bound = manifest::at_most(tensors, &plan, structure, metadata);
             assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
         }

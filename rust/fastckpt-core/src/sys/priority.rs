@@ -71,7 +71,7 @@ impl Priority {
 
     /// Whether threads of this process may do that: tried in a thread that ends at once.
     pub fn probe(self) -> io::Result<()> {
-        crate::options::thread_builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
+        crate::engine::options::thread_builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
     }
 }
 
@@ -93,7 +93,7 @@ mod tests {
     fn only_the_calling_thread_stands_back() {
         let before = (niceness(), io_priority());
         let set = Priority { nice: Some(7), io: Some(IoPriority::BestEffort(6)) };
-        let thread = crate::options::thread_builder().spawn(move || {
+        let thread = crate::engine::options::thread_builder().spawn(move || {
             set.apply().unwrap();
             assert_eq!((niceness(), io_priority()), (7, 2 << 13 | 6));
             Priority { nice: None, io: Some(IoPriority::Idle) }.apply().unwrap();

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use io_uring::{IoUring, Probe, opcode, types};
 
 use super::fork::Note;
-use crate::io::{Done, Op};
+use crate::engine::io::{Done, Op};
 
 /// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
 const ENTRIES: u32 = 32;

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::io::Engine;
-use crate::options::Options;
+use crate::engine::io::Engine;
+use crate::engine::options::Options;
 use crate::sys::shm;
 use layout::{BUCKETS, OperationSlot, Segment, ThreadSlot};
 

@@ -1,0 +1,1 @@
+"""What users call: its arguments, its reports, and the order of the steps behind it."""

@@ -1,0 +1,291 @@
+"""A checkpoint that is open: its names, its structure, and single tensors or parts of them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt import _core
+from fastckpt._state.dialects import Check, Real, Stored, numpy_leaf, torch_for
+from fastckpt._state.select import aliases
+from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors.dtypes import plain_name
+from fastckpt._tensors.slicing import plan
+
+from .destinations import Targets
+from .load import suggest
+from .options import path_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    # Every type checker brings the stub; at run time nothing imports it.
+    from typing_extensions import Self
+
+    from .options import AnyPath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What is known of a stored tensor without reading it.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation where torch has none (``>f8``).
+        shape: its sizes.
+        bytes: bytes of its data.
+        shard: the file that holds it.
+        kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    shard: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Composed:
+    """A value made of others, in a checkpoint's structure: a sparse or quantised tensor, or a registered object.
+
+    Attributes:
+        kind: ``coo``, ``compressed``, ``quantized`` or ``type``.
+        about: what describes it: sizes, layout, the registered name.
+        parts: what it is made of.
+    """
+
+    kind: str
+    about: tuple[Any, ...]
+    parts: tuple[Any, ...]
+
+
+class _View:
+    """Shows each tensor as what is known about it."""
+
+    def __init__(self, infos: list[TensorInfo]) -> None:
+        self.infos = infos
+
+    def tensor(self, token: list[Any]) -> Any:
+        return self.infos[token[1]]
+
+    def leaf(self, token: list[Any]) -> Any:
+        return numpy_leaf(token)
+
+    def composed(self, token: list[Any], parts: list[Any]) -> Any:
+        return Composed(token[0], tuple(token[1:]), tuple(parts))
+
+    def registered(self, name: str, value: Any) -> Any:
+        return Composed("type", (name,), (value,))
+
+    def zone(self, value: Any) -> dt.tzinfo | None:
+        # A registered type of time zones is not decoded here.
+        return value if isinstance(value, dt.tzinfo) else None
+
+
+class Checkpoint:
+    """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
+
+    It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
+    against the checksums as far as it covers whole blocks. A tied tensor is listed once, under its first name, and
+    found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self._path = path_of("open", path)
+        self._reader: _core.Reader | None = _core.Reader(self._path)
+        self._stored: list[Stored] = self._reader.tensors()
+        self._tokens = parse(self._reader.structure())
+        self._about = self._reader.metadata()
+        check = Check(self._stored, strangers=True)
+        unflatten(self._tokens, check, operation="open")
+        # The first token of each tensor tells how it is to come back.
+        self._first: dict[int, list[Any]] = {}
+        for token in check.found:
+            self._first.setdefault(token[1], token)
+        files = [file for file, _ in self._reader.shards()]
+        self._infos = [self._describe(index, files) for index in range(len(self._stored))]
+        self._index = {info.name: index for index, info in enumerate(self._infos)}
+        # Mostly nothing is tied, and then there is nothing to look for.
+        if len(check.found) > len(self._first):
+            for _, index, name in aliases(self._tokens, self.keys()):
+                self._index.setdefault(name, index)
+
+    def _describe(self, index: int, files: list[str]) -> TensorInfo:
+        name, dtype, shape, shard, _, nbytes, true = self._stored[index]
+        return TensorInfo(
+            name=name,
+            dtype=plain_name(dtype, None if true is None else true[0]),
+            shape=tuple(shape if true is None else true[1]),
+            bytes=nbytes,
+            shard=files[shard],
+            kind=self._token(index)[0],
+        )
+
+    def _token(self, index: int) -> list[Any]:
+        # A tensor that the structure does not name can only be read as an array.
+        return self._first.get(index) or ["array", index]
+
+    def _open(self) -> _core.Reader:
+        if self._reader is None:
+            raise ValueError(f"{self._path}: the checkpoint is closed")
+        return self._reader
+
+    @property
+    def path(self) -> str:
+        """The checkpoint's directory, absolute."""
+        return self._path
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, in the order of the state."""
+        return [info.name for info in self._infos]
+
+    def info(self, name: str) -> TensorInfo:
+        """What is known of one tensor.
+
+        Args:
+            name: its name.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return self._infos[self._find(name)]
+
+    def _find(self, name: str) -> int:
+        index = self._index.get(name)
+        if index is None:
+            raise KeyError(f"{self._path}: no tensor {name!r}{suggest(str(name), self.keys())}")
+        return index
+
+    @property
+    def metadata(self) -> Any:
+        """What was given to ``save(metadata=...)``, made anew on each access."""
+        tokens = parse(self._about)
+        unflatten(tokens, Check([]), operation="open: metadata")
+        try:
+            return unflatten(tokens, Real("auto"), operation="open: metadata")
+        except ImportError:
+            return unflatten(tokens, Real("numpy"), operation="open: metadata")
+
+    @property
+    def structure(self) -> Any:
+        """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
+
+        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse and quantised tensors and registered
+        objects are :class:`fastckpt.Composed`.
+        """
+        return unflatten(self._tokens, _View(self._infos), operation="open")
+
+    def __getitem__(self, name: str) -> Any:
+        """Read one tensor.
+
+        Args:
+            name: its name.
+
+        Returns:
+            A tensor, an array, or bytes, as it was saved.
+
+        Raises:
+            KeyError: there is no such tensor.
+            CorruptCheckpointError: its bytes are not what was written.
+        """
+        reader = self._open()
+        targets = Targets(self._stored, "auto")
+        targets.make([self._token(self._find(name))])
+        reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=None)
+        return targets.values()[0]
+
+    def slice(self, name: str, index: Any) -> Any:
+        """Read a part of one tensor.
+
+        Bytes outside of the first to the last row that the index takes are not read.
+
+        Args:
+            name: the tensor's name.
+            index: what basic indexing takes: an int, a slice of any step, an Ellipsis, or a tuple of them.
+
+        Returns:
+            The part, contiguous, in memory of its own: a tensor or an array, as saved; a part of bytes is an array.
+
+        Raises:
+            KeyError: there is no such tensor.
+            IndexError: the index does not fit the shape.
+            TypeError: the index is none of these.
+            CorruptCheckpointError: bytes are not what was written.
+        """
+        reader = self._open()
+        number = self._find(name)
+        targets = Targets(self._stored, "auto")
+        is_tensor = self._token(number)[0] == "tensor"
+        dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
+        shape = targets.shape(number, dtype.itemsize)
+        reads, rest = plan(shape, dtype.itemsize, index)
+        memory = np.empty(sum(stop - start for start, stop in reads), np.uint8)
+        requests = []
+        address = _memory.address_of(memory)
+        end = address + memory.nbytes
+        for start, stop in reads:
+            if stop > start:
+                # What is left of the memory, whatever the plan says.
+                requests.append((number, start, stop, address, end - address))
+                address += stop - start
+        reader.read(requests, verify=True, io="auto", threads=None, drain=None, tick=None)
+        part, sizes = rest(memory)
+        if not is_tensor:
+            return np.ndarray(sizes, dtype, part)
+        torch = torch_for("a torch tensor")
+        return torch.over(part, dtype, sizes) if part.size else torch.empty(sizes, dtype, 0, 0)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __repr__(self) -> str:
+        return f"<fastckpt.Checkpoint {self._path!r}: {len(self)} tensors>"
+
+    def close(self) -> None:
+        """Close the shards. What was read stays valid."""
+        self._reader = None
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open(path: AnyPath) -> Checkpoint:
+    """Open a checkpoint without reading its tensors. A shard is opened when it is first read from.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
+        FormatVersionError: it is of a version that this release does not read.
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt, numpy, tempfile
+        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, path, metadata={"step": 7})
+        >>> with fastckpt.open(path) as checkpoint:
+        ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.slice("w", -1)
+        ({'step': 7}, (3, 2), array([4., 5.]))
+    """
+    return Checkpoint(path)

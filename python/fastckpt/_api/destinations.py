@@ -1,0 +1,257 @@
+"""Memory for tensors that are to be read: new tensors and arrays, one for each stored tensor and kind."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt._state.collector import paused
+from fastckpt._state.dialects import Stored, torch_for
+from fastckpt._tensors import device as _device
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, plain_name
+from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastckpt import _core
+
+_LIMIT = 2**63
+
+
+class Targets:
+    """What to read, where to, and what becomes of it.
+
+    Attributes:
+        requests: for the core: tensor, first byte, end, address, bytes that are there; the address is 0 where a mover
+            takes the bytes.
+        movers: by request number.
+        mappings: where shards are mapped, if they are: then nothing need be asked for.
+    """
+
+    def __init__(self, stored: Sequence[Stored], framework: str, device: Any = None) -> None:
+        self.stored = stored
+        self.framework = framework
+        self.device = device
+        self.mappings: _core.Mappings | None = None
+        self.requests: list[tuple[int, int, int, int, int]] = []
+        self.movers: dict[int, _memory.Mover] = {}
+        self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
+        self._values: list[Any] = []
+        self._exports: list[np.ndarray[Any, Any]] = []
+        # What can be made only of the bytes, and where it belongs.
+        self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
+
+    def drain(self, request: int, start: int, address: int, nbytes: int) -> None:
+        """The core's callback for requests without an address."""
+        self.movers[request](start, address, nbytes)
+
+    def settle(self) -> None:
+        """Wait until what movers have copied to devices is there."""
+        _device.settle(self.movers.values())
+
+    def ask(self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None) -> None:
+        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``.
+
+        Every request for a whole tensor passes here, whatever its memory was made of.
+
+        Raises:
+            CorruptCheckpointError: what is stored has another number of bytes.
+        """
+        room: int = memory.nbytes
+        self._fits(index, room)
+        if room:
+            if mover is not None:
+                self.movers[len(self.requests)] = mover
+            self.requests.append((index, 0, self.stored[index][5], address, room))
+
+    def take(self, value: Any) -> None:
+        """The next token stands for ``value``, which exists."""
+        self._values.append(value)
+
+    def make(self, tokens: Sequence[list[Any]]) -> None:
+        """New memory for each of these tokens, in order; equal ones share it."""
+        with paused():
+            self._make(tokens)
+
+    def _make(self, tokens: Sequence[list[Any]]) -> None:
+        made = self._made
+        values = self._values
+        for token in tokens:
+            key = tuple(token)
+            value = made.get(key)
+            if value is None:
+                value = made[key] = self._new(key)
+            if type(value) is _Pending:
+                self._later.append((len(values), key, value.finish))
+            values.append(value)
+
+    def values(self) -> list[Any]:
+        """What each token stands for, once all has been read."""
+        self._exports.clear()
+        finished: dict[tuple[Any, ...], Any] = {}
+        for position, key, finish in self._later:
+            if key not in finished:
+                finished[key] = finish()
+            self._values[position] = finished[key]
+        return self._values
+
+    def _new(self, key: tuple[Any, ...]) -> Any:
+        tag, index, *more = key
+        if tag in {"bytes", "bytearray"}:
+            return self._bytes(tag, index)
+        flags = more[0] if more else ""
+        if tag == "tensor" and self.framework != "numpy":
+            if not flags:
+                return self._tensor(index)
+            plain = self._made.get((tag, index))
+            if plain is None:
+                plain = self._made[tag, index] = self._tensor(index)
+            try:
+                return torch_for("a torch tensor").with_flags(plain, flags)
+            except RuntimeError as error:  # an integer that is to require a gradient
+                raise self._malformed(index, str(error)) from error
+        if tag == "array" and self.framework == "torch":
+            array = self._array(index)
+            return self._array_as_tensor(index, array)
+        return self._array(index)
+
+    def _array_as_tensor(self, index: int, array: np.ndarray[Any, Any]) -> Any:
+        torch = torch_for("a numpy array that is to become a torch tensor")
+        if torch.from_array(array[:0] if array.ndim else array) is None:
+            raise self._lacks(index, "torch", "numpy")
+        if self.device is not None:
+            return _Pending(lambda: torch.from_array(array).to(self.device))
+        if array.dtype.isnative:
+            return torch.from_array(array)
+        return _Pending(lambda: torch.from_array(array))
+
+    def _tensor(self, index: int) -> Any:
+        _, dtype, shape, _, offset, nbytes, true = self.stored[index]
+        # The same few dtypes come again and again, and looking one up is not free.
+        kind = (dtype, None if true is None else true[0])
+        known = self._dtypes.get(kind)
+        if known is None:
+            found = self.tensor_dtype(index)
+            known = self._dtypes[kind] = (found, found.itemsize, torch_for("a torch tensor").empty)
+        found, itemsize, empty = known
+        if true is not None or not nbytes:
+            shape = self.shape(index, itemsize)
+        if self.device is not None:
+            torch = torch_for("a torch tensor")
+            tensor = torch.empty_on(self.device, shape, found)
+            self.ask(index, tensor, 0, torch.mover_in(tensor) if nbytes else None)
+            return tensor
+        if nbytes and self.mappings is not None:
+            return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
+        tensor = empty(shape, found, offset, nbytes)
+        self.ask(index, tensor, tensor.data_ptr())
+        return tensor
+
+    def _array(self, index: int) -> Any:
+        _, _, _, _, offset, nbytes, _ = self.stored[index]
+        found = self.array_dtype(index)
+        shape = self.shape(index, found.itemsize)
+        if nbytes and self.mappings is not None:
+            return np.ndarray(shape, found, self._mapped(index, found.alignment))
+        array = _numpy.empty(shape, found, offset, nbytes)
+        self.ask(index, array, _memory.address_of(array))
+        return array
+
+    def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
+        """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
+        _, _, _, shard, offset, nbytes, _ = self.stored[index]
+        assert self.mappings is not None  # noqa: S101 - asked before
+        memory = _memory.at(self.mappings.address(shard, offset, nbytes), nbytes, self.mappings)
+        return memory.copy() if offset % alignment else memory
+
+    def tensor_dtype(self, index: int) -> Any:
+        """The torch dtype of a stored tensor."""
+        _, dtype, _, _, _, _, true = self.stored[index]
+        try:
+            found = torch_for("a torch tensor").dtype_of(dtype, None if true is None else true[0])
+        except ValueError as error:
+            raise self._malformed(index, str(error)) from error
+        if found is None:
+            raise self._lacks(index, "this version of torch", "numpy")
+        return found
+
+    def array_dtype(self, index: int) -> np.dtype[Any]:
+        """The numpy dtype of a stored tensor."""
+        _, dtype, _, _, _, _, true = self.stored[index]
+        found: np.dtype[Any] | None
+        try:
+            if true is not None and true[0].startswith(NUMPY_PREFIX):
+                found = _numpy.parse_dtype(true[0])
+            elif true is not None:
+                found = _numpy.dtype_of_torch(true[0].removeprefix(TORCH_PREFIX))
+            else:
+                found = _numpy.DTYPES.get(dtype) or _numpy.dtype_of_torch(PLAIN_NAMES.get(dtype, ""))
+        except (ValueError, TypeError) as error:
+            raise self._malformed(index, str(error)) from error
+        if found is None:
+            raise self._lacks(index, "numpy (without the package ml_dtypes)", "torch")
+        return found
+
+    def _bytes(self, tag: str, index: int) -> Any:
+        nbytes = self.stored[index][5]
+        if nbytes and self.mappings is not None:
+            mapped = self._mapped(index, 1)
+            # After they were checked.
+            return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
+        if tag == "bytearray":
+            value = bytearray(nbytes)
+            if nbytes:
+                # The array is an export, which pins the memory while it is written to.
+                exported = np.frombuffer(value, np.uint8)
+                self._exports.append(exported)
+                self.ask(index, exported, _memory.address_of(exported))
+            return value
+        memory = np.empty(nbytes, np.uint8)
+        self.ask(index, memory, _memory.address_of(memory))
+        return _Pending(memory.tobytes)
+
+    def shape(self, index: int, itemsize: int) -> tuple[int, ...]:
+        """A tensor's true shape, which fits its bytes."""
+        _, _, shape, _, _, nbytes, true = self.stored[index]
+        if true is not None:
+            shape = true[1]
+        self._fits(index, prod(shape) * itemsize)
+        # Neither library can count the elements of what would be this large without its zero.
+        if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
+            raise self._malformed(index, "its shape is out of range")
+        return shape
+
+    def _fits(self, index: int, nbytes: int) -> None:
+        """Refuse a tensor that is stored in another number of bytes than it has.
+
+        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, is what its dtype
+        and shape tell; that of one that exists is asked from itself.
+        """
+        if self.stored[index][5] != nbytes:
+            raise self._malformed(index, "its true dtype and shape do not fit its bytes")
+
+    def _malformed(self, index: int, reason: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"load: tensor {self.stored[index][0]!r}: {reason}")
+
+    def _lacks(self, index: int, lacking: str, other: str) -> UnsupportedTypeError:
+        name, dtype, _, _, _, _, true = self.stored[index]
+        kind = plain_name(dtype, None if true is None else true[0])
+        return UnsupportedTypeError(
+            f"load: tensor {name!r} is of dtype {kind}, which {lacking} "
+            f'does not have: load with framework="{other}", or choose other tensors with keys='
+        )
+
+
+class _Pending:
+    """A value that can be made only of its bytes."""
+
+    __slots__ = ("finish",)
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish = finish

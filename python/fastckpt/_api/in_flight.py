@@ -1,0 +1,199 @@
+"""Saves in flight: how many, to which path, what became of them, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from threading import RLock, get_ident
+from typing import NamedTuple
+
+from .gate import Gate
+
+
+class Flight:
+    """A save on its way.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+        caller: the thread that called.
+        launched: whether another thread has taken over.
+        landed: opens when all is over.
+    """
+
+    path: str
+    caller: int
+    launched: bool
+    landed: Gate
+
+    def holds_others(self) -> bool:
+        """Whether it can be waited for: not while the waiting thread itself, below a signal handler, prepares it."""
+        return self.launched or self.caller != get_ident()
+
+
+class Failure(NamedTuple):
+    """A failed save."""
+
+    path: str
+    error: BaseException
+
+
+# The lists change in atomic steps, so that a signal handler finds them whole.
+_in_flight: list[Flight] = []
+#: One gate for each caller who wants to be admitted: any departure opens them all.
+_waiting: list[Gate] = []
+_unasked: list[Failure] = []
+# Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
+# for them on top of its holder would wait for ever.
+_admission = RLock()
+_exiting = False
+_registered = False
+
+
+def admit(flight: Flight, most: int) -> None:
+    """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in."""
+    _register()
+    while True:
+        # Before the count, or somebody may leave between the two.
+        departure = Gate()
+        _waiting.append(departure)
+        with _admission:
+            others = [other for other in _in_flight if other.holds_others()]
+            # Of two saves to one path the later must win.
+            if len(others) < most and all(other.path != flight.path for other in others):
+                _in_flight.append(flight)
+                break
+        departure.wait()
+    with contextlib.suppress(ValueError):
+        _waiting.remove(departure)
+
+
+def _register() -> None:
+    """Have the end of this process wait for what is in flight, and tell what failed."""
+    global _registered  # noqa: PLW0603 - once a process
+    if _registered:
+        return
+    _registered = True
+    atexit.register(_at_exit)
+    # Children that multiprocessing forks end without a word to atexit, and have finalizers of their own instead.
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, _at_exit, exitpriority=0)
+
+
+def leave(flight: Flight) -> None:
+    """It is over, one way or another; nothing happens where it was never admitted."""
+    with contextlib.suppress(ValueError):
+        _in_flight.remove(flight)
+    while _waiting:
+        with contextlib.suppress(IndexError):  # another thread has taken the last
+            _waiting.pop().open()
+
+
+def in_flight() -> tuple[Flight, ...]:
+    """All that are on their way."""
+    return tuple(_in_flight)
+
+
+def wait_for_path(path: str) -> None:
+    """Wait for saves to ``path`` in flight."""
+    for flight in in_flight():
+        if flight.path == path and flight.holds_others():
+            flight.landed.wait()
+
+
+def failed(failure: Failure) -> None:
+    """Note a failure that nobody has asked for."""
+    _unasked.append(failure)
+
+
+def asked(error: BaseException) -> None:
+    """Somebody has been told of ``error``."""
+    for failure in tuple(_unasked):
+        if failure.error is error:
+            _unasked.remove(failure)
+
+
+def unasked() -> tuple[Failure, ...]:
+    """Failures that nobody has asked for."""
+    return tuple(_unasked)
+
+
+def raise_unasked(consequence: str) -> None:
+    """Raise the first failure that nobody asked for, if there is one; it counts as told then."""
+    try:
+        failure = _unasked.pop(0)
+    except IndexError:
+        return
+    error = failure.error
+    note = f"fastckpt: this is the failure of the asynchronous save to {failure.path}; {consequence}"
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
+    raise error
+
+
+def drain(timeout: float | None = None) -> None:
+    """Wait until every asynchronous save that is in flight is durable.
+
+    It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: what
+    that has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
+    Python's threads cannot be started there reliably; ``save`` can be called.)
+
+    Args:
+        timeout: seconds; None for as long as it takes.
+
+    Raises:
+        TimeoutError: not all are done in time. They go on.
+        Exception: the failure of a save whose result nobody has asked for, the first of them; call again for others.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for flight in in_flight():
+        if flight.holds_others() and not flight.landed.wait(
+            None if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
+            raise TimeoutError(f"drain: the save to {flight.path} is not done after {timeout} s; it goes on")
+    raise_unasked("drain() raised it because nobody had asked for its result")
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter is past the point where it waits for threads."""
+    return _exiting
+
+
+def _at_exit() -> None:
+    """The interpreter has waited for the writing threads by now, if nothing came between.
+
+    It may be called more than once: a forked child inherits what its parent registered with atexit.
+    """
+    global _exiting  # noqa: PLW0603 - once a process
+    _exiting = True
+    for flight in in_flight():
+        flight.landed.wait()
+    while _unasked:
+        failure = _unasked.pop(0)
+        kind = type(failure.error)
+        # In one piece: the thread that failed may be telling the log at this moment.
+        line = (
+            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody asked for its result: "
+            f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
+            f"{kind.__qualname__}: {failure.error}\n"
+        )
+        if sys.stderr is not None:  # the last chance to tell
+            sys.stderr.write(line)
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads: nothing to wait for, nothing to tell."""
+    # Another thread of the parent may have held the lock; and multiprocessing's children lose their finalizers.
+    global _admission, _registered  # noqa: PLW0603
+    _admission = RLock()
+    _registered = False
+    _in_flight.clear()
+    _waiting.clear()
+    _unasked.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,226 @@
+"""Filling tensors that exist: ``load(path, into=state)`` compared with the checkpoint before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt._state.dialects import Stored, torch_for
+from fastckpt._state.flatten import Occurrence, canonical, flatten
+from fastckpt._state.unflatten import is_tensor
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors.dtypes import plain_name
+from fastckpt.exceptions import StructureMismatchError
+
+from .reports import count
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from fastckpt._state.key_paths import Place
+    from fastckpt._state.select import Found
+
+    from .destinations import Targets
+
+#: More than these are counted, not listed.
+_LISTED = 20
+_FILLABLE = frozenset({"tensor", "array"})
+
+
+def _is_torch(item: Occurrence) -> bool:
+    return item.token.startswith('["tensor"')
+
+
+class Into:
+    """The tensors of ``into=``, and how they fit."""
+
+    def __init__(self, path: str, into: Any, framework: str) -> None:
+        self.path = path
+        self.into = into
+        self.framework = framework
+        # It keeps alive what addresses point into.
+        self.flat = flatten(into, operation="load: into", observe=True)
+        # What is no tensor comes from the checkpoint, and so do long bytes.
+        self.given = {
+            item.place: item
+            for item in self.flat.occurrences
+            if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
+        }
+        self.mismatches: list[str] = []
+        self.filled: list[Any] = []
+
+    def match(
+        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[Stored], targets: Targets
+    ) -> list[Any]:
+        """Match every tensor of the checkpoint, or those at the positions ``kept``, and ask for their bytes.
+
+        Returns:
+            What each token of a tensor made of several stands for, in order.
+
+        Raises:
+            StructureMismatchError: they do not fit. It lists all differences.
+        """
+        problems = dict(self.flat.problems)
+        composed: list[Any] = []
+        fill: list[tuple[Found, Occurrence | None]] = []
+        ties: dict[Any, int] = {}
+        # Parts of what does not fit need no word of their own.
+        unfit: set[Place | None] = set()
+        for item in found:
+            if kept is not None and item.position not in kept:
+                continue
+            tensor = is_tensor(item.token)
+            if tensor and item.token[0] not in _FILLABLE:
+                fill.append((item, None))
+                continue
+            if item.place.above in unfit:
+                continue
+            given = self.given.get(item.place)
+            if given is None:
+                why = problems.get(item.place)
+                reason: str | None = "missing from into" if why is None else f"cannot be filled: {why}"
+            elif tensor:
+                reason = self._tensor(item, given, stored, ties)
+                fill.append((item, given))
+            else:
+                reason = self._composed(item, given)
+                composed.append(given.value)
+            if reason is not None:
+                self.mismatches.append(f"{item.place}: {reason}")
+                unfit.add(item.place)
+        self._clashes(fill)
+        if kept is None:
+            known = {item.place for item in found}
+            self.mismatches.extend(
+                f"{place}: not in the checkpoint"
+                for place in self.given
+                if place not in known and place.above not in unfit
+            )
+        self._raise()
+        self._ask(fill, targets)
+        return composed
+
+    def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Stored], ties: dict[Any, int]) -> str | None:
+        """Why a tensor does not fit, or None."""
+        if given.stored is None:
+            return "a dense tensor in the checkpoint, a sparse or quantised one in into"
+        index = item.token[1]
+        _, dtype, shape, _, _, _, true = stored[index]
+        wants_torch = item.token[0] == "tensor" if self.framework == "auto" else self.framework == "torch"
+        if wants_torch != _is_torch(given):
+            kinds = ("a numpy array", "a torch tensor")
+            return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into"
+        reasons = []
+        mine = given.stored
+        for what, theirs, ours in (
+            ("dtype", plain_name(dtype, true and true[0]), plain_name(mine.dtype, mine.true and mine.true[0])),
+            ("shape", list(true[1] if true else shape), list(mine.true[1] if mine.true else mine.shape)),
+        ):
+            if theirs != ours:
+                reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")
+        if not _is_torch(given) and not given.value.flags.writeable:
+            reasons.append("the array in into is read-only")
+        if self._overlaps(given):
+            reasons.append("elements of the tensor in into share memory (it is expanded)")
+        if ties.setdefault(mine.tie, index) != index:
+            reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]][0]!r} in the checkpoint")
+        return "; ".join(reasons) or None
+
+    @staticmethod
+    def _overlaps(given: Occurrence) -> bool:
+        value = given.value
+        if 0 in value.shape:  # numpy gives it strides of zero
+            return False
+        strides = value.stride() if _is_torch(given) else value.strides
+        return any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True))
+
+    def _clashes(self, fill: Sequence[tuple[Found, Occurrence | None]]) -> None:
+        """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
+        spans: dict[Any, tuple[str, int, int, Place, np.ndarray[Any, Any]]] = {}
+        for item, given in fill:
+            if given is None or given.stored is None or 0 in given.value.shape:
+                continue
+            device, memory = self._layout(given.value)
+            low, high = _memory.span(memory)
+            spans.setdefault(given.stored.tie, (device, low, high, item.place, memory))
+        # By device and beginning: those that reach into the next one stay open.
+        active: list[tuple[str, int, int, Place, np.ndarray[Any, Any]]] = []
+        for each in sorted(spans.values(), key=lambda one: one[:2]):
+            device, low, _, place, memory = each
+            active = [one for one in active if one[0] == device and one[2] > low]
+            for *_, other, theirs in active:
+                if _memory.overlap(memory, theirs):
+                    self.mismatches.append(f"{place}: overlaps in memory with {other} in into, without a tie")
+                    break
+            active.append(each)
+
+    @staticmethod
+    def _layout(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+        """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
+        if isinstance(value, np.ndarray):
+            return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
+        size = value.element_size()
+        strides = tuple(stride * size for stride in value.stride())
+        return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
+
+    @staticmethod
+    def _composed(item: Found, given: Occurrence) -> str | None:
+        """Why a tensor made of several does not fit, or None."""
+        if item.token[0] == "quantized":
+            return "a quantised tensor cannot be filled in place: load it without into"
+        if given.stored is not None or given.token != canonical(item.token):
+            return f"{canonical(item.token)} in the checkpoint, {given.token} in into"
+        return None
+
+    def _raise(self) -> None:
+        if not self.mismatches:
+            return
+        shown = self.mismatches[:_LISTED]
+        if len(self.mismatches) > _LISTED:
+            shown.append(f"and {len(self.mismatches) - _LISTED} more")
+        lines = "\n  ".join(shown)
+        error = StructureMismatchError(
+            f"load: into does not fit {self.path}, and nothing was changed: {self._remedy()}; "
+            f"{count(len(self.mismatches), 'difference')}:\n  {lines}"
+        )
+        error.differences = tuple(self.mismatches)
+        raise error
+
+    def _remedy(self) -> str:
+        # Only a root that is no container and no array is a problem at the place of the root.
+        if any(place is self.flat.places.root for place, _ in self.flat.problems):
+            kind = type(self.into).__qualname__
+            if hasattr(self.into, "state_dict"):
+                return f"into is a {kind}: pass its state_dict()"
+            return f"into is a {kind}: pass a state of containers and tensors"
+        return 'give a state with the same tensors, or choose those that it has, as in keys="model.*"'
+
+    def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], targets: Targets) -> None:
+        asked: set[tuple[int, Any]] = set()
+        for item, given in fill:
+            if given is None or given.stored is None:
+                targets.make([item.token])
+                continue
+            targets.take(given.value)
+            index = item.token[1]
+            mine = given.stored
+            if (index, mine.tie) in asked:
+                continue
+            asked.add((index, mine.tie))
+            targets.ask(index, given.value, mine.address, None if mine.address else self._mover(given))
+            if _is_torch(given):
+                self.filled.append(given.value)
+
+    @staticmethod
+    def _mover(given: Occurrence) -> _memory.Mover:
+        if _is_torch(given):
+            mover: _memory.Mover = torch_for("a torch tensor").mover_in(given.value)
+            return mover
+        return _numpy.mover_in(given.value)
+
+    def changed(self) -> None:
+        """After the last byte: tell autograd."""
+        if self.filled:
+            torch_for("a torch tensor").changed(self.filled)

@@ -1,0 +1,220 @@
+"""Loading: a checkpoint becomes the state that was saved."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._state.collector import paused
+from fastckpt._state.dialects import Check, Real, Stored, torch_for
+from fastckpt._state.select import find, named, prune
+from fastckpt._state.unflatten import parse, unflatten
+
+from .destinations import Targets
+from .into import Into
+from .options import check_engine, check_framework, path_of
+from .outcome import conclude, until_settled
+from .progress import ticker
+from .reports import LoadReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .options import AnyPath, Engine, Framework
+
+#: So many names are compared with one that matches nothing, and none that is longer.
+_KNOWN, _LONG = 5000, 500
+
+
+def load(
+    path: AnyPath,
+    *,
+    into: Any = None,
+    keys: str | Sequence[str] | None = None,
+    framework: Framework = "auto",
+    device: Any = None,
+    mmap: bool = False,
+    verify: bool = True,
+    io: Engine = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+) -> Any:
+    """Read the state that was saved to ``path``.
+
+    Args:
+        path: the checkpoint's directory.
+        into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
+            in the result; everything else comes from the checkpoint. A tensor need not be tied where the
+            checkpoint's is. Tensors that overlap in memory without being tied are a mismatch.
+        keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
+            (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). Only tensors that match are
+            read, and the result holds only what matches, tensors and values, and the containers that lead there:
+            positions in lists close up. An empty container is a value. What is made of several parts (a sparse
+            tensor, a registered object) comes whole when it or one of its parts matches; types of other parts need not
+            be registered. A tied tensor has a name at each of its places, and comes back at those that match.
+        framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
+            tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
+        device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
+            its name, as ``cuda:0``; None for the CPU. They are read through pinned slabs, and copied while more is
+            read.
+        mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
+            processes of a node share; one is copied when it is first written to, so no write reaches a file. For
+            checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
+            their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
+            it, does no harm on a local file system; on NFS another host must not.)
+        verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
+            pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works. It takes from the page cache what is there.
+            Where LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a
+            node that load one path read the storage once, unless one of the path's last two components names
+            the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
+            With ``mmap`` there is only the page cache, whatever the variable says.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        progress: show a progress bar.
+
+    Returns:
+        The state. New tensors are on the CPU, or on ``device``.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged; the message tells where.
+        FormatVersionError: it is of a version that this release does not read.
+        StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
+        UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.
+        KeyError: a pattern of ``keys`` matches nothing.
+        TypeError: ``keys`` or ``path`` is of another type.
+        FileNotFoundError: there is nothing at ``path``.
+        ImportError: the checkpoint holds torch tensors and torch cannot be imported.
+        ValueError: an argument is out of range, or ``path`` is a URL.
+    """
+    source = path_of("load", path)
+    check_engine("load", io, threads)
+    check_framework("load", framework)
+    if device is not None:
+        if into is not None:
+            raise ValueError("load: device is for new tensors: those of into stay where they are")
+        if framework == "numpy":
+            raise ValueError('load: framework="numpy" makes arrays, which are on no device')
+        device = torch_for("what is to go to a device").device_of(device)
+    if mmap:
+        if into is not None or device is not None:
+            raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
+        if io not in {"auto", "buffered"}:
+            raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
+    return until_settled(
+        lambda: _load(
+            source,
+            into,
+            keys,
+            framework,
+            device,
+            mmap=bool(mmap),
+            verify=bool(verify),
+            io=io,
+            threads=threads,
+            progress=progress,
+        )
+    )
+
+
+def _load(
+    source: str,
+    into: Any,
+    keys: Any,
+    framework: str,
+    device: Any,
+    *,
+    mmap: bool,
+    verify: bool,
+    io: str,
+    threads: int | None,
+    progress: bool,
+) -> Any:
+    began = time.perf_counter()
+    reader = _core.Reader(source)
+    with paused():
+        stored: list[Stored] = reader.tensors()
+    tokens = parse(reader.structure())
+    # With keys= types are asked for only where something was chosen: the rest may be another program's.
+    check = Check(stored, strangers=keys is not None)
+    unflatten(tokens, check)
+    targets = Targets(stored, framework, device)
+    every, origin = tokens, None
+    if keys is not None:
+        tokens, origin = prune(tokens, select(named(tokens, [name for name, *_ in stored]), keys))
+        check = Check(stored)
+        unflatten(tokens, check)
+    composed = None
+    given = None
+    if into is not None:
+        given = Into(source, into, framework)
+        composed = given.match(
+            find(every, given.flat.places), None if origin is None else frozenset(origin), stored, targets
+        )
+    else:
+        wanted = check.found
+        numbers = sorted({token[1] for token in wanted}) if mmap else []
+        if mmap:
+            targets.mappings = reader.map(numbers)
+        targets.make(wanted)
+    try:
+        with ticker("load", source, shown=progress) as tick:
+            if targets.mappings is not None:
+                report = reader.check(targets.mappings, numbers if verify else [], threads=threads, tick=tick)
+            else:
+                report = reader.read(
+                    targets.requests,
+                    verify=verify,
+                    io=io,
+                    threads=threads,
+                    drain=targets.drain if targets.movers else None,
+                    tick=tick,
+                )
+    finally:
+        # Also after an error: a device must not write into memory that is somebody else's by then.
+        if targets.movers:
+            targets.settle()
+    if given is not None:
+        given.changed()
+    state = unflatten(tokens, Real(framework, targets.values(), composed))
+    conclude(LoadReport, source, began, report)
+    return state
+
+
+def select(names: Iterable[tuple[int, str]], keys: Any) -> set[int]:
+    """The positions whose names match any of the patterns; KeyError for a pattern that matches none."""
+    if not isinstance(keys, Iterable) or isinstance(keys, (bytes, bytearray)):
+        raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {keys!r}")
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {pattern!r}")
+    matches = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+    matched = [False] * len(patterns)
+    wanted: set[int] = set()
+    known: list[str] = []
+    for position, name in names:
+        for number, match in enumerate(matches):
+            if match(name):
+                matched[number] = True
+                wanted.add(position)
+        if len(known) < _KNOWN and len(name) <= _LONG:
+            known.append(name)
+    if not all(matched):
+        pattern = patterns[matched.index(False)]
+        raise KeyError(f"load: keys: {pattern!r} matches nothing{suggest(pattern, known)}")
+    return wanted
+
+
+def suggest(name: str, names: Sequence[str]) -> str:
+    """A few names like ``name``, for an error message."""
+    import difflib  # noqa: PLC0415 - for an error only
+
+    # The comparison is slow, and a checkpoint may have 100,000 names.
+    close = difflib.get_close_matches(name, names[:_KNOWN], n=3, cutoff=0.5)
+    return f"; there are {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

@@ -1,0 +1,84 @@
+"""What an operation did, told to the caller and to the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastckpt.exceptions import ReplacedCheckpointError
+
+from .reports import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("fastckpt")
+
+_R = TypeVar("_R", bound=Report)
+_T = TypeVar("_T")
+# Seconds for which a checkpoint is read again that is replaced again and again.
+_REPLACED_WAIT = 30.0
+_told: set[str] = set()
+
+
+def until_settled(read: Callable[[], _T]) -> _T:
+    """What ``read`` returns of a checkpoint, which begins again when a save has replaced it meanwhile."""
+    give_up = time.monotonic() + _REPLACED_WAIT
+    while True:
+        try:
+            return read()
+        except ReplacedCheckpointError:  # noqa: PERF203 - a loop of a few turns
+            if time.monotonic() > give_up:
+                raise
+
+
+class LastWord(logging.NullHandler):
+    """Silent, as a library has to be, but for errors in a program that has configured no logging.
+
+    Such a program would never hear of a save that fails in the background: the handler that Python keeps for its
+    warnings is off as soon as a library has one of its own, a silent one, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Give an error to Python's last resort, which writes to stderr, unless somebody else has a handler for it."""
+        at: logging.Logger | None = logging.getLogger(record.name)
+        while at is not None:
+            if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):
+                return False
+            at = at.parent if at.propagate else None
+        if logging.lastResort is not None:
+            logging.lastResort.handle(record)
+        return True
+
+
+def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
+    """Make the report of an operation that began at ``began`` (``time.perf_counter``), and log it."""
+    report = report_of(kind, path, began, core, **more)
+    tell(report)
+    return report
+
+
+def report_of(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
+    """The report of an operation.
+
+    What the core did not see, the walk over the state, counts as planning.
+    """
+    seconds = time.perf_counter() - began
+    phases = dict(core["phases"])
+    phases["plan"] = phases.get("plan", 0.0) + max(0.0, seconds - core["seconds"])
+    fields = {**core, "seconds": seconds, "phases": phases, **more}
+    return kind(path=path, **fields)
+
+
+def tell(report: Report) -> None:
+    """Log it."""
+    if report.fallback is not None and report.fallback not in _told:
+        _told.add(report.fallback)
+        logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.path, warning)
+    logger.info("%s", report)

@@ -1,0 +1,128 @@
+"""Saving: a state becomes a durable checkpoint."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._state.flatten import flatten
+from fastckpt._state.groups import model_prefix
+
+from . import in_flight
+from .options import check_bandwidth, check_engine, check_shard_size, path_of
+from .outcome import conclude
+from .progress import ticker
+from .reports import SaveReport
+
+if TYPE_CHECKING:
+    from .options import AnyPath, Engine
+
+NO_TENSORS = "metadata cannot hold tensors: put them into the state"
+
+
+def save(
+    state: Any,
+    path: AnyPath,
+    *,
+    overwrite: bool = True,
+    metadata: Any = None,
+    shard_size: int = 5 * 10**9,
+    model_key: str | None = "auto",
+    io: Engine = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | None = None,
+    progress: bool = False,
+) -> SaveReport:
+    """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
+
+    Until then the final name holds what it held before. The state must not change meanwhile: the checkpoint would hold
+    a mixture of old and new values.
+
+    Args:
+        state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
+            Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
+            once and come back tied.
+        path: the checkpoint's directory, not a URL. Its parent must exist. An asynchronous save to it in flight is
+            waited for.
+        overwrite: replace a checkpoint that is there. Anything else is never replaced.
+        metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
+        shard_size: bytes per file, about: a tensor is never split.
+        model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
+            under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
+            Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
+            ``state_dict`` and ``model_state_dict`` that leads to a mapping; without one, or with None, the whole state
+            is written as the model.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works. The report tells which ran.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on; None for
+            no limit.
+        progress: show a progress bar.
+
+    Returns:
+        What was done: bytes, seconds by phase, engine.
+
+    Raises:
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
+            allows; nothing was written.
+        FileExistsError: ``path`` exists and is no checkpoint, or is one and ``overwrite`` is false.
+        FileNotFoundError: the parent directory does not exist.
+        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
+            last step fails, the sync of the parent directory, the new one has its name by then.)
+        ValueError: an argument is out of range, ``path`` is a URL, or ``model_key`` leads to no mapping.
+
+    Warns:
+        RuntimeWarning: an earlier asynchronous save failed, and nobody has asked for its result.
+    """
+    began = time.perf_counter()
+    target = path_of("save", path)
+    check_engine("save", io, threads)
+    check_shard_size("save", shard_size)
+    check_bandwidth("save", bandwidth_limit)
+    about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
+    prefix = model_prefix("save", state, model_key)
+    flat = flatten(state)
+    try:
+        in_flight.wait_for_path(target)
+        with ticker("save", target, shown=progress) as tick:
+            report = _core.save(
+                target,
+                flat.tensors,
+                flat.structure(),
+                about.structure(),
+                model_prefix=prefix,
+                overwrite=bool(overwrite),
+                shard_size=shard_size,
+                io=io,
+                threads=threads,
+                bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
+                step=step_of(metadata),
+                fill=flat.fill if flat.movers else None,
+                tick=tick,
+            )
+    finally:
+        # An error's traceback has this frame, and with it exports of the caller's buffers.
+        flat.keep.clear()
+    saved = conclude(SaveReport, target, began, report)
+    _warn_of_failures()
+    return saved
+
+
+def step_of(metadata: Any) -> int | None:
+    """The training step, where the metadata tells it: the live counters show it."""
+    step = metadata.get("step") if isinstance(metadata, dict) else None
+    return step if type(step) is int and 0 <= step < 2**63 else None
+
+
+def _warn_of_failures() -> None:
+    """Say what nobody asked for, after this save is safe: it may be the last act of a program that is failing."""
+    for failure in in_flight.unasked():
+        warnings.warn(
+            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "
+            f"{failure.error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,45 @@
+"""Verifying: every byte against its checksum."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fastckpt import _core
+
+from .options import check_engine, path_of
+from .outcome import conclude, until_settled
+from .progress import ticker
+from .reports import Damage, VerifyReport
+
+if TYPE_CHECKING:
+    from .options import AnyPath, Engine
+
+
+def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, progress: bool = False) -> VerifyReport:
+    """Compare every byte of a checkpoint with its checksum.
+
+    Args:
+        path: the checkpoint's directory.
+        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
+            says, where it is set, else the first of these that works.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+        progress: show a progress bar.
+
+    Returns:
+        The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range.
+
+    Raises:
+        CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
+        FormatVersionError: the checkpoint is of a version that this release does not read.
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: an argument is out of range, or ``path`` is a URL.
+    """
+    began = time.perf_counter()
+    target = path_of("verify", path)
+    check_engine("verify", io, threads)
+    with ticker("verify", target, shown=progress) as tick:
+        found = until_settled(lambda: _core.Reader(target).verify(io=io, threads=threads, tick=tick))
+    damage = tuple(Damage(**item) for item in found["damage"])
+    return conclude(VerifyReport, target, began, found, damage=damage)

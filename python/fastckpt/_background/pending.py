@@ -1,0 +1,262 @@
+"""The handle on an asynchronous save: what its caller may ask, and what the job behind it tells."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api import in_flight as _flight
+from fastckpt._api.gate import Gate
+from fastckpt._api.outcome import logger, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from fastckpt import _core
+    from fastckpt._api.reports import SaveReport
+
+    from .guard import Guard
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far an asynchronous save is.
+
+    Attributes:
+        phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
+        staged: bytes of tensors copied to the snapshot.
+        written: bytes of files written, as of the last 0.1 s.
+        total: bytes of all tensors.
+    """
+
+    phase: str
+    staged: int
+    written: int
+    total: int
+
+
+class PendingSave(_flight.Flight):
+    """A save that goes on in the background; made by :func:`fastckpt.save_async`.
+
+    Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
+    to cancel the task that waits does not cancel the save.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+    """
+
+    def __init__(self, path: str, began: float) -> None:
+        self.path = path
+        self.caller = threading.get_ident()
+        self.launched = False
+        self.landed = Gate()
+        self._staged = Gate()
+        self.process = os.getpid()
+        #: Guards of modules whose buffers were copied at the call.
+        self.guards: frozenset[Guard] = frozenset()
+        self._began = began
+        self._snapshot: _core.Snapshot | None = None
+        self._total = 0
+        self._copied = 0
+        self._written = 0
+        self._cancelled = False
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[PendingSave], object]] = []
+        # Seconds that the caller was held, and since when it is held by whom.
+        self._held = 0.0
+        self._holding: dict[object, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<fastckpt.PendingSave {self.path!r}: {self._phase()}>"
+
+    # What others ask.
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may change: it has been copied, or the save is over. What failed is told by `result`.
+
+        At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: the copy is not done in time. It goes on.
+        """
+        if self._staged.is_open():
+            return
+        self._same_process()
+        token = object()
+        self._holding[token] = time.perf_counter()
+        try:
+            if not self._staged.wait(timeout):
+                raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
+        finally:
+            since = self._holding.pop(token, None)  # unless the copying thread has counted it
+            if since is not None:
+                self._held += time.perf_counter() - since
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable and return what was done.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was cancelled.
+            Exception: it failed: what :func:`fastckpt.save` would have raised.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        assert self._report is not None  # noqa: S101 - one of the two is there
+        return self._report
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until it is over and return why it failed, or None.
+
+        Raises:
+            TimeoutError: it is not over in time. It goes on.
+            CancelledError: it was cancelled.
+        """
+        if not self.landed.is_open():
+            self._same_process()
+            if not self.landed.wait(timeout):
+                raise TimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
+        if isinstance(self._error, CancelledError):
+            raise CancelledError(str(self._error))
+        if self._error is not None:
+            _flight.asked(self._error)
+        return self._error
+
+    def done(self) -> bool:
+        """Whether it is over: durable, failed or cancelled."""
+        return self.landed.is_open()
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before it was durable."""
+        return isinstance(self._error, CancelledError)
+
+    def progress(self) -> SaveProgress:
+        """How far it is."""
+        snapshot = self._snapshot
+        staged = self._copied if snapshot is None else snapshot.staged
+        return SaveProgress(self._phase(), staged, self._written, self._total)
+
+    def cancel(self) -> bool:
+        """Stop it, and wait until nothing is left of it: no new checkpoint, no temporary file, the old one untouched.
+
+        Returns:
+            Whether that came in time; False if it is durable, or has failed. The answer stays the same.
+        """
+        if not self.landed.is_open():
+            self._same_process()
+            self._cancelled = True
+            snapshot = self._snapshot
+            if snapshot is not None:
+                snapshot.stop()
+            self.landed.wait()
+        return self.cancelled()
+
+    def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
+        """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
+
+        What it raises is logged.
+        """
+        self._callbacks.append(function)
+        if self.landed.is_open():
+            self._call_back()
+
+    def __await__(self) -> Generator[Any, None, SaveReport]:
+        import asyncio  # noqa: PLC0415 - whoever awaits has it
+
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def landed(_: PendingSave) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(landed)
+        yield from future.__await__()
+        return self.result()
+
+    # What happens.
+
+    def _phase(self) -> str:
+        if not self.landed.is_open():
+            return "writing" if self._staged.is_open() else "staging"
+        if self._error is None:
+            return "done"
+        return "cancelled" if self.cancelled() else "failed"
+
+    def _same_process(self) -> None:
+        if self.process != os.getpid():
+            raise RuntimeError(f"the save to {self.path} belongs to the process that this one was forked from")
+
+    def _call_back(self) -> None:
+        while True:
+            try:
+                function = self._callbacks.pop(0)
+            except IndexError:
+                return
+            try:
+                function(self)
+            except Exception:  # noqa: BLE001 - logged
+                logger.exception("%s: a callback of the save raised", self.path)
+
+    def _open_staged(self) -> None:
+        """Let waiters go, and count how long they waited, so that the report knows it whoever runs first."""
+        now = time.perf_counter()
+        for token in tuple(self._holding):
+            since = self._holding.pop(token, None)
+            if since is not None:
+                self._held += now - since
+        self._staged.open()
+
+    def _land(self, error: BaseException | None) -> None:
+        """It is over."""
+        if error is not None:
+            if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
+                error = CancelledError(f"the save to {self.path} was cancelled")
+            else:
+                # The frames below this one would keep the state alive.
+                traceback.clear_frames(error.__traceback__)
+                _flight.failed(_flight.Failure(self.path, error))
+            self._error = error
+        if self._snapshot is not None:
+            self._copied = self._snapshot.staged
+            self._snapshot = None
+        if not self._staged.is_open():
+            self._open_staged()
+        _flight.leave(self)
+        self.landed.open()
+        # Only now: a signal handler that waits for this save may sit on top of somebody who holds the log's lock.
+        if self._report is not None:
+            tell(self._report)
+        elif self.cancelled():
+            logger.info("the asynchronous save to %s was cancelled", self.path)
+        else:
+            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+        self._call_back()
+
+    def _abandon(self) -> None:
+        """The call itself failed, so that nobody has this handle but who waits already."""
+        _flight.leave(self)
+        self._staged.open()
+        self.landed.open()
+
+    def _tick(self, done: int) -> None:
+        self._written = done
+        if self._cancelled:
+            raise CancelledError

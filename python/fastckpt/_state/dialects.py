@@ -1,0 +1,190 @@
+"""What structure tokens become: checked only, or the state itself in torch or numpy."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fastckpt._tensors.described import integers, text
+from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
+
+from . import registry as _registry
+from . import values as _values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import ModuleType
+
+#: As the core's reader gives it: name, dtype, shape, shard, offset, bytes, true dtype and shape.
+Stored: TypeAlias = "tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]"
+
+_FLAGS = frozenset({"", "g", "p", "pg"})
+_NAME = r"[a-z][a-z0-9_]{0,60}"
+_WHAT = {
+    "tensor": "a torch tensor",
+    "size": "a torch.Size",
+    "dtype": "a torch.dtype",
+    "device": "a torch.device",
+    "coo": "a sparse tensor",
+    "compressed": "a sparse tensor",
+    "quantized": "a quantised tensor",
+}
+
+
+def torch_for(what: str) -> ModuleType:
+    """The module that knows torch, for ``what`` needs it."""
+    try:
+        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+    except ImportError as error:
+        raise ImportError(
+            f"load: the checkpoint holds {what}, and torch cannot be imported ({error}): "
+            'install torch, or load with framework="numpy"'
+        ) from error
+    return _torch
+
+
+def numpy_leaf(token: list[Any]) -> Any:
+    """A ``torch.Size`` as a tuple, a dtype or device as its name."""
+    tag, value = token
+    if tag == "size":
+        return tuple(integers(value))
+    return text(value)
+
+
+class Tensor:
+    """Stands for a tensor whose bytes have not been read."""
+
+    __slots__ = ("tag",)
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+
+class _Later(dt.tzinfo):
+    """Stands for a value that needs bytes or a decoder. It might be a time zone, and so it is one."""
+
+    def utcoffset(self, _: dt.datetime | None, /) -> None: ...
+
+    dst = utcoffset
+    tzname = utcoffset
+
+
+class Check:
+    """Checks tokens against the stored tensors and the registry, and notes the tensors; makes nothing."""
+
+    def __init__(self, stored: Sequence[Stored], *, strangers: bool = False) -> None:
+        self.stored = stored
+        #: Whether types that nobody registered are all right.
+        self.strangers = strangers
+        self.found: list[list[Any]] = []
+
+    def tensor(self, token: list[Any]) -> Any:
+        tag, index, *more = token
+        if type(index) is not int or not 0 <= index < len(self.stored):
+            raise ValueError(f"there is no tensor {index!r}"[:80])
+        _, dtype, shape, _, _, _, true = self.stored[index]
+        if tag == "tensor":
+            if more and (len(more) > 1 or more[0] not in _FLAGS):
+                raise ValueError("flags of a tensor")
+            if true is not None and not true[0].startswith("torch."):
+                raise ValueError("a torch tensor of a dtype that is not torch's")
+        elif tag == "array":
+            if more:
+                raise ValueError("flags of an array")
+            if true is not None and not true[0].startswith("numpy."):
+                raise ValueError("a numpy array of a dtype that is not numpy's")
+        elif more != ["tensor"] or dtype != "U8" or len(shape) != 1 or true is not None:
+            raise ValueError("bytes that are no vector of bytes")
+        self.found.append(token)
+        return Tensor(tag)
+
+    def leaf(self, token: list[Any]) -> Any:
+        return numpy_leaf(token)
+
+    def composed(self, token: list[Any], parts: list[Any]) -> Any:
+        tag = token[0]
+        tensors, plain = (parts[:1], parts[1:]) if tag == "quantized" else (parts, [])
+        if any(type(part) is not Tensor or part.tag != "tensor" for part in tensors):
+            raise ValueError("a part that is no tensor")
+        if any(not isinstance(part, (Tensor, int, float, type(None))) for part in plain):
+            raise ValueError("a scale or zero point that is none")
+        if tag == "coo":
+            _, sizes, coalesced, flags = token
+            if type(coalesced) is not bool:
+                raise ValueError("not a boolean")
+        elif tag == "compressed":
+            _, layout, sizes, flags = token
+            if layout not in {"csr", "csc", "bsr", "bsc"}:
+                raise ValueError("an unknown layout")
+        else:
+            _, dtype, sizes, scheme = token
+            text(dtype)
+            flags = ""
+            if scheme not in {"per_tensor", "per_channel"}:
+                raise ValueError("an unknown scheme")
+        if any(size < 0 for size in integers(sizes)) or flags not in _FLAGS:
+            raise ValueError("a negative size or unknown flags")
+        return _Later()
+
+    def registered(self, name: str, _: Any) -> Any:
+        if not self.strangers and _registry.by_name(name) is None:
+            raise UnsupportedTypeError(
+                f"load: the checkpoint holds a value of the registered type {name!r}, unknown to this program: "
+                "call fastckpt.register_type with that name first"
+            )
+        return _Later()
+
+    def zone(self, value: Any) -> dt.tzinfo | None:
+        return _values.zone(value)
+
+
+class Real:
+    """Makes the state.
+
+    Args:
+        framework: ``auto``, ``torch`` or ``numpy``.
+        tensors: what each token of a tensor stands for, in order.
+        composed: what each token of a tensor made of several stands for, in order, where these exist already.
+    """
+
+    def __init__(self, framework: str, tensors: Iterable[Any] = (), composed: Iterable[Any] | None = None) -> None:
+        self.framework = framework
+        self._tensors = iter(tensors)
+        self._composed: Iterator[Any] | None = None if composed is None else iter(composed)
+
+    def tensor(self, _: list[Any]) -> Any:
+        return next(self._tensors)
+
+    def leaf(self, token: list[Any]) -> Any:
+        if self.framework == "numpy":
+            return numpy_leaf(token)
+        torch = torch_for(_WHAT[token[0]])
+        if token[0] == "dtype" and token[1] not in torch.DTYPES and re.fullmatch(_NAME, text(token[1])):
+            raise UnsupportedTypeError(
+                f"load: the checkpoint holds torch.{token[1]}, which this version of torch does not have: "
+                'use a newer torch, or load with framework="numpy"'
+            )
+        return getattr(torch, token[0])(token)
+
+    def composed(self, token: list[Any], parts: list[Any]) -> Any:
+        if self._composed is not None:
+            return next(self._composed)
+        if self.framework == "numpy":
+            raise UnsupportedTypeError(
+                f'load: the checkpoint holds {_WHAT[token[0]]}, which numpy has not: load without framework="numpy", '
+                "or choose other tensors with keys="
+            )
+        return getattr(torch_for(_WHAT[token[0]]), token[0])(token, parts)
+
+    def registered(self, name: str, value: Any) -> Any:
+        registered = _registry.by_name(name)
+        if registered is None:  # unregistered since the check
+            raise UnsupportedTypeError(f"load: no type is registered under {name!r}")
+        try:
+            return registered.decode(value)
+        except Exception as error:
+            raise CheckpointError(f"load: the decode registered for {name!r} raised {error!r}") from error
+
+    def zone(self, value: Any) -> dt.tzinfo | None:
+        return _values.zone(value)

@@ -1,0 +1,142 @@
+"""Where in a state something lies: as Python would index it for people, joined with dots for tensor names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from fastckpt._tensors.described import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: Longer places are cut in the middle when they are shown.
+_SHOWN = 400
+#: Bits of an integer that is shown in hexadecimal digits.
+_DECIMAL = 14_000
+
+
+class KeyText:
+    """A dictionary key that is neither a string nor a number: how it looks in the file, and its name."""
+
+    __slots__ = ("name", "text")
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.text = text
+
+
+class _Through:
+    """A step that leaves no trace: from a registered object to what encodes it."""
+
+    __slots__ = ()
+
+
+THROUGH: Final = _Through()
+
+
+def step_of(key: Any) -> str:
+    """What ``key`` adds to a place."""
+    kind = type(key)
+    if kind is Part:
+        return f".{key.name}"
+    if kind is KeyText:
+        return f"[{key.text}]"
+    return "" if kind is _Through else f"[{_digits(key) if kind is int else repr(key)}]"
+
+
+class Place:
+    """A place in a state, as a step from the one above: so that deep places take no more memory than shallow ones."""
+
+    __slots__ = ("above", "shown", "step")
+
+    def __init__(self, above: Place | None, step: str) -> None:
+        self.above = above
+        self.step = step
+        #: How it looks in a message, once that is known.
+        self.shown: str | None = None if above is not None else step
+
+    def __str__(self) -> str:
+        """The place, for a message: the root by its name, the middle of a very long one left out."""
+        missing: list[Place] = []
+        at: Place = self
+        while at.shown is None:
+            missing.append(at)
+            assert at.above is not None  # noqa: S101 - the root is shown
+            at = at.above
+        shown = at.shown
+        for place in reversed(missing):
+            # What is cut is the middle, and the ends are those of the whole.
+            shown = place.shown = _cut(shown + place.step)
+        return show(shown)
+
+
+class Places:
+    """The places of one state, or of several that are compared: an equal place is the same object."""
+
+    def __init__(self) -> None:
+        self.root = Place(None, "")
+        self._known: dict[tuple[Place, str], Place] = {}
+
+    def below(self, above: Place, key: Any) -> Place:
+        """Where ``key`` leads from ``above``."""
+        step = step_of(key)
+        if not step:
+            return above
+        known = self._known.get((above, step))
+        if known is None:
+            known = self._known[above, step] = Place(above, step)
+        return known
+
+    def at(self, stack: Sequence[Frame]) -> Place:
+        """Where the keys at hand in ``stack`` lead, the root first. Each frame keeps its place: its key stays."""
+        first = len(stack) - 1
+        while first and stack[first].place is None:
+            first -= 1
+        place = stack[first].place or self.root
+        for frame in stack[first:]:
+            frame.place = place
+            place = self.below(place, frame.key)
+        return place
+
+
+class Frame(Protocol):
+    """A value whose parts are being walked: the key at hand, and its own place once it is known."""
+
+    key: Any
+    place: Place | None
+
+
+def place_of(keys: Iterable[Any]) -> str:
+    """The whole place, such as ``['model'].indices``; empty for the root."""
+    return "".join(map(step_of, keys))
+
+
+def show(place: str) -> str:
+    """``place`` for a message: the root by its name, the middle of a very long one left out."""
+    if not place:
+        return "the state itself"
+    return _cut(place)
+
+
+def _cut(place: str) -> str:
+    if len(place) <= _SHOWN:
+        return place
+    half = _SHOWN // 2
+    return f"{place[:half]} ... {place[-half:]}"
+
+
+def part_of(key: Any) -> str | None:
+    """What ``key`` adds to a tensor's name, or None for nothing."""
+    kind = type(key)
+    if kind is str:
+        return key  # type: ignore[no-any-return]
+    if kind is _Through:
+        return None
+    if kind is Part or kind is KeyText:
+        return key.name  # type: ignore[no-any-return]
+    return _digits(key) if kind is int else str(key)
+
+
+def _digits(value: int) -> str:
+    """An integer's digits, hexadecimal where Python refuses so many decimal ones."""
+    return str(value) if value.bit_length() < _DECIMAL else hex(value)

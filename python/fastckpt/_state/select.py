@@ -1,0 +1,300 @@
+"""Well-formed structure tokens as a tree: where tensors stand in it, and what leads to some of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt._tensors.described import Part
+
+from . import registry as _registry
+from .flatten import canonical
+from .key_paths import THROUGH, KeyText, part_of
+from .unflatten import Token, arity, is_tensor
+from .values import DECODERS
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Sequence
+
+    from .key_paths import Place, Places
+
+_COMPOSED = {
+    "coo": ("indices", "values"),
+    "compressed": ("compressed_indices", "plain_indices", "values"),
+    "quantized": ("stored", "scale", "zero_point", "axis"),
+}
+_MAPPINGS = frozenset({"dict", "odict", "ddict"})
+_SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
+_SLICE = ("start", "stop", "step")
+#: The name of a key that only the program that saved it could name; compared by identity.
+_NAMELESS = str(object())
+#: Characters that the names of ties may have in all, and how many more for each token (docs/format.md, section 3.4).
+_NAMES = 1 << 20
+_NAMES_OF_TOKEN = 64
+
+
+def _tag(token: Token) -> str | None:
+    return token[0] if type(token) is list else None
+
+
+def _ends(tokens: list[Token]) -> list[int]:
+    """For each token, one past the last token of its value."""
+    ends = [0] * len(tokens)
+    stack: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        count = arity(token) if type(token) is list else 0
+        if count:
+            stack.append([position, count])
+            continue
+        ends[position] = position + 1
+        while stack:
+            stack[-1][1] -= 1
+            if stack[-1][1]:
+                break
+            ends[stack.pop()[0]] = position + 1
+    return ends
+
+
+class Found(NamedTuple):
+    """A tensor, or a tensor made of several, in the structure."""
+
+    position: int
+    place: Place
+    token: list[Any]
+
+
+class _Frame:
+    """A value whose parts are being walked: their keys, and the one at hand."""
+
+    __slots__ = ("key", "keys", "left", "place")
+
+    def __init__(self, left: int, keys: Iterator[Any] | None) -> None:
+        self.left = left
+        #: None for a mapping, whose keys are tokens.
+        self.keys = keys
+        self.key: Any = THROUGH
+        self.place: Place | None = None
+
+
+def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
+    """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
+
+    With it come the values around, each with the key at hand, and whether it is a tensor in that key.
+    """
+    ends = _ends(tokens)
+    stack = [_Frame(1, iter((THROUGH,)))]
+    position = 0
+    while position < len(tokens):
+        frame = stack[-1]
+        if not frame.left:
+            stack.pop()
+            continue
+        if frame.keys is None:
+            value = ends[position]
+            frame.key = _key(tokens, position, value)
+            for at in range(position, value):
+                if is_tensor(tokens[at]):
+                    yield at, stack, True
+            position = value
+            frame.left -= 1
+        else:
+            frame.key = next(frame.keys)
+        frame.left -= 1
+        token = tokens[position]
+        tag = _tag(token)
+        yield position, stack, False
+        count = arity(token) if tag is not None else 0
+        position += 1
+        if tag == "type" and token[1] == _registry.ATTRIBUTED:
+            # The pair of items and attributes leaves no trace in places.
+            position += 1
+            stack.append(_Frame(2, iter((THROUGH, THROUGH))))
+            continue
+        if tag == "ddict":  # the factory is no item
+            position += 1
+            count -= 1
+        if count:
+            stack.append(_Frame(count, _keys(tag, count)))
+
+
+def find(tokens: list[Token], places: Places) -> list[Found]:
+    """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
+    return [
+        Found(position, places.at(stack), tokens[position])
+        for position, stack, _ in _walk(tokens)
+        if _tag(tokens[position]) in _COMPOSED or is_tensor(tokens[position])
+    ]
+
+
+def _key(tokens: list[Token], start: int, stop: int) -> Any:
+    """A mapping's key, as a flattened state shows it."""
+    if type(tokens[start]) is not list:
+        return tokens[start]
+    if _tag(tokens[start]) in {"int", "float"}:
+        return DECODERS[tokens[start][0]](tokens[start])
+    text = ",".join(map(canonical, tokens[start:stop]))
+    members = [_plain(token) for token in tokens[start + 1 : stop]]
+    if _tag(tokens[start]) == "tuple" and KeyText not in map(type, members):
+        with suppress(ValueError):  # an integer of too many digits
+            return KeyText(str(tuple(members)), text)
+    return KeyText(_NAMELESS, text)
+
+
+def _plain(token: Token) -> Any:
+    """A token that is a plain dictionary key, or a KeyText."""
+    if type(token) is not list:
+        return token
+    return DECODERS[token[0]](token) if token[0] in {"int", "float"} else KeyText(_NAMELESS, "")
+
+
+def _name(stack: Sequence[_Frame], most: int) -> str | None:
+    """The name that a tensor here would have, as :func:`.flatten.flatten` makes it; None if it tells none.
+
+    None, too, where names and keys on the way have more than ``most`` characters.
+    """
+    parts = []
+    for frame in stack:
+        part = part_of(frame.key)
+        most -= 1 if part is None else 1 + len(part)
+        if part is _NAMELESS or most < 0:
+            return None
+        if part is not None:
+            parts.append(part)
+    return (".".join(parts) if parts else "tensor").encode("utf-8", "replace").decode()
+
+
+def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Position, number and name of each place of a tensor: the first has the stored name.
+
+    The others have the name that their place makes, unless a tensor is stored under it, or it tells none: then they go
+    with the first. So do those beyond what docs/format.md, section 3.4, has for these names.
+    """
+    taken = set(stored)
+    seen: set[int] = set()
+    out = []
+    left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
+    for position, stack, in_key in _walk(tokens):
+        token = tokens[position]
+        if not is_tensor(token):
+            continue
+        index = token[1]
+        name = None
+        if index in seen and not in_key:
+            name = _name(stack, left)
+            left -= len(stack) if name is None else len(stack) + len(name)
+        seen.add(index)
+        out.append((position, index, stored[index] if name is None or name in taken else name))
+    return out
+
+
+def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
+
+    A value has the name that a tensor in its place would have; the root has none. Containers are chosen by what is in
+    them, empty ones as values. What is made of several values (a sparse tensor, a registered object) has a name, too,
+    and so has each part of it.
+    """
+    for position, _, name in aliases(tokens, stored):
+        yield position, name
+    # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
+    # a time: of deep nesting, all prefixes together would fill the memory.
+    path: list[str] = []
+    lengths = [0]
+    for position, stack, in_key in _walk(tokens):
+        if in_key:
+            continue
+        # Every container is met before what is in it, so at most one has been entered since.
+        while len(lengths) > len(stack):
+            del path[lengths.pop() :]
+        if len(lengths) < len(stack):
+            lengths.append(len(path))
+            path.extend(_part(stack[-2].key))
+        token = tokens[position]
+        if not is_tensor(token) and not _filled(token):
+            yield position, ".".join((*path, *_part(stack[-1].key)))
+
+
+def _filled(token: Token) -> bool:
+    """Whether this is a container with something in it."""
+    tag = _tag(token)
+    if tag == "type":
+        return bool(token[1] == _registry.ATTRIBUTED)
+    return (tag in _MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
+
+
+def _part(key: Any) -> tuple[str, ...]:
+    """What a key adds to a value's name; one that only the program that saved it could name, as it is in the file."""
+    part = part_of(key)
+    if part is None:
+        return ()
+    return (key.text if part is _NAMELESS else part,)
+
+
+def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
+    if tag in _MAPPINGS:
+        return None
+    if tag in _SEQUENCES:
+        return iter(range(count))
+    if tag in {"datetime", "time"}:
+        return iter((Part("tzinfo"),))
+    if tag == "slice":
+        return map(Part, _SLICE)
+    if tag in _COMPOSED:
+        return map(Part, _COMPOSED[tag])
+    return iter((THROUGH,))
+
+
+def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
+    """Keep what leads to the positions ``wanted``, as :func:`named` tells them.
+
+    Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
+    object) stays whole.
+
+    Returns:
+        The tokens left, and for each its position in ``tokens``.
+    """
+    ends = _ends(tokens)
+    before = [0, *accumulate(position in wanted for position in range(len(tokens)))]
+    out: list[Token] = []
+    origin: list[int] = []
+
+    def leads(position: int) -> bool:
+        return before[ends[position]] > before[position]
+
+    # Positions yet to be visited, the next one last; the second member keeps a value whole.
+    todo = [(0, False)]
+    while todo:
+        position, whole = todo.pop()
+        token = tokens[position]
+        tag = _tag(token)
+        if not whole and tag == "type" and token[1] == _registry.ATTRIBUTED:
+            items, attributes = position + 2, ends[position + 2]
+            if leads(attributes):
+                out.extend(tokens[position:items])
+                origin.extend(range(position, items))
+                todo.append((attributes, False))
+            todo.append((items, False))
+            continue
+        if whole or (tag not in _MAPPINGS and tag not in _SEQUENCES):
+            out.extend(tokens[position : ends[position]])
+            origin.extend(range(position, ends[position]))
+            continue
+        first = position + 1 + (tag == "ddict")
+        children = []
+        while first < ends[position]:
+            children.append(first)
+            first = ends[first]
+        if tag in _MAPPINGS:
+            pairs = [pair for pair in zip(children[::2], children[1::2], strict=True) if leads(pair[1])]
+            kept = [item for key, value in pairs for item in ((key, True), (value, False))]
+            out.append([tag, len(pairs)])
+        else:
+            kept = [(child, False) for child in children if leads(child)]
+            out.append([tag, len(kept)])
+        origin.append(position)
+        if tag == "ddict":
+            out.append(tokens[position + 1])
+            origin.append(position + 1)
+        todo.extend(reversed(kept))
+    return out, origin

@@ -1,0 +1,298 @@
+"""From structure tokens to a state (docs/format.md, section 4): a loop with a stack of its own.
+
+Tokens are hostile until this loop has read them: whatever is wrong with them is a CorruptCheckpointError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+
+from fastckpt._tensors.described import text
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
+
+from . import hashes as _hashes
+from . import registry as _registry
+from . import values as _values
+from .collector import paused
+from .flatten import DEPTH_LIMIT
+from .values import MALFORMED
+
+if TYPE_CHECKING:
+    import datetime as dt
+
+Token: TypeAlias = Any
+#: Makes a value of its finished parts.
+Finish: TypeAlias = Callable[[list[Any]], Any]
+
+#: The longest integer of 64 bits; a longer number in the text is none of ours.
+_INTEGER_DIGITS = 20
+_TENSORS = frozenset({"tensor", "array"})
+_BYTES = frozenset({"bytes", "bytearray"})
+
+
+class Dialect(Protocol):
+    """What the tokens that are not Python's own become."""
+
+    def tensor(self, token: list[Any]) -> Any:
+        """A tensor, an array, or bytes that are stored as a tensor."""
+
+    def leaf(self, token: list[Any]) -> Any:
+        """A ``size``, ``dtype`` or ``device``."""
+
+    def composed(self, token: list[Any], parts: list[Any]) -> Any:
+        """A ``coo``, ``compressed`` or ``quantized`` tensor."""
+
+    def registered(self, name: str, value: Any) -> Any:
+        """What a registered type encoded as ``value``."""
+
+    def zone(self, value: Any) -> dt.tzinfo | None:
+        """The time zone of a date and time or of a time of day; ValueError where ``value`` is none."""
+
+
+def parse(source: str) -> list[Token]:
+    """The tokens of a structure's JSON text."""
+    try:
+        with paused():
+            tokens = json.loads(source, parse_int=_parse_int, parse_constant=_parse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the structure is not what fastckpt writes: {error}") from error
+    if type(tokens) is not list:
+        raise CorruptCheckpointError("the structure is not what fastckpt writes: it is no array")
+    return tokens
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _INTEGER_DIGITS:
+        raise ValueError("an integer of more than 64 bits")
+    return int(digits)
+
+
+def _parse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def is_tensor(token: Token) -> bool:
+    """Whether a well-formed token stands for a stored tensor."""
+    if type(token) is not list:
+        return False
+    return token[0] in _TENSORS or (token[0] in _BYTES and len(token) == _LONG)
+
+
+#: Members of a token of bytes that are stored as a tensor.
+_LONG = 3
+
+
+def arity(token: list[Any]) -> int:
+    """How many values follow a well-formed token as parts of it."""
+    tag = token[0]
+    if tag in {"dict", "odict"}:
+        return 2 * token[1]  # type: ignore[no-any-return]
+    if tag == "ddict":
+        return 2 * token[1] + 1  # type: ignore[no-any-return]
+    if tag in {"list", "tuple", "set", "fset"}:
+        return token[1]  # type: ignore[no-any-return]
+    return _ARITIES.get(tag, 0)
+
+
+_ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4}
+
+
+def _dict(parts: list[Any]) -> dict[Any, Any]:
+    keys = parts[::2]
+    if _hashes.crowds(keys):
+        raise ValueError(_hashes.WHY)
+    made = dict(zip(keys, parts[1::2], strict=True))
+    if 2 * len(made) != len(parts):
+        raise ValueError("a key twice")
+    return made
+
+
+def _ordered(parts: list[Any]) -> OrderedDict[Any, Any]:
+    return OrderedDict(_dict(parts))
+
+
+def _default(parts: list[Any]) -> defaultdict[Any, Any]:
+    name, *items = parts
+    return defaultdict(None if name is None else _values.FACTORIES[text(name)], _dict(items))
+
+
+def _set(parts: list[Any]) -> set[Any]:
+    if _hashes.crowds(parts, in_set=True):
+        raise ValueError(_hashes.WHY)
+    made = _hashes.set_of(parts)
+    if len(made) != len(parts):
+        raise ValueError("a member twice")
+    return made
+
+
+def _frozenset(parts: list[Any]) -> frozenset[Any]:
+    return frozenset(_set(parts))
+
+
+def _identity(parts: list[Any]) -> list[Any]:
+    return parts
+
+
+_FINISH: dict[str, Finish] = {
+    "dict": _dict,
+    "odict": _ordered,
+    "list": _identity,
+    "tuple": tuple,
+    "set": _set,
+    "fset": _frozenset,
+    "ddict": _default,
+    "slice": lambda parts: slice(*parts),
+}
+
+
+def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
+    """An OrderedDict and its attributes, none of which may stand in for a method."""
+    ((made, attributes),) = parts
+    if type(made) is not OrderedDict or type(attributes) is not dict:
+        raise ValueError("not an OrderedDict and its attributes")
+    for name in attributes:
+        if hasattr(OrderedDict, text(name)):
+            raise ValueError(f"an attribute {name!r}")
+    vars(made).update(attributes)
+    return made
+
+
+def _counter(parts: list[Any]) -> Counter[Any]:
+    (made,) = parts
+    if type(made) is not dict:
+        raise ValueError("not the counts of a Counter")
+    return Counter(made)
+
+
+def unflatten(tokens: Sequence[Token], dialect: Dialect, *, operation: str = "load") -> Any:
+    """Make the state that ``tokens`` describe.
+
+    Raises:
+        CorruptCheckpointError: the tokens are malformed.
+        CheckpointError: whatever else the dialect raises.
+    """
+    with paused():
+        return _unflatten(tokens, dialect, operation)
+
+
+def _unflatten(tokens: Sequence[Token], dialect: Dialect, operation: str) -> Any:  # noqa: C901, PLR0912 - one hot loop
+    leaf_of = _leaves(dialect).get
+    stack: list[tuple[list[Any], int, Finish]] = []
+    # The value that is open: its parts so far, how many it needs, and what makes it of them.
+    parts: list[Any] = []
+    needed = 1
+    finish: Finish = _identity
+    position = -1
+    try:
+        for position, token in enumerate(tokens):
+            kind = type(token)
+            if kind is list:
+                leaf = leaf_of(token[0])
+                if leaf is not None:
+                    value = leaf(token)
+                else:
+                    count, maker = _open(token, dialect)
+                    if count:
+                        if count >= len(tokens) - position:
+                            raise ValueError(f"{count} parts, more than there are tokens")
+                        if len(stack) > DEPTH_LIMIT:
+                            raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
+                        stack.append((parts, needed, finish))
+                        parts, needed, finish = [], count, maker
+                        continue
+                    value = maker([])
+            elif kind is str:
+                value = token
+            else:
+                value = _plain(token)
+            parts.append(value)
+            while len(parts) == needed and stack:
+                value = finish(parts)
+                parts, needed, finish = stack.pop()
+                parts.append(value)
+            if len(parts) == needed:
+                break
+        if len(parts) != needed or stack:
+            raise ValueError("it ends too early")
+        if position != len(tokens) - 1:
+            raise ValueError("something follows its end")
+    except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too
+        raise
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"
+    except RuntimeError as error:  # torch's own checks of sizes and indices
+        reason = str(error)
+    else:
+        return parts[0]
+    raise CorruptCheckpointError(
+        f"{operation}: the structure of the checkpoint is malformed at token {position}: {reason[:500]}"
+    )
+
+
+def _leaves(dialect: Dialect) -> dict[str, Callable[[list[Any]], Any]]:
+    tensor = dialect.tensor
+
+    def some_bytes(token: list[Any]) -> Any:
+        if len(token) == _LONG:
+            return tensor(token)
+        short = _values.decode_short_bytes(token)
+        return bytearray(short) if token[0] == "bytearray" else short
+
+    return {
+        **_values.DECODERS,
+        "tensor": tensor,
+        "array": tensor,
+        "bytes": some_bytes,
+        "bytearray": some_bytes,
+        "size": dialect.leaf,
+        "dtype": dialect.leaf,
+        "device": dialect.leaf,
+    }
+
+
+def _plain(token: Any) -> Any:
+    """A token that is its own value."""
+    kind = type(token)
+    if kind is int:
+        if not -_values.EXACT <= token <= _values.EXACT:
+            raise ValueError("an integer beyond 2^53")
+    elif kind is float:
+        if token - token != 0:
+            raise ValueError("a number that is not finite")
+    elif token is not None and kind is not bool:
+        raise ValueError("a JSON object")
+    return token
+
+
+def _open(token: list[Any], dialect: Dialect) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
+    """How many parts a value has, and what makes it of them."""
+    tag = token[0]
+    maker = _FINISH.get(tag)
+    if maker is not None:
+        if tag == "slice":
+            (_,) = token
+            return 3, maker
+        _, count = token
+        if type(count) is not int or count < 0:
+            raise ValueError("not a count")
+        return arity(token), maker
+    if tag == "type":
+        _, name = token
+        if text(name) == _registry.ATTRIBUTED:
+            return 1, _attributed
+        if name == _registry.COUNTER:
+            return 1, _counter
+        return 1, partial(_registered, dialect, name)
+    if tag == "datetime":
+        return 1, partial(_values.decode_datetime, token, dialect.zone)
+    if tag == "time":
+        return 1, partial(_values.decode_time, token, dialect.zone)
+    return _ARITIES[tag], partial(dialect.composed, token)
+
+
+def _registered(dialect: Dialect, name: str, parts: list[Any]) -> Any:
+    return dialect.registered(name, parts[0])

@@ -1,0 +1,72 @@
+"""What the walk over a state learns of one value: a token, a tensor to store, or parts (docs/format.md, section 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from .memory import Mover
+
+_LEAST = -(2**63)
+
+As: TypeAlias = "tuple[str, Sequence[int]] | None"
+
+
+class Unsupported(Exception):  # noqa: N818 - it never leaves the package: the walker adds the place
+    """A value that cannot be saved, and why."""
+
+
+class Part:
+    """A step that is no subscript: a part of a tensor (``.indices``) or of an object (``.tzinfo``)."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Stored(NamedTuple):
+    """One tensor to store.
+
+    The token is ``head``, its number, ``tail``. Two with an equal ``tie`` are one. ``address`` is 0 where ``mover``
+    brings the bytes.
+    """
+
+    tie: Any
+    dtype: str
+    shape: Sequence[int]
+    address: int
+    true: As
+    head: str
+    tail: str
+    mover: Mover | None
+
+
+class Parts(NamedTuple):
+    """A value of several: its token, then its children with their keys; ``keyed`` when the keys are tokens too."""
+
+    token: str
+    children: Iterable[tuple[Any, Any]]
+    keyed: bool = False
+
+
+#: What makes a token, something to store, or parts of a value: by exact type.
+Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
+
+
+def integers(value: Any, size: int | None = None) -> list[int]:
+    """``value`` as a list of integers (no booleans), of ``size`` members where given."""
+    if type(value) is not list or any(type(item) is not int or not _LEAST <= item < -_LEAST for item in value):
+        raise ValueError("not a list of integers of 64 bits")
+    if size is not None and len(value) != size:
+        raise ValueError(f"{len(value)} integers instead of {size}")
+    return value
+
+
+def text(value: Any) -> str:
+    """``value``, which must be a string."""
+    if type(value) is not str:
+        raise ValueError("not a string")
+    return value

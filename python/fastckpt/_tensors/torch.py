@@ -1,0 +1,483 @@
+"""Everything torch: tensors to what is stored, and back. No other file imports torch, and this one is imported late."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from . import device as _device
+from . import memory as _memory
+from .described import Describe, Part, Parts, Stored, Unsupported, integers, text
+from .dtypes import PLAIN_NAMES, TORCH_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .memory import Bytes, Mover
+    from .pieces import Index
+
+Tensor = torch.Tensor
+
+#: Every dtype of the installed torch, by its name without ``torch.``
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix(TORCH_PREFIX): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_STORED_NAMES = {DTYPES[plain]: name for name, plain in PLAIN_NAMES.items() if plain in DTYPES}
+_QUANTIZED = {name: DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES}
+
+#: dtype: its name in the file, and the true one where that is only ``U8``. Quantised tensors are stored in parts.
+_STORED: dict[torch.dtype, tuple[str, str | None]] = {
+    dtype: (_STORED_NAMES[dtype], None) if dtype in _STORED_NAMES else ("U8", str(dtype))
+    for dtype in DTYPES.values()
+    if dtype not in _QUANTIZED.values()
+}
+
+#: Bits are copied as integers: not every dtype has a kernel that copies it.
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_QUANTIZED_RAW = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
+#: Elements in a byte.
+_PACKED = {"quint4x2": 2, "quint2x4": 4}
+
+_COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "csr": (torch.sparse_csr, Tensor.crow_indices, Tensor.col_indices),
+    "csc": (torch.sparse_csc, Tensor.ccol_indices, Tensor.row_indices),
+    "bsr": (torch.sparse_bsr, Tensor.crow_indices, Tensor.col_indices),
+    "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
+}
+
+_strided = torch.strided
+_new_stored = tuple.__new__
+_HEAD = '["tensor",'
+_TAILS = {"": "]", "g": ',"g"]', "p": ',"p"]', "pg": ',"pg"]'}
+
+
+# What is in a state.
+
+
+def _tensor(value: Tensor) -> Stored | Parts:
+    return _describe(value, "g" if value.requires_grad else "")
+
+
+def _parameter(value: Tensor) -> Stored | Parts:
+    return _describe(value, "pg" if value.requires_grad else "p")
+
+
+def _describe(value: Tensor, flags: str) -> Stored | Parts:
+    dtype = value.dtype
+    try:
+        if (
+            value.is_cpu
+            and value.layout is _strided
+            and dtype in _STORED
+            and not value.is_nested
+            and value.is_contiguous()
+            and not value.is_conj()
+            and not value.is_neg()
+        ):
+            name, true = _STORED[dtype]
+            shape = value.shape
+            address = value.data_ptr()
+            # Whoever resizes a storage asks no tensor: what it no longer holds is somebody else's memory.
+            if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
+                _no_address(value)
+            # An empty tensor has no address, and is tied to nothing but itself.
+            tie = (address, dtype, shape) if address else _no_address(value)
+            if true is None:
+                return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None))
+            stored = (value.nbytes,)
+            return _new_stored(Stored, (tie, name, stored, address, (true, shape), _HEAD, _TAILS[flags], None))
+        return _describe_other(value, flags)
+    except RuntimeError as error:
+        # A tensor of a transform (torch.func) or of a back end that has no memory.
+        raise Unsupported(f"its memory cannot be reached: {error}") from error
+
+
+def _no_address(value: Tensor) -> int:
+    if value.numel():
+        raise Unsupported("its memory has been freed, as sharded modules do between steps: gather it first")
+    return id(value)
+
+
+def _is_whole(value: Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all of its elements: whoever resizes a storage asks no tensor."""
+    reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    end = value.storage_offset() + reach + 1
+    return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
+
+
+def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
+    """Whatever is not contiguous in host memory."""
+    if value.is_nested:
+        raise Unsupported("a nested tensor cannot be stored: unbind it into a list")
+    if value.is_meta:
+        raise Unsupported("a meta tensor has no data: materialise it first, with to_empty() or by loading weights")
+    layout = value.layout
+    if value.is_quantized:
+        if "p" in flags:
+            raise Unsupported("a quantised Parameter cannot be stored: store its data")
+        return _describe_quantized(value)
+    if layout is torch.sparse_coo:
+        whole = value.detach()
+        token = f'["coo",{list(value.shape)},{"true" if value.is_coalesced() else "false"},"{flags}"]'.replace(" ", "")
+        return Parts(token, ((Part("indices"), whole._indices()), (Part("values"), whole._values())))
+    for name, (known, compressed, plain) in _COMPRESSED.items():
+        if layout is known:
+            whole = value.detach()
+            token = f'["compressed","{name}",{list(value.shape)},"{flags}"]'.replace(" ", "")
+            return Parts(
+                token,
+                (
+                    (Part("compressed_indices"), compressed(whole)),
+                    (Part("plain_indices"), plain(whole)),
+                    (Part("values"), whole.values()),
+                ),
+            )
+    if layout is not _strided or value.dtype not in _STORED:
+        raise Unsupported(f"a tensor of layout {layout} and dtype {value.dtype} cannot be stored")
+    return _describe_strided(value, flags)
+
+
+def _describe_strided(value: Tensor, flags: str) -> Stored:
+    name, true = _STORED[value.dtype]
+    shape = value.shape
+    address = value.data_ptr()
+    if not _is_whole(value):
+        _no_address(value)
+    tie = (
+        (address, value.dtype, shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
+        if address
+        else _no_address(value)
+    )
+    return Stored(
+        tie,
+        name,
+        shape if true is None else (value.nbytes,),
+        0,
+        None if true is None else (true, shape),
+        _HEAD,
+        _TAILS[flags],
+        mover_out(value) if address else None,
+    )
+
+
+def _describe_quantized(value: Tensor) -> Parts:
+    name = str(value.dtype).removeprefix(TORCH_PREFIX)
+    scheme = value.qscheme()
+    pack = _PACKED.get(name)
+    if pack is None:
+        stored = torch.empty(0, dtype=_QUANTIZED_RAW[name], device=value.device).set_(
+            value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
+        )
+    else:
+        packed = value if value.is_contiguous() and not value.storage_offset() else value.contiguous()
+        stored = torch.empty(0, dtype=torch.uint8, device=value.device).set_(
+            packed.untyped_storage(), 0, (-(-value.numel() // pack),), (1,)
+        )
+    one = scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    parts: tuple[Any, ...] = (
+        (value.q_scale(), value.q_zero_point(), None)
+        if one
+        else (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
+    )
+    token = f'["quantized","{name}",{list(value.shape)},"{"per_tensor" if one else "per_channel"}"]'.replace(" ", "")
+    names = ("stored", "scale", "zero_point", "axis")
+    return Parts(token, tuple(zip(map(Part, names), (stored, *parts), strict=True)))
+
+
+def _size(value: torch.Size) -> str:
+    sizes = []
+    item: Any
+    for item in value:
+        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are no numbers.
+        if isinstance(item, torch.SymInt):
+            raise Unsupported(f"a torch.Size with the symbolic size {item} has no value: store sizes that are numbers")
+        if not -(2**63) <= int(item) < 2**63:
+            raise Unsupported(f"a torch.Size with the size {item} cannot be stored: it is beyond 64 bits")
+        sizes.append(str(int(item)))
+    return f'["size",[{",".join(sizes)}]]'
+
+
+_DESCRIBE: dict[type, Describe] = {
+    Tensor: _tensor,
+    torch.nn.Parameter: _parameter,
+    torch.Size: _size,
+    torch.dtype: lambda value: f'["dtype","{str(value).removeprefix(TORCH_PREFIX)}"]',
+    torch.device: lambda value: f'["device","{value}"]',
+}
+
+
+def describe_of(kind: type) -> Describe | None:
+    """How to describe a type of torch's, or None; Unsupported for a tensor subclass, which may yet be registered."""
+    found = _DESCRIBE.get(kind)
+    if found is None and issubclass(kind, Tensor):
+        _refuse(kind)
+    return found
+
+
+def _refuse(kind: type[Tensor]) -> NoReturn:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__name__ == "DTensor":
+        raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() a process")
+    if kind.__name__ == "FakeTensor":
+        raise Unsupported("a FakeTensor has no data")
+    wraps = hasattr(kind, "__tensor_flatten__")
+    raise Unsupported(
+        f"tensor subclass {name} is not known: register it with fastckpt.register_type"
+        f"({kind.__name__}, {'None, None' if wraps else 'encode, decode'})"
+    )
+
+
+# Bytes in and out of any tensor, in pieces.
+
+
+def _bare(value: Tensor) -> tuple[Tensor, Callable[[Bytes], None] | None]:
+    """The bits as they lie in memory, and what must be done to them for a conj or neg view."""
+    value = value.detach()
+    dtype = value.dtype
+    conjugate, negative = value.is_conj(), value.is_neg()
+    if negative:
+        value = torch._neg_view(value)
+    if conjugate:
+        value = value.conj()
+    raw = value.view(_RAW[dtype.itemsize])
+    if not conjugate and not negative:
+        return raw, None
+    # Sign bits are flipped rather than numbers negated: exact for every dtype and every nan.
+    size = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+    word = np.dtype(f"u{size}")
+    sign = word.type(1 << (8 * size - 1))
+    firsts, seconds = negative, negative != conjugate
+
+    def flip(contiguous: Bytes) -> None:
+        words = contiguous.view(word)
+        if not dtype.is_complex:
+            words ^= sign
+            return
+        if firsts:
+            words[0::2] ^= sign
+        if seconds:
+            words[1::2] ^= sign
+
+    return raw, flip
+
+
+def _sub(raw: Tensor, index: Index) -> Tensor:
+    return raw[index] if index else raw
+
+
+def _over(contiguous: Bytes, like: Tensor) -> Tensor:
+    return torch.from_numpy(contiguous).view(like.dtype).view(like.shape)
+
+
+def mover_out(value: Tensor) -> Mover:
+    """Copies ranges of a strided tensor out, whatever its device and strides."""
+    raw, flip = _bare(value)
+    if not value.is_cpu:
+        return _device.Download(torch, raw, flip)
+
+    def copy(index: Index, contiguous: Bytes) -> None:
+        # By numpy: torch would bring all of its own threads, whatever the caller's budget is.
+        part = _sub(raw, index).numpy()
+        _memory.copy_strided(contiguous.view(part.dtype).reshape(part.shape), part)
+        if flip is not None:
+            flip(contiguous)
+
+    return partial(_memory.copy_out, tuple(raw.shape), raw.element_size(), copy)
+
+
+def mover_in(value: Tensor) -> Mover:
+    """Copies ranges into a strided tensor, whatever its device and strides."""
+    raw, flip = _bare(value)
+    inference = value.is_inference()
+    if not value.is_cpu:
+        return _device.Upload(torch, raw, flip, inference=inference)
+
+    def copy(index: Index, contiguous: Bytes) -> None:
+        if flip is not None:
+            contiguous = contiguous.copy()
+            flip(contiguous)
+        part = _sub(raw, index)
+        with torch.inference_mode(inference):
+            part.copy_(_over(contiguous, part))
+
+    def back(index: Index, contiguous: Bytes) -> None:
+        part = _sub(raw, index)
+        _over(contiguous, part).copy_(part)
+        if flip is not None:
+            flip(contiguous)
+
+    return partial(_memory.copy_in, tuple(raw.shape), raw.element_size(), copy, back)
+
+
+def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
+    """Pin host memory for copies from ``device``; returns what undoes it."""
+    return _device.pin(torch, device, address, nbytes)
+
+
+def device_of(name: Any) -> torch.device | None:
+    """The device that ``load(device=)`` names, or None for host memory; ValueError where there is none of that name."""
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"load: device must be a torch.device or its name, not {name!r}: {error}") from error
+    return None if found.type == "cpu" else found
+
+
+def changed(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that the memory of ``tensors`` was written to."""
+    bump = getattr(torch.autograd.graph, "increment_version", None)  # since torch 2.5
+    if bump is not None:
+        for tensor in tensors:
+            if not tensor.is_inference():
+                bump(tensor)
+
+
+# What is in a file.
+
+
+def dtype_of(dtype: str, true: str | None) -> torch.dtype | None:
+    """The dtype of a stored tensor; None where this torch has none of that name."""
+    if true is None:
+        return DTYPES.get(PLAIN_NAMES.get(dtype, ""))
+    if not true.startswith(TORCH_PREFIX):
+        raise ValueError(f"{true[:100]!r} is no torch dtype")
+    found = DTYPES.get(true.removeprefix(TORCH_PREFIX))
+    return found if found in _STORED else None
+
+
+def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor on ``device``."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:
+    """A new tensor in host memory for ``nbytes`` that lie at ``offset`` of a file."""
+    if nbytes < _memory.CONGRUENT:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return over(_memory.buffer(nbytes, offset, dtype.itemsize), dtype, shape)
+
+
+def over(memory: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor over ``memory``, which is not empty."""
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def from_array(array: np.ndarray[Any, Any]) -> Tensor | None:
+    """A numpy array as a tensor over its memory, or a copy in native byte order; None where torch has no such dtype."""
+    native = array.dtype.newbyteorder("=")
+    try:
+        return torch.from_numpy(array.astype(native, copy=False))
+    except TypeError:
+        return None
+
+
+def with_flags(tensor: Tensor, flags: str) -> Tensor:
+    """``tensor`` as a Parameter (``p``) or requiring a gradient (``g``), over the same memory."""
+    if flags == "g":
+        return tensor.detach().requires_grad_()
+    if flags:
+        return torch.nn.Parameter(tensor, requires_grad="g" in flags)
+    return tensor
+
+
+def size(token: list[Any]) -> torch.Size:
+    """The decoder of a ``torch.Size``."""
+    _, sizes = token
+    return torch.Size(integers(sizes))
+
+
+def dtype(token: list[Any]) -> torch.dtype:
+    """The decoder of a ``torch.dtype``; LookupError where this torch has none of that name."""
+    _, name = token
+    return DTYPES[text(name)]
+
+
+def device(token: list[Any]) -> torch.device:
+    """The decoder of a ``torch.device``."""
+    _, name = token
+    return torch.device(text(name))
+
+
+def _tensors(parts: Sequence[Any]) -> Sequence[Tensor]:
+    if not all(type(part) is Tensor for part in parts):
+        raise ValueError("a part that is no tensor")
+    return parts
+
+
+def coo(token: list[Any], parts: list[Any]) -> Tensor:
+    """A sparse COO tensor of its indices and values."""
+    _, sizes, coalesced, flags = token
+    indices, values = _tensors(parts)
+    if type(coalesced) is not bool:
+        raise ValueError("not a boolean")
+    return with_flags(
+        torch.sparse_coo_tensor(
+            indices, values, tuple(integers(sizes)), is_coalesced=coalesced, check_invariants=True, device=values.device
+        ),
+        flags,
+    )
+
+
+def compressed(token: list[Any], parts: list[Any]) -> Tensor:
+    """A sparse tensor of one of the compressed layouts."""
+    _, layout, sizes, flags = token
+    rows, columns, values = _tensors(parts)
+    return with_flags(
+        torch.sparse_compressed_tensor(
+            rows,
+            columns,
+            values,
+            tuple(integers(sizes)),
+            layout=_COMPRESSED[layout][0],
+            check_invariants=True,
+            device=values.device,
+        ),
+        flags,
+    )
+
+
+def quantized(token: list[Any], parts: list[Any]) -> Tensor:
+    """A quantised tensor over the memory of its stored integers."""
+    _, name, sizes, scheme = token
+    stored, scale, zero, axis = parts
+    kind = _QUANTIZED[name]
+    shape = tuple(integers(sizes))
+    if any(item < 0 for item in shape):
+        raise ValueError("a negative size")
+    pack = _PACKED.get(name)
+    expected = shape if pack is None else (-(-math.prod(shape) // pack),)
+    (stored,) = _tensors([stored])
+    home = stored.device
+    # It is put together in host memory, where every kind of it can be.
+    stored = stored.cpu()
+    if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
+        raise ValueError("stored integers that do not fit")
+    make: Callable[[Sequence[int]], Tensor]
+    if scheme == "per_tensor":
+        if type(scale) is not float or type(zero) is not int or axis is not None:
+            raise ValueError("not a scale and a zero point")
+        make = partial(torch._empty_affine_quantized, scale=scale, zero_point=zero, dtype=kind, device="cpu")
+    else:
+        _tensors([scale, zero])
+        if scheme != "per_channel" or type(axis) is not int or not 0 <= axis < len(shape):
+            raise ValueError("not scales and zero points")
+        if tuple(scale.shape) != (shape[axis],) or tuple(zero.shape) != (shape[axis],):
+            raise ValueError("scales that do not fit")
+        make = partial(
+            torch._empty_per_channel_affine_quantized,
+            scales=scale.cpu(),
+            zero_points=zero.cpu(),
+            axis=axis,
+            dtype=kind,
+            device="cpu",
+        )
+    tensor = make(shape)
+    if pack is None:
+        tensor = tensor.set_(stored.untyped_storage(), stored.storage_offset(), shape, stored.stride())
+    elif stored.numel():
+        _memory.at(tensor.data_ptr(), stored.numel())[:] = stored.numpy()
+    return tensor.to(home)

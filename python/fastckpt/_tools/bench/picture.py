@@ -1,0 +1,48 @@
+"""A benchmark's result as a picture, drawn with matplotlib, which only it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._tools.plan.plots import check
+from fastckpt._tools.tiers import TIERS
+
+from .text import TITLES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["check", "draw"]
+
+
+def draw(file: Path, document: Mapping[str, Any]) -> None:
+    """Draw the throughput of each operation: the median as a bar, every round as a dot, the tiers as lines.
+
+    Args:
+        file: what to write; its suffix says the format. :func:`check` has been asked.
+        document: the result.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only who asks for a picture needs it
+
+    picture = Figure(figsize=(9, 5), layout="constrained")
+    axes = picture.subplots()
+    names = [name for name in TITLES if name in document["scores"]]
+    for at, name in enumerate(names):
+        rates = [
+            sum(sample["bytes"] for sample in samples) / max(sample["seconds"] for sample in samples) / 1e9
+            for samples in document["samples"][name]
+        ]
+        colour = "0.75" if name.startswith("raw") else "C0"
+        axes.bar(at, document["scores"][name]["gb_per_s"]["median"], color=colour, width=0.6)
+        axes.plot([at] * len(rates), rates, "o", color="black", markersize=4)
+    gpus, tier = document["tier"]["gpus"], TIERS[document["tier"]["name"]]
+    for rate, kind, colour in ((tier.write, "write", "C3"), (tier.read, "read", "C2")):
+        label = f"{tier.name} tier, {kind}: {rate * gpus:g} GB/s for {gpus} GPU{'s' * (gpus != 1)}"
+        axes.axhline(rate * gpus, color=colour, linestyle="--", linewidth=1, label=label)
+    axes.set_xticks(range(len(names)), [TITLES[name] for name in names])
+    axes.set(ylabel="GB/s of all ranks, by the slowest", ylim=(0, None))
+    axes.set_title(document["directory"]["path"], fontsize="medium")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+    picture.savefig(file)

@@ -1,0 +1,186 @@
+"""One rank: a process of its own that holds a state, and saves and loads it when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import fastckpt
+from fastckpt._api.reports import Report
+
+from . import caches, counters, raw, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from .shapes import Share
+
+#: What a round consists of.
+OPERATIONS = ("raw_write", "raw_read", "save", "load", "hot")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a rank is to be.
+
+    Attributes:
+        rank: its number.
+        directory: its own, made by the parent.
+        share: what it saves.
+        io: the engine, as :func:`fastckpt.save` takes it.
+        threads: worker threads, or None.
+        target: what the live counters are to be held against.
+        environment: variables that it runs with.
+    """
+
+    rank: int
+    directory: Path
+    share: Share
+    io: str
+    threads: int | None
+    target: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to do next.
+
+    Attributes:
+        operation: one of ``OPERATIONS``, or ``remove``.
+        round: counted from 1.
+        forget: whether the files must be dropped from the page cache one by one.
+    """
+
+    operation: str
+    round: int
+    forget: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank can do no more."""
+
+    reason: str
+
+
+class _Reports(logging.Handler):
+    """The report of the last operation: :func:`fastckpt.load` tells its own only to the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.last: Any = None
+        logger = logging.getLogger("fastckpt")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], Report):
+            self.last = record.args[0]
+
+
+class _Rank:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.reports = _Reports()
+        self.device = raw.Device()
+        self.state = shapes.make(spec.share)
+        fastckpt.set_target(spec.target)
+        self.how: dict[str, Any] = {"io": spec.io, "threads": spec.threads}
+
+    def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:
+        """Get everything ready that is not measured; return what is, which takes the time when it began."""
+        plain = self.spec.directory / "plain"
+        checkpoint = self.spec.directory / f"step-{request.round}"
+        if request.operation == "raw_write":
+            return self.device.write(plain, self.spec.share.bytes).run
+        if request.operation == "save":
+            shapes.stamp_all(self.state)
+            return lambda began: self._save(checkpoint, request.round, began)
+        if request.forget:
+            caches.forget(self.spec.directory)
+        if request.operation == "raw_read":
+            return self.device.read(plain).run
+        if request.operation == "hot":
+            caches.warm(checkpoint)
+        resident = caches.resident(checkpoint)
+        return lambda began: self._load(checkpoint, began, resident, compare=request.round == 1)
+
+    def _save(self, path: Path, step: int, began: float) -> dict[str, Any]:
+        fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
+        return self._sample(time.monotonic() - began)
+
+    def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
+        loaded = fastckpt.load(path, framework="numpy", **self.how)
+        seconds = time.monotonic() - began
+        sample = {**self._sample(seconds), "resident": resident}
+        if compare and (wrong := shapes.difference(self.state, loaded)):
+            raise ValueError(f"load {path}: {wrong} is not what was saved: run 'fastckpt verify' on a checkpoint there")
+        return sample
+
+    def _sample(self, seconds: float) -> dict[str, Any]:
+        report = self.reports.last
+        return {
+            "bytes": report.bytes,
+            "seconds": seconds,
+            "phases": dict(report.phases),
+            "engine": report.engine,
+            "fallback": report.fallback,
+            "threads": report.threads,
+            "thread_bytes": counters.thread_bytes(),
+            "blocks": dict(report.blocks),
+            "ways": dict(report.ways),
+            "copied": report.copied,
+        }
+
+    def remove(self) -> None:
+        """Remove what the round has written."""
+        for path in self.spec.directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def serve(connection: Connection, spec: Spec) -> None:
+    """Answer the parent until it closes the pipe.
+
+    Each request is prepared and answered by None; then comes the time (``time.monotonic``) at which all ranks begin,
+    and the sample goes back. Whatever fails goes back as a :class:`Failure`.
+    """
+    # Ctrl-C reaches the whole process group; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.update(spec.environment)
+    doing = "starting"
+    try:
+        rank = _Rank(spec)
+        connection.send(None)
+        while True:
+            request = connection.recv()
+            doing = f"{request.operation.replace('_', ' ')} in round {request.round}"
+            if request.operation == "remove":
+                rank.remove()
+                connection.send(None)
+                continue
+            run = rank.prepare(request)
+            connection.send(None)
+            began = connection.recv()
+            time.sleep(max(0.0, began - time.monotonic()))
+            connection.send(run(began))
+    except (EOFError, ConnectionError):
+        # The parent is gone, or has had enough.
+        sys.exit(0)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it
+        with contextlib.suppress(OSError):
+            connection.send(Failure(f"{doing}: {type(error).__name__}: {error}"))
+        sys.exit(1)

@@ -1,0 +1,79 @@
+"""Whether a benchmark fits: refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fastckpt._api.reports import count, size
+from fastckpt._tools.doctor import limits
+
+from . import raw
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from .shapes import Share
+
+#: Beside the tensors: headers and manifest; interpreter, staging slabs and rings of a rank.
+_FILES = 4 << 20
+_PROCESS = 160 << 20
+
+_MEMORY_TYPES = ("tmpfs", "ramfs")
+
+
+def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
+    """Refuse what fits neither on the disk nor in memory.
+
+    On the disk there is one copy at any time: of the checkpoints, or of the plain files. In memory each rank has its
+    state and, while it loads, a copy; a hot load needs the files in the page cache as well.
+
+    Args:
+        directory: where it is to run.
+        shares: what each rank saves.
+        hot: whether hot loads are wanted.
+
+    Returns:
+        Why there can be no hot loads, or None.
+
+    Raises:
+        ValueError: it does not fit; the message says how much would.
+    """
+    total, ranks = sum(share.bytes for share in shares), len(shares)
+    what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in all"
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    on_disk = total + _FILES * ranks
+    # Some file systems do not say (ramfs, some of FUSE).
+    if status.f_blocks and on_disk > free:
+        raise ValueError(f"{what} need {size(on_disk)} there, where {size(free)} are free: {_less(free, total, ranks)}")
+    available = limits.memory()["available_bytes"]
+    if available is None:
+        return None
+    around = (_PROCESS + raw.MEMORY) * ranks
+    copies = 3 if _in_memory(directory) else 2
+    needed = copies * total + around
+    if needed > available:
+        held = "the state, its loaded copy" + (" and the files, which lie in memory here" if copies > 2 else "")  # noqa: PLR2004
+        raise ValueError(
+            f"{what} need {size(needed)} of memory ({held}), of which {size(available)} are available: "
+            f"{_less((available - around) // copies, total, ranks)}"
+        )
+    if hot and copies == 2 and needed + total > available:  # noqa: PLR2004
+        return f"state, copy and cached files would need {size(needed + total)} of {size(available)} of memory"
+    return None
+
+
+def _less(room: int, total: int, ranks: int) -> str:
+    """What to do where ``total`` bytes are more than ``room``."""
+    share = int(room * 0.9) // ranks // 10**6
+    if share < 1 or total < 1:
+        return "free some, or choose another directory"
+    return f"give --size {share}MB or less (for each rank), a smaller --scale, fewer --ranks, or another directory"
+
+
+def _in_memory(directory: Path) -> bool:
+    from fastckpt._tools.doctor import facts  # noqa: PLC0415 - only here
+
+    return facts.file_system(directory)["type"] in _MEMORY_TYPES

@@ -1,0 +1,141 @@
+"""The run: rounds of plain and of checkpoint transfers, taking turns, in a directory that is gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api.reports import count
+from fastckpt._tools.doctor.signals import Signals
+
+from . import caches
+from .rank import Request, Spec
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .shapes import Share
+
+_DROPPED = "dropped through /proc/sys/vm/drop_caches"
+_FORGOTTEN = "dropped file by file with posix_fadvise (/proc/sys/vm/drop_caches is not ours to write)"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What to measure.
+
+    Attributes:
+        directory: where.
+        shares: what each rank saves.
+        rounds: how many rounds.
+        io: the engine, as :func:`fastckpt.save` takes it.
+        threads: worker threads of each rank, or None.
+        target: what the live counters are to be held against.
+        hot: whether there are hot loads.
+    """
+
+    directory: Path
+    shares: Sequence[Share]
+    rounds: int
+    io: str = "auto"
+    threads: int | None = None
+    target: str = "light"
+    hot: bool = True
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        samples: by operation: of each round, the samples of all ranks.
+        caches: how caches were dropped before what had to be cold.
+    """
+
+    samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
+    caches: str = ""
+
+
+def measure(run: Run, said: Callable[[str], None]) -> Measured:
+    """Run all rounds.
+
+    Every other round begins with the checkpoint instead of the plain file: what comes first finds another disk than
+    what comes second, and the speed of a shared one drifts.
+
+    Args:
+        run: what to measure.
+        said: takes a line about each operation.
+
+    Raises:
+        RankError: a rank failed or died.
+        OSError: nothing can be made in the directory.
+    """
+    measured = Measured()
+    with _scratch(run.directory) as (scratch, ending):
+        specs = [_spec(run, scratch, rank) for rank in range(len(run.shares))]
+        for spec in specs:
+            spec.directory.mkdir()
+        said(f"starting {count(len(specs), 'rank')}")
+        ranks = Ranks(f"bench {run.directory}", specs)
+        ending.callback(ranks.close)
+        ranks.start()
+        parts = [("raw_write", "raw_read"), ("save", "load", *(("hot",) if run.hot else ()))]
+        for number in range(1, run.rounds + 1):
+            for part in parts if number % 2 else reversed(parts):
+                for operation in part:
+                    samples = _once(ranks, operation, number, measured)
+                    measured.samples.setdefault(operation, []).append(samples)
+                    slowest = max(sample["seconds"] for sample in samples)
+                    said(f"round {number} of {run.rounds}: {operation.replace('_', ' ')} {slowest:.3f} s")
+                ranks.remove(number)
+    return measured
+
+
+def _once(ranks: Ranks, operation: str, number: int, measured: Measured) -> list[dict[str, Any]]:
+    # Nothing of what was before may still be on its way to the disk, the removal of files included; and only clean
+    # pages can be dropped.
+    os.sync()
+    dropped = operation in ("raw_read", "load") and caches.drop()
+    if operation == "load":
+        measured.caches = _DROPPED if dropped else _FORGOTTEN
+    return ranks.ask(Request(operation, number, forget=operation in ("raw_read", "load") and not dropped))
+
+
+def _spec(run: Run, scratch: Path, rank: int) -> Spec:
+    world = str(len(run.shares))
+    labels = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return Spec(
+        rank=rank,
+        directory=scratch / f"rank-{rank}",
+        share=run.shares[rank],
+        io=run.io,
+        threads=run.threads,
+        target=run.target,
+        environment={**labels, "FASTCKPT_JOB": os.environ.get("FASTCKPT_JOB") or "fastckpt-bench"},
+    )
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
+
+    What the block leaves on the stack is done before the directory is removed, and no signal comes in between.
+    """
+    path = Path(directory, f".fastckpt-bench-{os.getpid()}-{os.urandom(8).hex()}")
+    ending = contextlib.ExitStack()
+    with Signals() as signals:
+        # A signal may come right after the directory was made, and right before it is removed.
+        try:
+            try:
+                path.mkdir(mode=0o700)
+                yield path, ending
+            finally:
+                signals.held = True
+        finally:
+            ending.close()
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""What samples say: the slowest rank's time and throughput, against the plain file and against a tier.
+
+As MLPerf Storage scores checkpoints: all ranks begin together, and the slowest one's duration and the slowest one's
+throughput count. Nothing here looks at anything but its arguments. GB is 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from fastckpt._tools.tiers import Tier
+
+#: Of each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
+Rounds: TypeAlias = "Sequence[Sequence[Mapping[str, Any]]]"
+
+#: Which plain transfer each operation is held against. A hot load need not touch the device at all.
+_AGAINST = {"save": "raw_write", "load": "raw_read"}
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Least, median and greatest of some values."""
+    known = sorted(values)
+    return {"min": known[0], "median": statistics.median(known), "max": known[-1]}
+
+
+def _rate(sample: Mapping[str, Any]) -> float:
+    return float(sample["bytes"] / max(sample["seconds"], 1e-9) / 1e9)
+
+
+def score(rounds: Rounds) -> dict[str, Any]:
+    """The score of one operation.
+
+    Returns:
+        ``bytes`` of all ranks in a round, ``rounds``; ``seconds`` of the slowest rank and ``first_seconds``, that of
+        the first round; ``gb_per_s``, all bytes over the slowest rank's seconds; ``slowest_rank_gb_per_s``, the least
+        throughput of a rank; ``rank_gb_per_s``, the median of each rank, by rank; ``slowest_rank``, which was that
+        most often; ``thread_gb_per_s``, over all threads of all rounds, None where nobody counted them. Each spread
+        is over the rounds.
+    """
+    slowest = [max(samples, key=lambda sample: sample["seconds"]) for samples in rounds]
+    last = [list(samples).index(sample) for samples, sample in zip(rounds, slowest, strict=True)]
+    threads = [
+        moved / max(sample["seconds"], 1e-9) / 1e9
+        for samples in rounds
+        for sample in samples
+        for moved in sample.get("thread_bytes") or ()
+    ]
+    return {
+        "bytes": statistics.median_high([sum(sample["bytes"] for sample in samples) for samples in rounds]),
+        "rounds": len(rounds),
+        "seconds": spread(sample["seconds"] for sample in slowest),
+        "first_seconds": slowest[0]["seconds"],
+        "gb_per_s": spread(
+            sum(sample["bytes"] for sample in samples) / max(sample["seconds"], 1e-9) / 1e9
+            for samples, sample in zip(rounds, slowest, strict=True)
+        ),
+        "slowest_rank_gb_per_s": spread(min(map(_rate, samples)) for samples in rounds),
+        "rank_gb_per_s": [statistics.median(map(_rate, samples)) for samples in zip(*rounds, strict=True)],
+        "slowest_rank": Counter(last).most_common(1)[0][0],
+        "thread_gb_per_s": spread(threads) if threads else None,
+    }
+
+
+def scores(samples: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
+    """The score of each operation, with ``of_raw``: its median throughput over that of the plain transfer, or None."""
+    found = {operation: score(rounds) for operation, rounds in samples.items()}
+    for operation, result in found.items():
+        raw = found.get(_AGAINST.get(operation, ""))
+        result["of_raw"] = raw and result["gb_per_s"]["median"] / raw["gb_per_s"]["median"]
+    return found
+
+
+def verdict(found: Mapping[str, Mapping[str, Any]], tier: Tier, gpus: int) -> dict[str, Any]:
+    """Whether saves and cold loads, by their medians, give each GPU what a tier asks for.
+
+    Returns:
+        ``name``, ``gpus``, ``met``; ``write`` and ``read``, each with ``needed`` and ``reached`` (GB/s per GPU) and
+        ``met``.
+    """
+    parts = {
+        kind: {"needed": needed, "reached": found[operation]["gb_per_s"]["median"] / gpus}
+        for kind, operation, needed in (("write", "save", tier.write), ("read", "load", tier.read))
+    }
+    judged = {kind: {**part, "met": part["reached"] >= part["needed"]} for kind, part in parts.items()}
+    return {"name": tier.name, "gpus": gpus, "met": all(part["met"] for part in judged.values()), **judged}
+
+
+def engine(rounds: Rounds) -> dict[str, Any]:
+    """How an operation ran, of all ranks and rounds.
+
+    Returns:
+        ``engines`` (how many times each), ``fallbacks`` (why it was not the one wanted, each once), ``threads`` (of a
+        rank), ``ways`` (blocks by the way they took, and why, in all), ``copied`` (bytes that the CPU copied, in all),
+        ``resident`` (the share of the files that was in the page cache before, or None).
+    """
+    every = [sample for samples in rounds for sample in samples]
+    ways: Counter[str] = Counter()
+    for sample in every:
+        ways.update(sample["ways"])
+    resident = [sample.get("resident") for sample in every]
+    known = [share for share in resident if share is not None]
+    return {
+        "engines": dict(Counter(sample["engine"] for sample in every)),
+        "fallbacks": sorted({sample["fallback"] for sample in every if sample["fallback"]}),
+        "threads": sorted({sample["threads"] for sample in every}),
+        "ways": dict(ways.most_common()),
+        "copied": sum(sample["copied"] for sample in every),
+        "resident": spread(known) if len(known) == len(resident) else None,
+    }

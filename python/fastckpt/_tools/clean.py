@@ -1,0 +1,88 @@
+"""``fastckpt clean``: what saves that were killed left in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._api.reports import count, size, table, visible
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+#: What each state means, for people.
+STATES = {
+    "alive": "its writer is running",
+    "dead": "nobody needs it: the next save here removes it",
+    "unknown": "its writer may be running, perhaps on another machine",
+    "kept": "an old checkpoint that a save was about to replace, or the save itself",
+    "foreign": "somebody's own, displaced by a save that was killed: move it by hand",
+}
+
+
+def register(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand; ``command(name, text, more)`` makes its parser."""
+    parser = command(
+        "clean",
+        "list what saves that were killed left in a directory of checkpoints, and remove it",
+        "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
+        "could not be removed.",
+    )
+    parser.add_argument("path", metavar="DIR", type=Path, help="the directory that holds the checkpoints")
+    parser.add_argument("--remove", action="store_true", help="remove what is dead")
+    parser.add_argument(
+        "--older-than",
+        metavar="HOURS",
+        type=float,
+        help="with --remove: also what nothing proves to be dead, and old checkpoints that are kept, if nothing was "
+        "made or removed in it for so long; give more than any save takes",
+    )
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """List, and remove what was asked for; return exit status, JSON document and lines."""
+    hours = options.older_than
+    if hours is not None and (not options.remove or not hours >= 0):
+        raise ValueError("clean: --older-than goes with --remove, and takes a number of hours from 0 on")
+    directory = os.fspath(options.path.absolute())
+    found: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name, checkpoint, host, state, held, changed in sorted(_core.left_overs(directory)):
+        old = hours is not None and time.time() - changed > hours * 3600
+        try:
+            removed = options.remove and _core.remove_left_over(directory, name, old)
+        except OSError as error:
+            removed = False
+            failures.append(str(error))
+        found.append(
+            {
+                "name": name,
+                "checkpoint": checkpoint,
+                "host": host,
+                "state": state,
+                "bytes": held,
+                "changed": changed,
+                "removed": removed,
+            }
+        )
+    document = {"path": directory, "left_overs": found, "failures": failures}
+    return 1 if failures else 0, document, [*_lines(directory, found), *map(visible, failures)]
+
+
+def _lines(directory: str, found: list[dict[str, Any]]) -> list[str]:
+    if not found:
+        return [f"nothing is left over in {directory}"]
+    rows: list[tuple[str, ...]] = [("checkpoint", "host", "changed", "size", "state", "name")]
+    for one in found:
+        when = dt.datetime.fromtimestamp(one["changed"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        state = "removed" if one["removed"] else one["state"]
+        rows.append((one["checkpoint"], one["host"], when, size(one["bytes"]), state, one["name"]))
+    left = [one for one in found if not one["removed"]]
+    lines = table(rows, right=(3,))
+    lines += [f"{state}: {text}" for state, text in STATES.items() if any(one["state"] == state for one in left)]
+    return [*lines, f"{count(len(left), 'left-over')} stayed"]

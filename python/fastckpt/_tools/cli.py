@@ -1,0 +1,348 @@
+"""The command ``fastckpt``: look into checkpoints, verify and convert them, plan them, clean up.
+
+Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
+slower than its tier), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
+too; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import errno
+import fnmatch
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import fastckpt
+from fastckpt import _core
+from fastckpt._api.load import suggest
+from fastckpt._api.reports import count, size, visible
+from fastckpt._api.reports import table as _table
+from fastckpt._tools.bench import command as _measure
+from fastckpt._tools.doctor import command as _doctor
+from fastckpt._tools.plan import command as _plan
+from fastckpt._tools.plan import simulate_command as _simulate
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
+
+from . import clean as _clean
+
+OK, DAMAGED, FAILED = 0, 1, 2
+
+#: What a screen has room for; the rest is counted.
+_LINES = 12
+_WIDTH = 100
+
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a checkpoint is a directory; for .safetensors and .pt files see 'fastckpt convert --help'",
+    errno.EACCES: "check the permissions of it and of the directories above it",
+    errno.EPERM: "check the permissions of it and of the directories above it",
+    errno.ENOSPC: "free space there, or choose another destination",
+    errno.EROFS: "choose a destination that can be written",
+}
+
+
+class UsageError(Exception):
+    """The command line is not understood."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = _Parser(prog="fastckpt", description="Look into checkpoints, verify, convert and plan them.")
+    parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip())
+        sub.add_argument("--json", action="store_true", help="print one JSON document")
+        return sub
+
+    info = command("info", "tell what a checkpoint holds, and when and how it was written")
+    info.add_argument("path", metavar="PATH", type=Path)
+
+    ls = command("ls", "list the tensors of a checkpoint")
+    ls.add_argument("path", metavar="PATH", type=Path)
+    ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
+
+    verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
+    verify.add_argument("path", metavar="PATH", type=Path)
+
+    convert = command(
+        "convert",
+        "make a checkpoint of another format, or a safetensors file of a checkpoint",
+        "From .pt, .pth, .ckpt and .bin (tensors and plain containers only: no pickle is executed), from .safetensors, "
+        "from a directory of Hugging Face; or from a checkpoint to one .safetensors file, for which the state must fit "
+        "into memory.",
+    )
+    convert.add_argument("path", metavar="SRC", type=Path)
+    convert.add_argument("destination", metavar="DST", type=Path)
+    convert.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    convert.add_argument(
+        "--keys",
+        metavar="PATTERN",
+        action="append",
+        help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
+    )
+
+    _plan.add_options(
+        command("plan", "reckon how big checkpoints are, how often they are due, how fast storage has to be")
+    )
+
+    bench = command(
+        "bench",
+        "measure how fast checkpoints are saved and loaded in a directory, or simulate months of training",
+        "Exits with 1 if --check is given and the storage is slower than its tier.",
+    )
+    bench.add_argument("--simulate", action="store_true", help="simulate a job with failures; nothing is written")
+    _simulate.add_options(bench)
+    _measure.add_options(bench)
+
+    _doctor.register(command)
+    _clean.register(command)
+    return parser
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a checkpoint's metadata as JSON can hold it: what it cannot becomes text."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    # A nan or an infinity has no form in JSON.
+    return value if isinstance(value, float) and value - value == 0 else str(value)
+
+
+def _tensors(checkpoint: fastckpt.Checkpoint) -> list[dict[str, Any]]:
+    """Return name, dtype, shape, bytes and shard of every tensor, in the order of the state."""
+    return [
+        {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.bytes, "shard": info.shard}
+        for name in checkpoint
+        for info in [checkpoint.info(name)]
+    ]
+
+
+def _metadata(checkpoint: fastckpt.Checkpoint) -> Any:
+    """Return the caller's metadata as JSON can hold it, or, where only the program that saved it can read it, why."""
+    try:
+        return _plain(checkpoint.metadata)
+    except UnsupportedTypeError as error:
+        return str(error)
+
+
+def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """What a checkpoint holds, on one screen."""
+    with fastckpt.open(options.path) as checkpoint:
+        tensors, metadata = _tensors(checkpoint), _metadata(checkpoint)
+    reader = _core.Reader(str(options.path))
+    about = reader.info()
+    numbers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        numbers[tensor["dtype"]] += 1
+        sizes[tensor["dtype"]] += tensor["bytes"]
+    document = {
+        "path": str(options.path.absolute()),
+        "format_version": about["version"],
+        "writer": about["writer"],
+        "created": about["created"],
+        "saved": about["saved"],
+        "bytes": sum(sizes.values()),
+        "tensors": len(tensors),
+        "dtypes": {dtype: {"tensors": numbers[dtype], "bytes": size} for dtype, size in sizes.most_common()},
+        "shards": [{"file": file, "bytes": size} for file, size in reader.shards()],
+        "metadata": metadata,
+    }
+    return OK, document, _info_lines(document)
+
+
+def _info_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return the screen for what :func:`_info` found."""
+    saved, writer, shards = document["saved"], document["writer"], document["shards"]
+    created = dt.datetime.fromtimestamp(document["created"]).astimezone()
+    speed = f"{saved['seconds']:.3f} s, {saved['gigabytes_per_second']:.2f} GB/s"
+    rows = [
+        ("path", document["path"]),
+        ("format", f"version {document['format_version']}, written by {writer['name']} {writer['version']}"),
+        ("created", created.strftime("%Y-%m-%d %H:%M:%S %Z")),
+        ("saved", f"{speed}, engine {saved['engine']}, {count(saved['threads'], 'thread')}"),
+    ]
+    if saved["fallback"]:
+        rows.append(("fallback", saved["fallback"]))
+    tensors, in_shards = count(document["tensors"], "tensor"), count(len(shards), "shard")
+    rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
+    lines = _table(rows)
+
+    def section(head: str, cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+        if cells:
+            lines.extend(["", f"{head}:", *(f"  {line}" for line in _table(cells[:_LINES], right))])
+        if len(cells) > _LINES:
+            lines.append(f"  and {len(cells) - _LINES} more")
+
+    dtypes = document["dtypes"].items()
+    section("dtypes", [(dtype, count(of["tensors"], "tensor"), size(of["bytes"])) for dtype, of in dtypes], (1, 2))
+    section("shards", [(shard["file"], size(shard["bytes"])) for shard in shards], (1,))
+    metadata = document["metadata"]
+    items = metadata.items() if isinstance(metadata, dict) else [("", metadata)] if metadata is not None else []
+    section("metadata", [(key, _shortened(json.dumps(value, ensure_ascii=False))) for key, value in items])
+    return lines
+
+
+def _shortened(text: str) -> str:
+    """Return ``text``, cut to what fits on a line."""
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Name, dtype, shape, size and shard of each tensor."""
+    with fastckpt.open(options.path) as checkpoint:
+        tensors = _tensors(checkpoint)
+    if options.pattern is not None:
+        names = [tensor["name"] for tensor in tensors]
+        tensors = [tensor for tensor in tensors if fnmatch.fnmatchcase(tensor["name"], options.pattern)]
+        if not tensors:
+            raise CheckpointError(
+                f"ls {options.path}: {options.pattern!r} matches no tensor{suggest(options.pattern, names)}"
+            )
+    total = sum(tensor["bytes"] for tensor in tensors)
+    head = ("name", "dtype", "shape", "bytes", "shard")
+    rows = [
+        (tensor["name"], tensor["dtype"], str(tensor["shape"]), str(tensor["bytes"]), tensor["shard"])
+        for tensor in tensors
+    ]
+    lines = _table([head, *rows], right=(3,))
+    lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
+    document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
+    return OK, document, lines
+
+
+def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Every byte against its checksum."""
+    report = fastckpt.verify(options.path, progress=sys.stderr.isatty())
+    document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
+    lines = [*map(str, report.damage), str(report)] if report.damage else [str(report)]
+    return OK if report.ok else DAMAGED, document, lines
+
+
+def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Another format to a checkpoint, or back."""
+    # Only this command needs torch.
+    from . import convert as conversion  # noqa: PLC0415
+
+    done = conversion.convert(options.path, options.destination, keys=options.keys, overwrite=options.overwrite)
+    line = (
+        f"converted {done.source} to {done.destination}: {count(done.tensors, 'tensor')}, {size(done.bytes)} "
+        f"in {done.seconds:.3f} s"
+    )
+    return OK, asdict(done), [line]
+
+
+def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """A measurement of a directory, or a simulation."""
+    if not options.simulate:
+        if options.path is None:
+            raise UsageError("bench: give DIR, to measure there, or give --simulate; see 'fastckpt bench --help'")
+        return _measure.run(options)
+    if others := _measure.given(options):
+        raise UsageError(f"bench --simulate writes nothing: leave out {', '.join(others)}")
+    return _simulate.run(options)
+
+
+_COMMANDS = {
+    "info": _info,
+    "ls": _ls,
+    "verify": _verify,
+    "convert": _convert,
+    "plan": _plan.run,
+    "bench": _bench,
+    "doctor": _doctor.run,
+    "clean": _clean.run,
+}
+
+
+def _message(error: Exception, operation: str, path: Path) -> str:
+    """Return what failed, where, why, and what helps."""
+    if isinstance(error, KeyError):
+        return str(error.args[0]) if error.args else type(error).__name__
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error) or type(error).__name__
+    where = os.fsdecode(path if error.filename is None else error.filename)
+    cause = error.strerror or str(error)
+    # The core's messages name operation and path themselves; a cause is more than the system's words where it has a
+    # remedy, and one is enough.
+    message = cause if where in cause else f"cannot {operation} {where}: {cause}"
+    remedy = _REMEDIES.get(error.errno)
+    plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
+    if error.errno == errno.ENOTDIR and path.is_file():  # only we know of the command that takes files
+        plain = True
+    return f"{message}; {remedy}" if remedy and plain else message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in arguments
+    operation, path = "run", Path()
+    document: dict[str, Any]
+    try:
+        options = _parser().parse_args(arguments)
+        operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
+        path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
+        status, document, lines = _COMMANDS[options.command](options)
+    except Exception as error:  # noqa: BLE001 - a user of the command is told what is wrong, not where in our code
+        status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
+        message = _message(error, operation, path)
+        document, lines = {"error": message, "type": type(error).__name__}, []
+        if not as_json:
+            _print(f"fastckpt: {visible(message)}", sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    try:
+        if as_json:
+            # The one control character that JSON leaves as it is.
+            _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
+        elif lines:
+            _print("\n".join(map(visible, lines)), sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; Python's own flush at exit must not fail on it again.
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
+        return FAILED
+    return status
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print ``text``; what the locale cannot encode is escaped."""
+    encoding = stream.encoding or "ascii"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+def _foreign(path: Path) -> bool:
+    """Whether ``path`` is a directory without anything of a checkpoint in it: nothing of ours that could be damaged."""
+    return path.is_dir() and not (path / "fastckpt.json").exists() and not any(path.glob("*.safetensors"))
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What will happen to checkpoints here, and why: facts are gathered, judged, and shown, each in a file of its own.
+
+:mod:`facts` looks, :mod:`measure` times, :mod:`findings` and :mod:`ring` judge without looking at anything but the
+facts, and :mod:`command` shows the result.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastckpt._api.options import AnyPath
+
+__all__ = ["Diagnosis", "Finding", "doctor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is not as it could be.
+
+    Attributes:
+        code: a stable name, as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
+        level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than it
+            could), ``note`` (good to know).
+        text: what is the matter, in a sentence.
+        evidence: what it was concluded from.
+        remedies: what to do, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
+    """
+
+    code: str
+    level: str
+    text: str
+    evidence: tuple[str, ...] = ()
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What :func:`doctor` found.
+
+    Attributes:
+        status: 0 for all well, 1 for warnings, 2 where no checkpoint can be made: the command's exit status.
+        verdict: that in a sentence.
+        engine: what a save with ``io="auto"`` (or ``FASTCKPT_IO``) runs on here: ``uring``, ``threads`` or
+            ``buffered``.
+        why: why that one.
+        findings: the worst first.
+        facts: everything that was looked at, as JSON can hold it; ``docs/doctor.md`` describes the keys. Sizes are
+            bytes, speeds GB/s of 10^9 bytes.
+    """
+
+    status: int
+    verdict: str
+    engine: str
+    why: str
+    findings: tuple[Finding, ...]
+    facts: Mapping[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        """Return the whole as JSON can hold it."""
+        return {**asdict(self), "findings": [asdict(finding) for finding in self.findings]}
+
+
+def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
+    """Tell how checkpoints in a directory will be written and read, what stands in the way, and what to do about it.
+
+    Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
+    files in the directory, of at most a tenth of its free space and 256 MiB, which are removed also when the call is
+    interrupted. torch is not imported.
+
+    Args:
+        path: the directory that checkpoints are to be saved in. It must exist, or that is what is found.
+        probe: measure as well: write and read for about two seconds, plainly and through :func:`save` and
+            :func:`load`.
+
+    Returns:
+        The diagnosis. Whatever is wrong with the directory is a finding, not an exception.
+
+    Raises:
+        ValueError: ``FASTCKPT_IO`` names no engine, or ``path`` is a URL.
+    """
+    # Nobody pays for this at import.
+    from . import facts, findings  # noqa: PLC0415
+
+    return findings.diagnose(facts.collect(os.fsdecode(path), measured=probe))

@@ -1,0 +1,136 @@
+"""A look at a file of ``torch.save`` before it is read: in a process of its own, because what it makes is not bounded.
+
+Nothing in a pickle is executed, and yet a few bytes of it can name a list many times over, ask for gigabytes, or make
+keys that collide. So a child reads the file first, and makes tokens of it, with as much memory and time as a file of
+its size may take.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Memory for the objects, bytes: for any file, and for each byte of it.
+_MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
+#: Processor seconds: for any file, and bytes that one more is for.
+_SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
+
+#: It must find the modules that this process finds, and no others: not those of the directory that it is started in.
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv[3:]
+from .pickled import look
+look(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+class RefusedError(Exception):
+    """What the child met. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
+
+    def __init__(self, kind: str | None, reason: str, errno: int | None = None) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.errno = errno
+
+
+def check(source: Path) -> None:
+    """Read ``source`` in a child.
+
+    Raises:
+        RefusedError: it cannot be read, or not within the limits.
+    """
+    with _answer() as answer:
+        command = [sys.executable, "-c", _PROGRAM, os.fspath(source.absolute()), str(answer.fileno()), *sys.path]
+        done = subprocess.run(  # noqa: S603 - our own
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[answer.fileno()],
+            check=False,
+        )
+        # The child has moved the position that the two share.
+        answer.seek(0)
+        text = answer.read()
+    if done.returncode == 0 and not text:
+        raise RefusedError(None, "the process that reads it first ended without an answer")
+    told = json.loads(text) if text else {}
+    kind = told.get("kind")
+    if done.returncode > 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        kind = last.partition(":")[0]
+        told = {"kind": kind, "reason": last}
+    if done.returncode < 0 or kind == "MemoryError":
+        size = source.stat().st_size
+        raise RefusedError(None, f"to read it takes more memory or time than a file of {size} bytes may")
+    if told:
+        raise RefusedError(**told)
+
+
+def _answer() -> BinaryIO:
+    """What the child answers in: a file of its own, because what starts with Python may print.
+
+    A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
+    standard three, which the child replaces.
+    """
+    low = os.memfd_create("fastckpt-answer")
+    try:
+        return os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
+    finally:
+        os.close(low)
+
+
+def look(path: str, answer: int) -> None:
+    """In the child: read the file, and answer in JSON: with an exception, or with an empty object."""
+    from fastckpt._state.flatten import flatten  # noqa: PLC0415
+    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - before the limits, which are for the file alone
+    from fastckpt.exceptions import CheckpointError  # noqa: PLC0415
+
+    module: Any = _torch
+    _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
+    told: dict[str, Any] = {}
+    try:
+        flatten(load(module.torch, path), operation="convert")
+    except CheckpointError:
+        pass  # the save says it better
+    except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
+        kind = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
+        errno = error.errno if isinstance(error, OSError) else None
+        told = {"kind": kind, "reason": str(error), "errno": errno}
+    with open(answer, "w", encoding="ascii") as file:
+        json.dump(told, file)
+    os._exit(0)  # what it made need not be taken apart
+
+
+def load(torch: Any, path: str | os.PathLike[str]) -> Any:
+    """What ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
+    import zipfile  # noqa: PLC0415
+
+    # Only zip archives can be mapped, and files from before torch 1.6 are not.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def _limit(size: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no pathlib needed
+        data = int(file.read().split()[5]) * resource.getpagesize()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = used.ru_utime + used.ru_stime + _SECONDS + size / _BYTES_OF_SECOND
+    _lower(resource.RLIMIT_CPU, int(seconds) + 1)
+    _lower(resource.RLIMIT_DATA, data + _MEMORY + _MEMORY_OF_BYTE * size)
+    # One that is ended by its limits has nothing to tell.
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (limit, hard))

@@ -1,0 +1,509 @@
+"""The plan of a job's checkpoints: one pure function from what is known to what follows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+# The tiers stand beside this package: the benchmark uses them, too.
+from fastckpt._tools.tiers import TIERS, Tier
+
+from . import architectures, sizing, units
+from . import interval as formulas
+from .layout import Layout, Share, check, layout
+
+if TYPE_CHECKING:
+    import os
+
+    from fastckpt._api.options import AnyPath
+
+#: Hours that one accelerator runs between failures, as MLCommons reckons.
+MTTF_GPU = 50_000.0
+
+#: NVIDIA's guidance: checkpoints and what goes with them should cost less than 5 % of training.
+GOODPUT = 0.95
+
+_DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What storage of one of NVIDIA's tiers would make of a plan.
+
+    Attributes:
+        tier: its name.
+        write: GB/s for each GPU that writes.
+        read: GB/s for each GPU.
+        seconds: how long a checkpoint takes, that is the busiest GPU.
+        restore_seconds: how long it takes to read it back.
+        interval: seconds from checkpoint to checkpoint, by the plan's rule.
+        goodput: the share of time that becomes training that is kept.
+        enough: whether it keeps what was asked for: the seconds if they were given, else the goodput.
+        reason: why, in words.
+    """
+
+    tier: str
+    write: float
+    read: float
+    seconds: float
+    restore_seconds: float
+    interval: float
+    goodput: float
+    enough: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How big a job's checkpoints are, how often they are due, and how fast storage has to be.
+
+    Rates are in GB/s, GB being 10^9 bytes; times in seconds. Intervals run from the start of one checkpoint to the
+    start of the next.
+
+    Attributes:
+        bytes: size of a checkpoint.
+        parameters: of the model, or None where only bytes are known.
+        bytes_per_parameter: what was reckoned with, or None.
+        layout: the parallel layout.
+        gpus_per_node: GPUs of a node.
+        shares: who writes how much, the busiest first.
+        write: GB/s that are written in all while a checkpoint is.
+        read: GB/s that are read in all during a restore.
+        speed: where the two come from, in words.
+        seconds: how long a checkpoint takes until it is durable.
+        stall: for how long of that training stands still.
+        mttf: mean time between failures of the cluster.
+        goodput_wanted: the share of time that was asked for, or the usual 0.95.
+        interval: seconds from checkpoint to checkpoint.
+        interval_rule: where it comes from, in words.
+        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._tools.plan.interval.goodput_rule`).
+        interval_young: Young's, and the stall.
+        interval_daly: Daly's, and the stall.
+        interval_best: the exact minimum of Daly's model.
+        restore_bytes: what all GPUs together read to restore.
+        restore_seconds: how long that takes.
+        restart: seconds of a failure beside that: noticing it, and starting again.
+        verdicts: what storage of each tier would do.
+        notes: assumptions and what was left out.
+    """
+
+    bytes: int
+    parameters: int | None
+    bytes_per_parameter: float | None
+    layout: Layout
+    gpus_per_node: int
+    shares: tuple[Share, ...]
+    write: float
+    read: float
+    speed: str
+    seconds: float
+    stall: float
+    mttf: float
+    goodput_wanted: float
+    interval: float
+    interval_rule: str
+    interval_goodput: float
+    interval_young: float
+    interval_daly: float
+    interval_best: float
+    restore_bytes: int
+    restore_seconds: float
+    restart: float
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def writers(self) -> int:
+        """GPUs that write."""
+        return sum(share.gpus for share in self.shares)
+
+    @property
+    def writers_per_node(self) -> int:
+        """GPUs that write in a node full of writers."""
+        return min(self.gpus_per_node, self.shares[0].gpus)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes in all."""
+        return -(-self.layout.gpus // self.gpus_per_node)
+
+    @property
+    def write_per_gpu(self) -> float:
+        """GB/s of the busiest writing GPU, if all end together: ``share / seconds``."""
+        return self.shares[0].bytes / self.seconds / 1e9
+
+    @property
+    def write_per_node(self) -> float:
+        """GB/s of a node full of writing GPUs."""
+        return self.write_per_gpu * self.writers_per_node
+
+    @property
+    def checkpoints_per_day(self) -> float:
+        """Checkpoints a day: ``86400 / interval``."""
+        return _DAY / self.interval
+
+    @property
+    def bytes_per_day(self) -> float:
+        """Bytes written a day: checkpoints a day times their size."""
+        return self.bytes * self.checkpoints_per_day
+
+    @property
+    def sustained(self) -> float:
+        """GB/s written on average over the day: ``bytes / interval``."""
+        return self.bytes / self.interval / 1e9
+
+    @property
+    def overhead(self) -> float:
+        """The share of time for which training stands still to save: ``stall / interval``."""
+        return self.stall / self.interval
+
+    @property
+    def read_fan_out(self) -> float:
+        """How often a restore reads each byte that was written."""
+        return self.restore_bytes / self.bytes
+
+    @property
+    def restore_rate(self) -> float:
+        """GB/s to restore in the time that a checkpoint took: ``write * read_fan_out``."""
+        return self.write * self.read_fan_out
+
+    @property
+    def failures_per_day(self) -> float:
+        """Failures a day: ``86400 / mttf``."""
+        return _DAY / self.mttf
+
+    @property
+    def lost_seconds(self) -> float:
+        """Training lost with a failure, on average: see :func:`fastckpt._tools.plan.interval.lost_work`."""
+        return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
+
+    @property
+    def lost_gpu_hours_per_day(self) -> float:
+        """GPU hours a day of training lost with failures, and of restarting."""
+        return (
+            self.layout.gpus * self.failures_per_day * (self.lost_seconds + self.restart + self.restore_seconds) / 3600
+        )
+
+    @property
+    def goodput(self) -> float:
+        """The share of time that becomes training that is kept, by :func:`.interval.expected_goodput`."""
+        away = self.restart + self.restore_seconds
+        return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes and everything derived from them, as JSON holds them."""
+        document = asdict(self)
+        derived = [name for name, value in vars(Plan).items() if isinstance(value, property)]
+        document.update({name: getattr(self, name) for name in sorted(derived)})
+        return document
+
+    def __str__(self) -> str:
+        from .text import plan_table  # noqa: PLC0415 - only who prints a plan needs it
+
+        return "\n".join(plan_table(self))
+
+
+def plan(  # noqa: PLR0913 - each is one thing to know about a job
+    *,
+    params: float | str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    checkpoint: AnyPath | None = None,
+    size: float | str | None = None,
+    expert_params: float | str | None = None,
+    weights: str = "bf16",
+    master: str | None = None,
+    optimizer: str = "adamw",
+    gpus: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    ep: int = 1,
+    zero: int | None = None,
+    gpus_per_node: int = 8,
+    mttf_gpu: float | str | None = None,
+    mttf_cluster: float | str | None = None,
+    goodput: float | str | None = None,
+    overhead: float | str | None = None,
+    interval: float | str | None = None,
+    write: float | str | None = None,
+    read: float | str | None = None,
+    node_write: float | str | None = None,
+    node_read: float | str | None = None,
+    tier: str | None = None,
+    target_seconds: float | str | None = None,
+    stall: float | str | None = None,
+    restart: float | str | None = None,
+) -> Plan:
+    """Reckon how big checkpoints are, how often they are due, and how fast storage has to be.
+
+    Numbers may be strings with units: ``"405B"`` parameters, ``"13.8TB"``, ``"124min"``, ``"273GB/s"``, ``"95%"``.
+
+    >>> import fastckpt
+    >>> job = fastckpt.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273, interval="4h")
+    >>> job.writers, round(job.write_per_gpu, 2), round(job.restore_rate)
+    (512, 0.53, 1638)
+
+    Args:
+        params: parameters of the model; or one of the three that follow.
+        config: a Hugging Face ``config.json``, or its directory, to count the parameters from.
+        checkpoint: a checkpoint of fastckpt: its files are the size.
+        size: bytes of a checkpoint.
+        expert_params: how many of ``params`` belong to routed experts; needed with ``ep``, known from ``config``.
+        weights: precision of the weights: ``fp32``, ``bf16``, ``fp16``, ``fp8``.
+        master: precision of master weights: ``fp32``, ``bf16``, ``none``; by default fp32, and none for fp32 weights or
+            without an optimizer.
+        optimizer: ``adamw``, ``adam``, ``adam8bit``, ``sgd``, ``lion``, ``muon``, ``adafactor``, ``none``.
+        gpus: all GPUs.
+        tp: tensor parallelism.
+        pp: pipeline parallelism.
+        dp: data parallelism; by default what the GPUs leave.
+        ep: expert parallelism, a divisor of data parallelism.
+        zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
+        gpus_per_node: GPUs of a node.
+        mttf_gpu: mean time to failure of a GPU; a bare number is hours. 50,000 h by default.
+        mttf_cluster: of the whole cluster instead; a bare number is hours.
+        goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
+        overhead: the share of time that checkpoints may stop training for: the interval is ``stall / overhead``.
+        interval: seconds from the start of one checkpoint to the start of the next. Without any of the three, the best.
+        write: GB/s that the storage writes in all.
+        read: GB/s that it reads in all; as ``write`` by default.
+        node_write: GB/s that one node writes, as measured there; the slower of the two counts.
+        node_read: GB/s that one node reads; as ``node_write`` by default.
+        tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if nothing is said of speed.
+        target_seconds: how long a checkpoint may take: the speed that this needs if no speed is given, else what the
+            verdicts are measured against.
+        stall: seconds for which training stands still, where checkpoints are written in the background; all of it by
+            default.
+        restart: seconds to notice a failure and start again, without the reading; 0 by default.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, contradicts another, or cannot be.
+    """
+    parameters, each, held, notes = _held(params, config, checkpoint, size, expert_params, weights, master, optimizer)
+    where = layout(gpus, tp=tp, pp=pp, dp=dp, ep=ep, zero=zero)
+    check(gpus_per_node=gpus_per_node)
+    if ep > 1 and not held.expert_weights:
+        raise ValueError(
+            "plan: expert parallelism needs to know the experts: give config=, or params= and expert_params="
+        )
+    shares, restore_bytes = where.shares(held), where.bytes_to_restore(held)
+    target = None if target_seconds is None else units.seconds("target_seconds", target_seconds)
+    rates = {"write": write, "read": read, "node_write": node_write, "node_read": node_read}
+    job = _Moves(where.gpus, min(gpus_per_node, where.gpus), shares, held.bytes, restore_bytes)
+    seconds, reading, said = _speed(job, rates, tier, target)
+    standing = seconds if stall is None else units.seconds("stall", stall)
+    if standing > seconds:
+        raise ValueError(f"plan: stall {standing:g} s is longer than the checkpoint takes, {seconds:.3g} s")
+    mttf = mttf_of(mttf_gpu, mttf_cluster, where.gpus)
+    rule = _rule(goodput, overhead, interval)
+    every = rule.interval(standing, mttf)
+    if every < seconds:
+        notes.append(
+            f"a checkpoint takes {units.show_seconds(seconds)}, but one is due every {units.show_seconds(every)}: it "
+            "cannot be kept up"
+        )
+    away = 0.0 if restart is None else units.seconds("restart", restart)
+    verdicts = tuple(
+        _verdict(tier, rule, mttf, away, target, stall=None if stall is None else standing, times=times)
+        for tier in TIERS.values()
+        for times in [job.at_tier(tier)]
+    )
+    return Plan(
+        bytes=held.bytes,
+        parameters=parameters,
+        bytes_per_parameter=each,
+        layout=where,
+        gpus_per_node=gpus_per_node,
+        shares=shares,
+        write=held.bytes / seconds / 1e9,
+        read=restore_bytes / reading / 1e9,
+        speed=said,
+        seconds=seconds,
+        stall=standing,
+        mttf=mttf,
+        goodput_wanted=rule.goodput,
+        interval=every,
+        interval_rule=rule.words,
+        interval_goodput=formulas.goodput_rule(rule.goodput, mttf),
+        interval_young=formulas.young(standing, mttf) + standing,
+        interval_daly=formulas.daly(standing, mttf) + standing,
+        interval_best=formulas.best_interval(standing, mttf, away),
+        restore_bytes=round(restore_bytes),
+        restore_seconds=reading,
+        restart=away,
+        verdicts=verdicts,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What the interval follows: a goodput, an overhead, a figure, or nothing but the best."""
+
+    name: str
+    value: float
+    goodput: float
+
+    def interval(self, stall: float, mttf: float) -> float:
+        """Seconds from start to start."""
+        if self.name == "goodput":
+            return formulas.goodput_rule(self.value, mttf)
+        if self.name == "overhead":
+            return stall / self.value
+        return self.value if self.name == "interval" else formulas.best_interval(stall, mttf)
+
+    @property
+    def words(self) -> str:
+        """The rule, for people."""
+        if self.name in ("goodput", "overhead"):
+            return f"for {units.show_share(self.value)} {self.name}"
+        return "given" if self.name == "interval" else "the best"
+
+
+def _rule(goodput: float | str | None, overhead: float | str | None, interval: float | str | None) -> _Rule:
+    """The one rule that was asked for."""
+    named = {"goodput": goodput, "overhead": overhead, "interval": interval}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"plan: give only one of goodput, overhead and interval, not {' and '.join(given)}")
+    if goodput is not None:
+        wanted = units.fraction("goodput", goodput)
+        return _Rule("goodput", wanted, wanted)
+    if overhead is not None:
+        return _Rule("overhead", units.fraction("overhead", overhead), GOODPUT)
+    if interval is not None:
+        return _Rule("interval", units.seconds("interval", interval), GOODPUT)
+    return _Rule("best", 0.0, GOODPUT)
+
+
+def _held(
+    params: float | str | None,
+    config: str | os.PathLike[str] | None,
+    checkpoint: AnyPath | None,
+    size: float | str | None,
+    expert_params: float | str | None,
+    weights: str,
+    master: str | None,
+    optimizer: str,
+) -> tuple[int | None, float | None, sizing.Contents, list[str]]:
+    """Parameters, bytes each, what a checkpoint holds, and notes."""
+    named = {"params": params, "config": config, "checkpoint": checkpoint, "size": size}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"plan: give one of {', '.join(named)}" + (f", not {' and '.join(given)}" if given else ""))
+    each = sizing.bytes_per_parameter(weights, master, optimizer)
+    if expert_params is not None and params is None:
+        raise ValueError("plan: expert_params goes with params alone; a config tells its experts itself")
+    if params is not None:
+        count = units.parameters("params", params)
+        experts = 0 if expert_params is None else units.parameters("expert_params", expert_params)
+        if experts > count:
+            raise ValueError(f"plan: expert_params {experts:,} are more than the params, {count:,}")
+        return count, sum(each), sizing.contents(count, experts, each), []
+    if config is not None:
+        counted = architectures.read(config)
+        held = sizing.contents(counted.parameters, counted.experts, each)
+        return counted.parameters, sum(each), held, list(counted.notes)
+    known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.size("size", size or 0)
+    return None, None, sizing.contents(1, 0, each).scaled(known), []
+
+
+def mttf_of(mttf_gpu: float | str | None, mttf_cluster: float | str | None, gpus: int) -> float:
+    """Seconds between failures of the cluster."""
+    if mttf_gpu is not None and mttf_cluster is not None:
+        raise ValueError("plan: give only one of mttf_gpu and mttf_cluster")
+    if mttf_cluster is not None:
+        return units.seconds("mttf_cluster", mttf_cluster, "h")
+    one = units.seconds("mttf_gpu", MTTF_GPU if mttf_gpu is None else mttf_gpu, "h")
+    return formulas.cluster_mttf(one, gpus)
+
+
+def _tier(name: str) -> Tier:
+    if name not in TIERS:
+        raise ValueError(f"plan: tier must be one of {', '.join(TIERS)}, not {name!r}")
+    return TIERS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What has to be moved, and by whom."""
+
+    gpus: int
+    gpus_per_node: int
+    shares: tuple[Share, ...]
+    size: int
+    restore_bytes: float
+
+    def at_tier(self, tier: Tier) -> tuple[float, float]:
+        """Seconds to write and to read back where each GPU gets its tier's rate; only those that write can use it."""
+        return self.shares[0].bytes / tier.write / 1e9, self.restore_bytes / self.gpus / tier.read / 1e9
+
+    def at_rates(self, rates: dict[str, float]) -> tuple[float, float]:
+        """Seconds at what the storage moves in all, or a node, whichever is slower."""
+        # A node full of the busiest writers is the last to end; of readers all nodes are alike.
+        busiest = min(self.gpus_per_node, self.shares[0].gpus) * self.shares[0].bytes
+        reads = self.gpus_per_node * self.restore_bytes / self.gpus
+        writing = {"write": self.size, "node_write": busiest}
+        reading = {"read": self.restore_bytes, "node_read": reads}
+        return (
+            max(number / rates[name] / 1e9 for name, number in writing.items() if name in rates),
+            max(number / rates[name] / 1e9 for name, number in reading.items() if name in rates),
+        )
+
+
+def _speed(
+    job: _Moves, given: dict[str, float | str | None], tier: str | None, target: float | None
+) -> tuple[float, float, str]:
+    """Seconds of a checkpoint, seconds of reading it back, and where they come from."""
+    rates = {name: units.rate(name, value) for name, value in given.items() if value is not None}
+    if tier is not None and rates:
+        raise ValueError(f"plan: give either a tier or {' and '.join(rates)}, not both")
+    if rates and not {"write", "node_write"} & set(rates):
+        raise ValueError(f"plan: {' and '.join(rates)} needs write or node_write beside it")
+    if not rates and tier is None and target is not None:
+        return target, target, "asked for"
+    if not rates:
+        said = f"tier {tier}" if tier else "tier light, since nothing is said of speed"
+        return *job.at_tier(_tier(tier or "light")), said
+    words = [f"{name.replace('_', ' ')} {units.show_rate(rate)}" for name, rate in rates.items()]
+    if not {"read", "node_read"} & set(rates):
+        words.append("read as written")
+        rates.update({name.replace("write", "read"): rate for name, rate in rates.items()})
+    return *job.at_rates(rates), ", ".join(words)
+
+
+def _verdict(
+    tier: Tier,
+    rule: _Rule,
+    mttf: float,
+    restart: float,
+    target: float | None,
+    *,
+    stall: float | None,
+    times: tuple[float, float],
+) -> Verdict:
+    """What a tier makes of the same job under the same rule."""
+    seconds, reading = times
+    standing = seconds if stall is None else min(stall, seconds)
+    every = rule.interval(standing, mttf)
+    reached = formulas.expected_goodput(every, standing, mttf, restart + reading, seconds - standing)
+    if target is not None:
+        enough, reason = seconds <= target, f"{units.show_seconds(target)} a checkpoint asked for"
+    elif every < seconds:
+        enough, reason = False, f"a checkpoint is due every {units.show_seconds(every)}"
+    else:
+        enough, reason = reached >= rule.goodput, f"{units.show_share(rule.goodput)} goodput wanted"
+        if formulas.expected_goodput(every, 0.0, mttf, restart) < rule.goodput and rule.name != "best":
+            reason += ", the interval is too long"
+    return Verdict(
+        tier=tier.name,
+        write=tier.write,
+        read=tier.read,
+        seconds=seconds,
+        restore_seconds=reading,
+        interval=every,
+        goodput=reached,
+        enough=enough,
+        reason=reason,
+    )

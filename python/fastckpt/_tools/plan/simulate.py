@@ -1,0 +1,276 @@
+"""Months of training with failures, played through many times, to hold the formulas against.
+
+Every accelerator fails on its own and is replaced by a new one. A failure stops all of them; the job restarts, reads
+the last checkpoint that was durable, and loses what came after. Failures may come at any time, also during a checkpoint
+or a restart. All intervals are tried on the very same failures (common random numbers), so that what differs between
+two of them is the interval's doing and not chance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import interval as formulas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_DAY = 86400.0
+
+#: Fewer failures in all runs tell nothing about the best interval.
+_FEWEST = 300
+#: More are memory and minutes of work for digits that nobody needs.
+_MOST = 20_000_000
+
+#: Groups of runs whose scatter gives the standard errors.
+_GROUPS = 10
+
+#: The first-order formula is said to part from the simulation where they differ by this much goodput.
+PARTED = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The goodput at one interval.
+
+    Attributes:
+        name: whose interval it is, or empty.
+        interval: seconds from start to start.
+        simulated: mean share of time that became training that was kept.
+        error: its standard error.
+        formula: :func:`fastckpt._tools.plan.interval.expected_goodput`, which is what a plan says.
+        first_order: :func:`fastckpt._tools.plan.interval.first_order_goodput`.
+    """
+
+    name: str
+    interval: float
+    simulated: float
+    error: float
+    formula: float
+    first_order: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What months of training came to; times in seconds.
+
+    Attributes:
+        cost: for which a checkpoint stops training.
+        mttf: mean time between failures of the cluster, as the formulas take it: of exponential lives the one given,
+            else the one that was seen.
+        restart: from a failure until training goes on.
+        lag: after training went on until a checkpoint is durable.
+        accelerators: how many were simulated.
+        days: of each run.
+        runs: how many.
+        seed: what they were drawn from.
+        shape: Weibull shape of the accelerators' lives; 1 is exponential.
+        failures: in all runs together.
+        best: the interval that lost the least.
+        best_error: its standard error.
+        marks: that interval, and those that the formulas would choose.
+        points: goodput over a range of intervals.
+        parts_at: the interval from which on the first-order formula is off by :data:`PARTED`; None if it never is.
+    """
+
+    cost: float
+    mttf: float
+    restart: float
+    lag: float
+    accelerators: int
+    days: float
+    runs: int
+    seed: int
+    shape: float
+    failures: int
+    best: float
+    best_error: float
+    marks: tuple[Point, ...]
+    points: tuple[Point, ...]
+    parts_at: float | None
+
+    def mark(self, name: str) -> Point:
+        """The one of ``marks`` with this name."""
+        return next(mark for mark in self.marks if mark.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON holds it."""
+        return asdict(self)
+
+
+def gaps(
+    random: np.random.Generator, accelerators: int, mttf: float, horizon: float, shape: float = 1.0
+) -> NDArray[np.float64]:
+    """Draw the times between the failures of a cluster, from start to end.
+
+    Args:
+        random: what to draw from.
+        accelerators: each with a life of its own, new at the start, and a new one after a failure.
+        mttf: of one accelerator, in seconds.
+        horizon: seconds that are simulated.
+        shape: Weibull shape; 1 is exponential, less means that many fail early, more that they wear out.
+
+    Returns:
+        Seconds, shape (failures + 1,): up to the first failure, between failures, and from the last to the end.
+    """
+    scale = mttf / math.gamma(1 + 1 / shape)
+    times = scale * random.weibull(shape, accelerators)
+    failed = []
+    while (times := times[times < horizon]).size:
+        failed.append(times)
+        times = times + scale * random.weibull(shape, times.size)
+    ends = np.sort(np.concatenate([*failed, [0.0, horizon]]))
+    return np.diff(ends)
+
+
+def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float) -> NDArray[np.float64]:
+    """Training that is kept of each stretch between failures, in seconds.
+
+    Args:
+        lengths: seconds between failures.
+        interval: from the start of one checkpoint to the start of the next.
+        cost: seconds of it that are no training.
+        away: seconds after a failure, before the first interval, and until its checkpoint is durable.
+
+    Returns:
+        Seconds, of the shape of ``lengths``: whole intervals alone count.
+    """
+    return np.asarray(np.floor(np.maximum(lengths - away, 0.0) / interval) * (interval - cost))
+
+
+class _Runs:
+    """The failures of all runs, and the goodput of an interval on them."""
+
+    def __init__(self, lengths: Sequence[NDArray[np.float64]], horizon: float, cost: float, away: float) -> None:
+        self.failures = sum(map(len, lengths)) - len(lengths)
+        self._lengths = np.concatenate(lengths)
+        self._starts = np.cumsum([0, *map(len, lengths[:-1])])
+        self._horizon, self._cost, self._away = horizon, cost, away
+
+    def goodput(self, interval: float) -> NDArray[np.float64]:
+        """The goodput of each run."""
+        trained = kept(self._lengths, interval, self._cost, self._away)
+        return np.asarray(np.add.reduceat(trained, self._starts) / self._horizon)
+
+    def best(self, start: float) -> tuple[float, float]:
+        """The training time between checkpoints that loses the least, and its standard error.
+
+        The goodput is flat around its best and carries the noise of counting whole intervals, so the highest of many
+        values would be found anywhere near it. A cubic in the logarithm of the training time, fitted to values over a
+        factor of two to either side, has its maximum where they have it; the range is moved until it is centred.
+
+        Args:
+            start: where to centre the range first.
+        """
+        centre = start
+        for _ in range(4):
+            trained = centre * np.geomspace(0.5, 2.0, 41)
+            values = np.stack([self.goodput(time + self._cost) for time in trained], axis=1)
+            logs = np.log(trained / centre)
+            centre = centre * math.exp(_top(logs, values.mean(axis=0)))
+        groups = [group.mean(axis=0) for group in np.array_split(values, min(_GROUPS, len(values)))]
+        tops = [_top(logs, group) for group in groups]
+        return centre, centre * float(np.std(tops, ddof=1)) / math.sqrt(len(tops))
+
+
+def _top(logs: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+    """Where a cubic through noisy values is highest."""
+    fine = np.linspace(logs[0], logs[-1], 4001)
+    return float(fine[np.polyval(np.polyfit(logs, values, 3), fine).argmax()])
+
+
+def simulate(
+    *,
+    cost: float,
+    accelerators: int,
+    mttf_gpu: float,
+    restart: float = 0.0,
+    lag: float = 0.0,
+    days: float = 90.0,
+    runs: int = 100,
+    seed: int = 0,
+    shape: float = 1.0,
+    others: Sequence[tuple[str, float]] = (),
+) -> Simulation:
+    """Simulate months of training, find the best interval, and compare it with the formulas'.
+
+    Args:
+        cost: seconds for which a checkpoint stops training.
+        accelerators: how many train.
+        mttf_gpu: mean time to failure of one, in seconds.
+        restart: seconds from a failure until training goes on from the last checkpoint.
+        lag: seconds after training went on until a checkpoint is durable.
+        days: days of each run.
+        runs: how many, at least 10.
+        seed: of the random numbers; the same one gives the same result.
+        shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas take for granted.
+        others: names and intervals, in seconds, to compare as well.
+
+    Raises:
+        ValueError: a number is out of range, or there are too few failures to learn from, or too many.
+    """
+    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "shape": shape, "restart": restart, "lag": lag}
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
+            raise ValueError(f"simulate: {name} must be more than 0, not {value!r}")
+    if accelerators < 1 or runs < _GROUPS or seed < 0:
+        raise ValueError(f"simulate: want 1 accelerator, {_GROUPS} runs and a seed of 0 at least")
+    mttf, horizon = formulas.cluster_mttf(mttf_gpu, accelerators), days * _DAY
+    expected = runs * horizon / mttf
+    if not _FEWEST <= expected <= _MOST:
+        advice = "simulate more days or runs" if expected < _FEWEST else "simulate fewer days or runs"
+        raise ValueError(f"simulate: {expected:,.0f} failures are to be expected in all runs: {advice}")
+    drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
+    played = _Runs(drawn, horizon, cost, restart + lag)
+    if shape != 1 and played.failures:
+        # New accelerators that fail early or late make another rate than old ones. The formulas get the one that was
+        # seen, as a job that counts its failures would: what is left between them and the simulation is the shape's.
+        mttf = runs * horizon / played.failures
+
+    def point(name: str, interval: float) -> Point:
+        values = played.goodput(interval)
+        return Point(
+            name=name,
+            interval=interval,
+            simulated=float(values.mean()),
+            error=float(values.std(ddof=1)) / math.sqrt(runs),
+            formula=formulas.expected_goodput(interval, cost, mttf, restart, lag),
+            first_order=formulas.first_order_goodput(interval, cost, mttf, restart + lag),
+        )
+
+    # A rough look over all intervals that make sense, so that no formula says where the search begins.
+    rough = np.geomspace(min(cost, mttf) / 10, 3 * mttf, 60)
+    trained, error = played.best(float(rough[np.argmax([played.goodput(time + cost).mean() for time in rough])]))
+    best = trained + cost
+    marks = [
+        ("simulated best", best),
+        ("best_interval", formulas.best_interval(cost, mttf, restart)),
+        ("Daly", formulas.daly(cost, mttf) + cost),
+        ("Young", formulas.young(cost, mttf) + cost),
+        *others,
+    ]
+    points = tuple(point("", float(time) + cost) for time in np.geomspace(trained / 8, max(8 * trained, 2 * mttf), 33))
+    apart = [p.interval for p in points if p.interval > best and abs(p.first_order - p.simulated) > PARTED]
+    return Simulation(
+        cost=cost,
+        mttf=mttf,
+        restart=restart,
+        lag=lag,
+        accelerators=accelerators,
+        days=days,
+        runs=runs,
+        seed=seed,
+        shape=shape,
+        failures=played.failures,
+        best=best,
+        best_error=error,
+        marks=tuple(point(*mark) for mark in marks),
+        points=points,
+        parts_at=apart[0] if apart else None,
+    )

@@ -1,0 +1,72 @@
+//! Several operations in flight through the thread's own ring, and the question whether there can be one.
+
+use std::io;
+use std::sync::Mutex;
+
+use super::{Backend, Done, Op, blocking};
+use crate::engine::report::Fallback;
+use crate::sys::ring::Ring;
+
+/// A thread's ring for direct operations, blocking calls for the rest: the ring would hand buffered writes to a kernel thread,
+/// one at a time for each file.
+#[derive(Debug)]
+pub struct Uring {
+    ring: Ring,
+    buffered: Vec<Done>,
+}
+
+impl Backend for Uring {
+    fn submit(&mut self, op: Op) -> io::Result<()> {
+        if op.direct {
+            return self.ring.submit(op);
+        }
+        self.buffered.push(blocking::transfer(op));
+        Ok(())
+    }
+
+    fn wait(&mut self) -> io::Result<Option<Done>> {
+        self.buffered.pop().map_or_else(|| self.ring.wait(), |done| Ok(Some(done)))
+    }
+}
+
+/// The refusal that no later try will change, and the process that met it: a child may live under other rules.
+static REFUSED: Mutex<Option<(u32, i32)>> = Mutex::new(None);
+
+/// Sets up a ring for the calling thread, or says why there is none and what helps.
+pub fn open() -> Result<Uring, Fallback> {
+    let pid = std::process::id();
+    // Not waiting for the lock costs at most one more try; waiting could last for ever in a forked child.
+    let known = REFUSED.try_lock().ok().and_then(|refused| *refused);
+    if let Some((_, errno)) = known.filter(|(owner, _)| *owner == pid) {
+        return Err(refusal(&io::Error::from_raw_os_error(errno)));
+    }
+    let ring = Ring::new().map_err(|error| {
+        if let (Some(errno @ (libc::EPERM | libc::EACCES | libc::ENOSYS)), Ok(mut refused)) =
+            (error.raw_os_error(), REFUSED.try_lock())
+        {
+            *refused = Some((pid, errno));
+        }
+        refusal(&error)
+    })?;
+    Ok(Uring { ring, buffered: Vec::new() })
+}
+
+/// Why there is no ring, and the remedy.
+fn refusal(error: &io::Error) -> Fallback {
+    let remedy = match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            "blocked by a seccomp profile (Docker's default) or by sysctl kernel.io_uring_disabled; \
+             allow io_uring_setup, io_uring_enter and io_uring_register there"
+        }
+        Some(libc::ENOSYS) => {
+            "not in this kernel, or hidden by a seccomp profile (Podman's default) or by gVisor"
+        }
+        Some(libc::ENOMEM) => {
+            "locked memory is used up; raise it (`ulimit -l`, or `--ulimit memlock=-1` in Docker)"
+        }
+        Some(libc::EMFILE | libc::ENFILE) => "too many open files; raise `ulimit -n`",
+        _ => "the kernel refused it",
+    };
+    let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);
+    Fallback { errno, reason: format!("io_uring: {error}: {remedy}") }
+}

@@ -1,0 +1,132 @@
+//! The arithmetic of files: pages, blocks, the extents of tensors in blocks (`docs/format.md`, 2.2). Pure.
+
+use std::ops::Range;
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("fastckpt needs 64-bit Linux");
+
+/// The alignment of address, offset and length that every file system met so far takes on its fast path:
+/// ext4 reports 512 and accepts it, but then serialises the writes.
+pub const PAGE: u64 = 4096;
+
+/// Less than this is copied rather than moved straight: a stretch of its own in an operation costs about as much as copying
+/// so many bytes.
+pub const STRAIGHT: u64 = 64 << 10;
+
+/// The largest multiple of `to` that is not above `value`.
+#[must_use]
+pub const fn down(value: u64, to: u64) -> u64 {
+    value - value % to
+}
+
+/// The smallest multiple of `to` that is not below `value`.
+#[must_use]
+pub const fn up(value: u64, to: u64) -> u64 {
+    value.div_ceil(to) * to
+}
+
+/// Whether `value` is a multiple of `to`.
+#[must_use]
+pub const fn is_aligned(value: u64, to: u64) -> bool {
+    value.is_multiple_of(to)
+}
+
+/// The part of `len` bytes at `offset` of a file that can move straight between there and memory at `address`, as file offsets.
+/// Past the page cache that is the whole pages of both, which must lie alike; through it, everything.
+#[must_use]
+pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {
+    let range = if !direct {
+        offset..offset + len
+    } else if is_aligned(offset.wrapping_sub(address as u64), PAGE) {
+        up(offset, PAGE)..down(offset + len, PAGE)
+    } else {
+        return offset..offset;
+    };
+    if range.end.saturating_sub(range.start) < STRAIGHT { offset..offset } else { range }
+}
+
+/// Where a tensor lies in its shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placement {
+    /// Index of the tensor in the checkpoint.
+    pub tensor: usize,
+    /// First byte, counted in the file.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+impl Placement {
+    /// The byte after its last.
+    #[must_use]
+    pub const fn end(&self) -> u64 {
+        self.offset + self.bytes
+    }
+}
+
+/// A part of one tensor that lies in one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// Index of the tensor in the checkpoint.
+    pub tensor: usize,
+    /// Which of the tensor's extents this is.
+    pub index: u64,
+    /// First byte, counted in the file.
+    pub offset: u64,
+    /// First byte, counted in the tensor.
+    pub start: u64,
+    /// Number of bytes, never zero.
+    pub len: u64,
+}
+
+/// Which part of `placement` lies in the block that begins at `block` and is `block_size` long.
+#[must_use]
+pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Extent> {
+    let from = placement.offset.max(block);
+    let to = placement.end().min(block + block_size);
+    (from < to).then(|| Extent {
+        tensor: placement.tensor,
+        index: block / block_size - placement.offset / block_size,
+        offset: from,
+        start: from - placement.offset,
+        len: to - from,
+    })
+}
+
+/// Over how many blocks a range of a file spreads.
+#[must_use]
+pub const fn extent_count(offset: u64, bytes: u64, block_size: u64) -> u64 {
+    if bytes == 0 { 0 } else { (offset + bytes - 1) / block_size - offset / block_size + 1 }
+}
+
+/// The placements, sorted by offset and not overlapping, that touch `range`.
+#[must_use]
+pub fn touching(placements: &[Placement], range: Range<u64>) -> &[Placement] {
+    let first = placements.partition_point(|p| p.end() <= range.start);
+    let last = placements.partition_point(|p| p.offset < range.end);
+    placements.get(first..last).unwrap_or(&[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_keeps_multiples_and_moves_the_rest() {
+        assert_eq!((down(0, PAGE), up(0, PAGE)), (0, 0));
+        assert_eq!((down(4096, PAGE), up(4096, PAGE)), (4096, 4096));
+        assert_eq!((down(4097, PAGE), up(4097, PAGE)), (4096, 8192));
+        assert!(is_aligned(8192, PAGE) && !is_aligned(8191, PAGE));
+    }
+    #[test]
+    fn whole_pages_that_lie_alike_move_straight() {
+        let len = 1 << 20;
+        assert_eq!(straight(4096 + 64, len, 64, true), 8192..4096 + len);
+        assert_eq!(straight(8192, len, 4096, true), 8192..8192 + len);
+        assert!(straight(4096 + 64, len, 16, true).is_empty());
+        assert_eq!(straight(4096 + 64, len, 16, false), 4160..4160 + len);
+        assert_eq!(straight(64, STRAIGHT + 4032, 64, true), 4096..4096 + STRAIGHT);
+        assert!(straight(64, STRAIGHT + 4031, 64, true).is_empty());
+        assert!(straight(0, STRAIGHT - 1, 0, false).is_empty());
+    }
+}

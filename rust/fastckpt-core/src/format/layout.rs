@@ -1,0 +1,438 @@
+//! From tensors to shards, extents and blocks. Pure: nothing here does I/O (`docs/format.md`, 2).
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::engine::options::SINGLE;
+use crate::error::{Error, Result};
+use crate::format::geometry::{self, PAGE, Placement};
+use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
+
+/// Data begins so many bytes beyond a whole page: where torch's allocator lets large tensors begin, so that those of a training state
+/// are congruent with their place in the file.
+pub const RESIDUE: u64 = 64;
+/// The name that safetensors keeps for itself.
+pub const RESERVED_NAME: &str = "__metadata__";
+
+/// The dtype that safetensors calls `name`.
+#[must_use]
+pub fn dtype(name: &str) -> Option<Dtype> {
+    serde_json::from_value(serde_json::Value::String(name.to_owned())).ok()
+}
+
+/// What the plan must know of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in the file.
+    pub name: String,
+    /// The dtype under which it is stored.
+    pub dtype: Dtype,
+    /// The shape under which it is stored.
+    pub shape: Vec<u64>,
+    /// True dtype and shape, where safetensors cannot name them.
+    pub logical: Option<(String, Vec<u64>)>,
+}
+
+impl TensorSpec {
+    /// Its size in bytes, or nothing if that is no whole number of bytes or beyond `i64`.
+    #[must_use]
+    pub fn bytes(&self) -> Option<u64> {
+        byte_size(self.dtype, &self.shape)
+    }
+
+    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose true elements
+    /// are not known here, the largest power of two up to 16 that divides its size.
+    fn element(&self) -> u64 {
+        if self.logical.is_some() {
+            let bytes = self.bytes().unwrap_or(0);
+            1 << bytes.trailing_zeros().min(4)
+        } else {
+            (self.dtype.bitsize() as u64 / 8).max(1)
+        }
+    }
+}
+
+/// The size in bytes of a tensor, or nothing if that is no whole number of bytes or beyond `i64`.
+#[must_use]
+pub fn byte_size(dtype: Dtype, shape: &[u64]) -> Option<u64> {
+    // A zero anywhere makes the tensor empty, however large the product of the rest.
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let elements = shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size))?;
+    let bits = elements.checked_mul(dtype.bitsize() as u64)?;
+    (bits.is_multiple_of(8) && i64::try_from(bits / 8).is_ok()).then_some(bits / 8)
+}
+
+/// The group of files that Hugging Face's readers look for.
+pub const MODEL: &str = "model";
+/// The group of everything else, where a model is told apart.
+pub const TRAINING: &str = "training";
+
+/// A family of files: the tensors whose names begin with its prefix, which the files' own headers leave out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// What the names of its files begin with.
+    pub stem: String,
+    /// What the names of its tensors begin with.
+    pub prefix: String,
+}
+
+/// The groups of a state whose model's names begin with `prefix`: all of it is the model where that is empty.
+#[must_use]
+pub fn groups(prefix: &str) -> Vec<Group> {
+    let group = |stem: &str, prefix: &str| Group { stem: stem.to_owned(), prefix: prefix.to_owned() };
+    let rest = (!prefix.is_empty()).then(|| group(TRAINING, ""));
+    [group(MODEL, prefix)].into_iter().chain(rest).collect()
+}
+
+impl Group {
+    /// Whether a tensor called `name` belongs here.
+    fn holds(&self, name: &str) -> bool {
+        name.strip_prefix(&self.prefix).is_some_and(|name| !name.is_empty() && name != RESERVED_NAME)
+    }
+}
+
+/// One file.
+#[derive(Debug, Clone)]
+pub struct Shard {
+    /// Its name inside the checkpoint.
+    pub file: String,
+    /// What its tensors' names begin with, and those in its header do not.
+    pub prefix: String,
+    /// Length field, JSON and padding: all bytes before the data.
+    pub header: Vec<u8>,
+    /// Its tensors in file order, packed.
+    pub placements: Vec<Placement>,
+    /// Length of the file.
+    pub bytes: u64,
+}
+
+impl Shard {
+    /// Whether copying its data takes less time than asking what memory it lies in.
+    #[must_use]
+    pub fn is_short(&self) -> bool {
+        self.bytes - (self.header.len() as u64) < SINGLE
+    }
+}
+
+/// How a checkpoint is laid out.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Bytes of a block.
+    pub block_size: u64,
+    /// The files.
+    pub shards: Vec<Shard>,
+    /// For each tensor, its shard and its offset there.
+    pub places: Vec<(usize, u64)>,
+}
+
+/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. What comes out depends on names, dtypes,
+/// shapes and these arguments alone (`docs/format.md`, 2.1): equal states give equal files. They are written in blocks of `block_size`.
+pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_size: u64) -> Result<Plan> {
+    let sizes = checked_sizes(tensors, MAX_TENSORS)?;
+    let mut families: Vec<Vec<Vec<usize>>> = vec![Vec::new(); groups.len()];
+    let mut filled = vec![(0u64, 0u64); groups.len()];
+    for tensor in by_name(tensors)? {
+        let name = &tensors[tensor].name;
+        let group = groups.iter().position(|group| group.holds(name));
+        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
+        let (bytes, header) = &mut filled[group];
+        let entry = header_entry(&tensors[tensor]);
+        let full = bytes.saturating_add(sizes[tensor]) > shard_size || *header + entry > MAX_HEADER - PAGE;
+        if let Some(shard) = families[group].last_mut().filter(|_| !full) {
+            shard.push(tensor);
+        } else {
+            families[group].push(vec![tensor]);
+            (*bytes, *header) = (0, 0);
+        }
+        *bytes += sizes[tensor];
+        *header += entry;
+    }
+    // An empty state has a file, too.
+    if let Some(first) = families.first_mut().filter(|_| tensors.is_empty()) {
+        first.push(Vec::new());
+    }
+    let count = families.iter().map(Vec::len).sum();
+    if count > MAX_SHARDS {
+        let what = format!("this state would need more than {MAX_SHARDS} shards: give a larger shard_size");
+        return Err(Error::Invalid(what));
+    }
+    let mut places = vec![(0, 0); tensors.len()];
+    let mut shards = Vec::with_capacity(count);
+    for (group, family) in groups.iter().zip(&families) {
+        for (index, members) in family.iter().enumerate() {
+            let shard =
+                lay_out(tensors, &sizes, members, group, shard_name(&group.stem, index, family.len()))?;
+            for placement in &shard.placements {
+                places[placement.tensor] = (shards.len(), placement.offset);
+            }
+            shards.push(shard);
+        }
+    }
+    Ok(Plan { block_size, shards, places })
+}
+
+/// The tensors in the order of their names, no two of which may be equal.
+fn by_name(tensors: &[TensorSpec]) -> Result<Vec<usize>> {
+    let name = |tensor: &usize| tensors[*tensor].name.as_str();
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
+    match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
+        Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
+        None => Ok(order),
+    }
+}
+
+/// Sizes in bytes of all tensors, once everything else that could make the plan fail was looked at.
+fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
+    if tensors.len() > most {
+        return Err(Error::TooLarge(format!(
+            "it has {} tensors, more than the {most} that one checkpoint holds",
+            tensors.len()
+        )));
+    }
+    let mut total = 0u64;
+    tensors
+        .iter()
+        .map(|tensor| {
+            if tensor.shape.len() > MAX_DIMENSIONS {
+                let (name, dimensions) = (&tensor.name, tensor.shape.len());
+                return Err(Error::TooLarge(format!(
+                    "tensor `{name}` has {dimensions} dimensions, more than the {MAX_DIMENSIONS} of the format"
+                )));
+            }
+            let bytes = tensor.bytes().filter(|bytes| {
+                total = total.saturating_add(*bytes);
+                i64::try_from(total).is_ok()
+            });
+            bytes.ok_or_else(|| Error::Invalid(format!("tensor `{}` has an impossible size", tensor.name)))
+        })
+        .collect()
+}
+
+/// An upper bound of the header's bytes for one tensor: JSON escapes a byte to at most six, numbers have at most 20 digits.
+fn header_entry(tensor: &TensorSpec) -> u64 {
+    100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
+}
+
+/// The name that Hugging Face gives shard `index` of `count`.
+fn shard_name(stem: &str, index: usize, count: usize) -> String {
+    if count == 1 {
+        format!("{stem}.safetensors")
+    } else {
+        format!("{stem}-{:05}-of-{count:05}.safetensors", index + 1)
+    }
+}
+
+/// Whether `name` is one that [`shard_name`] gives.
+#[must_use]
+pub fn is_shard_name(name: &str) -> bool {
+    let Some(name) = name.strip_suffix(".safetensors") else { return false };
+    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    [MODEL, TRAINING].iter().filter_map(|stem| name.strip_prefix(stem)).any(|rest| {
+        let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
+        rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
+    })
+}
+
+/// Orders the tensors of one shard, which come by name, places them and builds the header (`docs/format.md`, 2.1).
+fn lay_out(
+    tensors: &[TensorSpec],
+    sizes: &[u64],
+    members: &[usize],
+    group: &Group,
+    file: String,
+) -> Result<Shard> {
+    let whole_pages = |t: usize| sizes[t] > 0 && geometry::is_aligned(sizes[t], PAGE);
+    let mut order = members.to_vec();
+    order.sort_by_key(|&t| if whole_pages(t) { Reverse(u64::MAX) } else { Reverse(tensors[t].element()) });
+    let mut at = 0;
+    let mut entries = Vec::with_capacity(order.len());
+    let mut placements = Vec::with_capacity(order.len());
+    for &tensor in &order {
+        let spec = &tensors[tensor];
+        let end = at + sizes[tensor];
+        let info = TensorInfo {
+            dtype: spec.dtype,
+            shape: spec.shape.iter().map(|&size| size as usize).collect(),
+            data_offsets: (at as usize, end as usize),
+        };
+        entries.push((spec.name[group.prefix.len()..].to_owned(), info));
+        placements.push(Placement { tensor, offset: at, bytes: sizes[tensor] });
+        at = end;
+    }
+    let header = header(entries, &file, MAX_HEADER)?;
+    let data = header.len() as u64;
+    for placement in &mut placements {
+        placement.offset += data;
+    }
+    Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at })
+}
+
+/// Length field, JSON and padding up to [`RESIDUE`] beyond a whole page.
+fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<Vec<u8>> {
+    let count = entries.len();
+    let invalid = |what: String| Error::Invalid(format!("cannot build the header of shard `{file}`: {what}"));
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(format), entries).map_err(|error| invalid(error.to_string()))?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
+    let least = 8 + json.len() as u64;
+    let begin = geometry::up(least.saturating_sub(RESIDUE), PAGE) + RESIDUE;
+    json.resize(begin as usize - 8, b' ');
+    if json.len() as u64 > most {
+        let len = json.len();
+        return Err(Error::TooLarge(format!(
+            "the header of shard `{file}` takes {len} bytes for the names of {count} tensors, more than the {most} that \
+             readers of safetensors take"
+        )));
+    }
+    let mut header = (json.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut json);
+    Ok(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::engine::options::BLOCK_SIZE as BLOCK;
+    use crate::format::geometry::{extent, extent_count};
+
+    fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
+        TensorSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), logical: None }
+    }
+
+    fn whole(tensors: &[TensorSpec], shard_size: u64) -> Result<Plan> {
+        plan(tensors, &groups(""), shard_size, BLOCK)
+    }
+
+    #[test]
+    fn whole_pages_come_first_then_large_elements() {
+        let tensors = [
+            spec("odd", Dtype::U8, &[3]),
+            spec("page", Dtype::U8, &[4096]),
+            spec("none", Dtype::F64, &[0]),
+            spec("wide", Dtype::F64, &[3]),
+            spec("pages", Dtype::F32, &[4096]),
+        ];
+        let plan = whole(&tensors, u64::MAX).unwrap();
+        let shard = &plan.shards[0];
+        let names: Vec<_> = shard.placements.iter().map(|p| tensors[p.tensor].name.as_str()).collect();
+        assert_eq!(names, ["page", "pages", "none", "wide", "odd"]);
+        assert_eq!(shard.bytes, shard.header.len() as u64 + 4096 + 16384 + 24 + 3);
+    }
+
+    #[test]
+    fn the_order_of_the_state_has_no_say() {
+        let names = ["b.w", "a.w", "m.w", "c", "m.", "m.__metadata__", "m"];
+        let tensors: Vec<_> = names.iter().map(|name| spec(name, Dtype::F32, &[1024])).collect();
+        let groups = groups("m.");
+        let files = |tensors: &[TensorSpec]| {
+            let plan = plan(tensors, &groups, 3 * 4096, BLOCK).unwrap();
+            plan.shards.into_iter().map(|shard| (shard.file, shard.header)).collect::<Vec<_>>()
+        };
+        let found = files(&tensors);
+        let reversed: Vec<_> = tensors.iter().rev().cloned().collect();
+        assert_eq!(found, files(&reversed));
+        let files: Vec<_> = found.iter().map(|(file, _)| file.as_str()).collect();
+        let training = ["training-00001-of-00002.safetensors", "training-00002-of-00002.safetensors"];
+        assert_eq!(files, ["model.safetensors", training[0], training[1]]);
+        let header = String::from_utf8_lossy(&found[0].1[8..]).into_owned();
+        assert!(header.contains(r#""w":{"#) && !header.contains("m.w"), "{header}");
+        assert!(found.iter().all(|(_, header)| header.len() as u64 % PAGE == RESIDUE));
+    }
+
+    #[test]
+    fn shards_keep_to_their_size_and_a_giant_has_its_own() {
+        let mut tensors: Vec<_> = (0..20).map(|i| spec(&format!("t{i}"), Dtype::U8, &[100])).collect();
+        tensors.push(spec("giant", Dtype::U8, &[5000]));
+        let plan = whole(&tensors, 250).unwrap();
+        for shard in &plan.shards {
+            let data = shard.bytes - shard.header.len() as u64;
+            assert!(data <= 250 || shard.placements.len() == 1, "{data} bytes in {}", shard.file);
+        }
+        assert_eq!(plan.shards[0].file, format!("model-00001-of-{:05}.safetensors", plan.shards.len()));
+    }
+
+    #[test]
+    fn what_cannot_be_laid_out_is_an_error() {
+        let twice = [spec("a", Dtype::U8, &[1]), spec("a", Dtype::U8, &[1])];
+        let reserved = [spec(RESERVED_NAME, Dtype::U8, &[1])];
+        let huge = [spec("a", Dtype::F64, &[1 << 62])];
+        let sum = [spec("a", Dtype::U8, &[1 << 62]), spec("b", Dtype::U8, &[1 << 62])];
+        let halves = [spec("a", Dtype::F4, &[3])];
+        for tensors in [&twice[..], &reserved, &huge, &sum, &halves] {
+            assert!(whole(tensors, 1 << 30).is_err(), "{tensors:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_too_large_is_named() {
+        let deep = [spec("deep", Dtype::U8, &[1; MAX_DIMENSIONS + 1])];
+        let error = whole(&deep, 1 << 30).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`deep` has 65 dimensions")),
+            "{error}"
+        );
+        let info = TensorInfo { dtype: Dtype::U8, shape: vec![1], data_offsets: (0, 1) };
+        let entries = || vec![("n".repeat(5000), info.clone())];
+        assert_eq!(header(entries(), "shard", 8248).unwrap().len(), 8256);
+        let error = header(entries(), "shard", 8247).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("`shard` takes 8248 bytes")),
+            "{error}"
+        );
+        let error = checked_sizes(&[spec("a", Dtype::U8, &[1]), spec("b", Dtype::U8, &[1])], 1).unwrap_err();
+        assert!(
+            matches!(&error, Error::TooLarge(what) if what.contains("2 tensors, more than the 1 ")),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn an_empty_state_is_one_shard_without_data() {
+        let plan = whole(&[], 1 << 30).unwrap();
+        assert_eq!((plan.shards.len(), plan.shards[0].bytes), (1, RESIDUE));
+    }
+
+    proptest! {
+        #[test]
+        fn every_byte_has_one_place(
+            shapes in prop::collection::vec((0usize..4, prop::collection::vec(0u64..3000, 0..3)), 0..40),
+            shard_size in 1u64..10_000_000,
+        ) {
+            let dtypes = [Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::F64];
+            let tensors: Vec<_> = shapes.iter().enumerate()
+                .map(|(i, (d, shape))| spec(&format!("t.{i}"), dtypes[*d], shape)).collect();
+            let plan = whole(&tensors, shard_size).unwrap();
+            let mut seen = vec![0; tensors.len()];
+            for shard in &plan.shards {
+                let mut at = shard.header.len() as u64;
+                prop_assert_eq!(at % PAGE, RESIDUE);
+                for p in &shard.placements {
+                    prop_assert_eq!(p.offset, at);
+                    prop_assert_eq!(p.bytes, tensors[p.tensor].bytes().unwrap());
+                    prop_assert!(p.bytes == 0 || p.offset % tensors[p.tensor].element() == 0);
+                    let extents: Vec<_> = (0..shard.bytes.div_ceil(4096))
+                        .filter_map(|k| extent(p, k * 4096, 4096)).collect();
+                    prop_assert_eq!(extents.len() as u64, extent_count(p.offset, p.bytes, 4096));
+                    prop_assert_eq!(extents.iter().map(|e| e.len).sum::<u64>(), p.bytes);
+                    prop_assert!(extents.iter().enumerate().all(|(i, e)| e.index == i as u64));
+                    seen[p.tensor] += 1;
+                    at += p.bytes;
+                }
+                prop_assert_eq!(at, shard.bytes);
+                let n = u64::from_le_bytes(shard.header[..8].try_into().unwrap());
+                prop_assert_eq!(n + 8, shard.header.len() as u64);
+                let parsed: Metadata = serde_json::from_slice(&shard.header[8..]).unwrap();
+                prop_assert_eq!(parsed.data_len() as u64 + shard.header.len() as u64, shard.bytes);
+            }
+            prop_assert!(seen.iter().all(|&n| n == 1));
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! What is on the disk (`docs/format.md`): where each byte lies, the manifest, checksums, limits. Nothing here does I/O.
+
+pub mod checksum;
+pub mod geometry;
+pub mod layout;
+pub mod limits;
+pub mod manifest;

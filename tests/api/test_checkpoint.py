@@ -1,0 +1,268 @@
+"""Looking into a checkpoint: names, structure, metadata, single tensors and parts of them."""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import enum
+
+import numpy as np
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import UnsupportedTypeError
+from fastckpt._tensors.slicing import plan
+from harness.same import bits, same
+
+
+@pytest.fixture(params=["uring", "threads", "buffered"])
+def engines(request, monkeypatch):
+    """``ckpt[...]`` and ``slice`` have no ``io=``: the environment chooses."""
+    monkeypatch.setenv("FASTCKPT_IO", request.param)
+
+
+@pytest.fixture
+def path(tmp_path):
+    w = torch.arange(24.0).reshape(2, 3, 4)
+    state = {
+        "w": w,
+        "tied": w,
+        "p": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+        "c": torch.arange(4).to(torch.complex128),
+        "n": np.arange(10, dtype=">i4"),
+        "blob": b"q" * 5000,
+        "size": torch.Size([1, 2]),
+        "list": [1, (None, np.array(5))],
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    fastckpt.save(state, tmp_path / "c", metadata={"step": 7, "when": dt.date(2024, 1, 1), 1: (2.5, None)})
+    return tmp_path / "c"
+
+
+def test_names_and_infos(path):
+    with fastckpt.open(path) as checkpoint:
+        names = ["w", "p", "c", "n", "blob", "list.1.1", "sparse.indices", "sparse.values"]
+        assert checkpoint.keys() == list(checkpoint) == names
+        assert len(checkpoint) == 8
+        assert "w" in checkpoint
+        assert "tied" in checkpoint
+        assert checkpoint.info("tied") is checkpoint.info("w")
+        assert 5 not in checkpoint
+        assert checkpoint.path == str(path)
+        assert str(path) in repr(checkpoint)
+        info = checkpoint.info("w")
+        assert info == fastckpt.TensorInfo(
+            name="w", dtype="float32", shape=(2, 3, 4), bytes=96, shard="model.safetensors", kind="tensor"
+        )
+        seen = {name: (i.dtype, i.shape, i.bytes, i.kind) for name in names for i in [checkpoint.info(name)]}
+    assert seen["p"] == ("bfloat16", (3,), 6, "tensor")
+    assert seen["c"] == ("complex128", (4,), 64, "tensor")
+    assert seen["n"] == (">i4", (10,), 40, "array")
+    assert seen["blob"] == ("uint8", (5000,), 5000, "bytes")
+
+
+def test_metadata(path, tmp_path):
+    with fastckpt.open(path) as checkpoint:
+        assert same(checkpoint.metadata, {"step": 7, "when": dt.date(2024, 1, 1), 1: (2.5, None)})
+        checkpoint.metadata["step"] = 8
+        assert checkpoint.metadata["step"] == 7
+    fastckpt.save(1, tmp_path / "none")
+    assert fastckpt.open(tmp_path / "none").metadata is None
+    fastckpt.save(1, tmp_path / "torch", metadata=[torch.float16, torch.Size([2])])
+    assert fastckpt.open(tmp_path / "torch").metadata == [torch.float16, torch.Size([2])]
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), np.ones(1), b"x" * 5000, torch.eye(2).to_sparse()], ids=type)
+def test_metadata_holds_no_tensors(value, tmp_path):
+    with pytest.raises(
+        UnsupportedTypeError, match=r"save: metadata: cannot store \['x'\].*metadata cannot hold tensors"
+    ):
+        fastckpt.save(1, tmp_path / "c", metadata={"x": value})
+    assert not list(tmp_path.iterdir())
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_structure(path, tmp_path, registry):
+    checkpoint = fastckpt.open(path)
+    structure = checkpoint.structure
+    assert structure["w"] is structure["tied"] is checkpoint.info("w")
+    assert structure["size"] == (1, 2)
+    assert structure["list"] == [1, (None, checkpoint.info("list.1.1"))]
+    assert structure["sparse"].kind == "coo"
+    assert structure["sparse"].parts == (checkpoint.info("sparse.indices"), checkpoint.info("sparse.values"))
+    registry(Colour, lambda c: c.value, Colour, "colour")
+    fastckpt.save({Colour.RED: torch.nn.Linear(1, 1).state_dict()}, tmp_path / "r", metadata=Colour.RED)
+    fastckpt._state.registry._by_name.clear()
+    stranger = fastckpt.open(tmp_path / "r")
+    ((key, value),) = stranger.structure.items()
+    assert (key.kind, key.about, key.parts) == ("type", ("colour",), (1,))
+    assert type(value) is collections.OrderedDict
+    assert stranger.keys()[0].endswith(".weight")
+    with pytest.raises(UnsupportedTypeError, match="colour"):
+        stranger.metadata  # noqa: B018 - the access is the test
+
+
+@pytest.mark.usefixtures("engines")
+def test_one_tensor(path):
+    with fastckpt.open(path) as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.arange(24.0).reshape(2, 3, 4))
+        assert type(checkpoint["p"]) is torch.nn.Parameter
+        assert torch.equal(checkpoint["c"], torch.arange(4).to(torch.complex128))
+        assert checkpoint["n"].dtype == ">i4"
+        assert checkpoint["blob"] == b"q" * 5000
+        assert torch.equal(checkpoint["sparse.values"], torch.ones(2))
+        with pytest.raises(KeyError, match=r"no tensor 'sparse.value'; there are 'sparse.values'"):
+            checkpoint["sparse.value"]
+        with pytest.raises(KeyError):
+            checkpoint.info("nothing")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(None),
+        slice(1, 2),
+        slice(None, None, -1),
+        slice(5, 1),
+        (),
+        ...,
+        (0, 1),
+        (0, 1, 2),
+        (1, ..., 0),
+        (..., -1),
+        (slice(None), 2),
+        (slice(None, None, -1), slice(2, None, -2), slice(1, 4, 2)),
+        (1, slice(0, 0)),
+        np.int64(1),
+    ],
+    ids=repr,
+)
+@pytest.mark.usefixtures("engines")
+def test_slice(path, index):
+    expected = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)[index]
+    with fastckpt.open(path) as checkpoint:
+        part = checkpoint.slice("w", index)
+    assert isinstance(part, torch.Tensor)
+    assert part.is_contiguous()
+    assert tuple(part.shape) == expected.shape
+    assert part.numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.usefixtures("engines")
+def test_slice_of_other_kinds(path):
+    with fastckpt.open(path) as checkpoint:
+        assert (checkpoint.slice("n", slice(-3, None)) == [7, 8, 9]).all()
+        assert checkpoint.slice("n", 3).shape == ()
+        assert checkpoint.slice("c", slice(2, 0, -1)).tolist() == [2, 1]
+        assert bits(checkpoint.slice("p", slice(1, 3))) == bits(torch.ones(2, dtype=torch.bfloat16))
+        assert checkpoint.slice("blob", slice(0, 3)).tobytes() == b"qqq"
+        assert checkpoint.slice("list.1.1", ()) == 5
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (2, IndexError),
+        ((0, 0, 0, 0), IndexError),
+        ((..., ...), IndexError),
+        ((0, 0, -5), IndexError),
+        (None, TypeError),
+        (True, TypeError),
+        ([0, 1], TypeError),
+        ("0", TypeError),
+        (1.0, TypeError),
+        (slice(None, None, 0), ValueError),
+        (np.array([True, False]), TypeError),
+    ],
+    ids=repr,
+)
+def test_bad_index(path, index, error):
+    with fastckpt.open(path) as checkpoint, pytest.raises(error):
+        checkpoint.slice("w", index)
+
+
+def test_slice_reads_only_its_rows():
+    def bytes_read(shape, index, itemsize=4):
+        return sum(stop - start for start, stop in plan(shape, itemsize, index)[0])
+
+    assert bytes_read((1000, 1000), slice(10, 20)) == 10 * 4000
+    assert bytes_read((1000, 1000), (5, slice(3, 7))) == 16
+    assert bytes_read((10, 10, 10), (1, 2, 3)) == 4
+    assert bytes_read((1000, 100_000), slice(None, None, 500)) == 2 * 400_000
+    assert bytes_read((1000, 10), slice(None, None, 500)) == 501 * 40
+    assert bytes_read((1000, 10), slice(7, 7)) == 0
+    assert plan((1000, 1000), 4, slice(10, 20))[0] == [(40_000, 80_000)]
+
+
+@pytest.mark.usefixtures("engines")
+def test_slice_of_a_large_tensor(tmp_path):
+    w = torch.arange(3_000_000).reshape(3000, 1000)
+    big = torch.arange(20 * 40_000).reshape(20, 40_000)
+    fastckpt.save({"w": w, "big": big}, tmp_path / "c", shard_size=1)
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert torch.equal(checkpoint.slice("w", slice(1500, 1503)), w[1500:1503])
+        assert torch.equal(checkpoint.slice("w", (slice(2999, None), 5)), w[2999:, 5])
+        assert torch.equal(checkpoint.slice("big", slice(19, 2, -7)), big[[19, 12, 5]])
+
+
+def test_every_name_of_a_tied_tensor_finds_it(tmp_path):
+    w, b = torch.arange(3.0), torch.ones(2)
+    state = {
+        "model": {"embed": w, ("t", 1): [b, {2**60: w}], "é\ud800": w, "a.b": b, "a": {"b": w}},
+        "": w,
+        frozenset({1}): {"x": w},
+    }
+    fastckpt.save(state, tmp_path / "c")
+    names = {"model.('t', 1).1.1152921504606846976": w, "model.é?": w, "model.a.b": b, "": w}
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.keys() == list(checkpoint) == ["model.embed", "model.('t', 1).0"]
+        for name, tensor in names.items():
+            assert name in checkpoint
+            assert torch.equal(checkpoint[name], tensor)
+            assert torch.equal(checkpoint.slice(name, slice(1, None)), tensor[1:])
+            assert checkpoint.info(name).name in checkpoint.keys()  # noqa: SIM118 - the listed ones
+        assert "frozenset.x" not in checkpoint
+
+
+def test_closed(path):
+    checkpoint = fastckpt.open(path)
+    checkpoint.close()
+    checkpoint.close()
+    assert checkpoint.keys()
+    assert checkpoint.info("w").shape == (2, 3, 4)
+    assert checkpoint.structure["w"] is checkpoint.info("w")
+    assert checkpoint.metadata["step"] == 7
+    for use in (
+        lambda: checkpoint["w"],
+        lambda: checkpoint.slice("w", 0),
+        checkpoint.__enter__,
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_open_of_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        fastckpt.open(tmp_path / "nothing")
+
+
+def test_verify(path):
+    report = fastckpt.verify(path)
+    assert report.ok
+    assert str(report).endswith("no damage")
+    shard = path / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    at = data.index(b"q" * 5000) + 100
+    data[at] ^= 255
+    shard.write_bytes(data)
+    report = fastckpt.verify(path, threads=1)
+    assert not report.ok
+    assert {damage.tensor for damage in report.damage} == {"blob"}
+    assert all(d.file == "model.safetensors" and d.offset <= at < d.offset + d.length for d in report.damage)
+    assert "blob" in str(report)

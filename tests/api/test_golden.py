@@ -1,0 +1,69 @@
+"""A reader of version 1 opens every version-1 checkpoint, for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import pytest
+import torch
+
+import fastckpt
+from harness.same import same
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+
+
+def golden():
+    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-sharded"])
+def test_golden_checkpoint_is_read_bit_for_bit(name, engine):
+    state = fastckpt.load(DATA / name, io=engine)
+    assert same(state, golden().state())
+    assert state["model"]["weight"].data_ptr() == state["model"]["head"].data_ptr()
+
+
+@pytest.mark.usefixtures("registry")
+def test_golden_types_are_read_bit_for_bit(engine):
+    module = golden()
+    module.register()
+    loaded, expected = fastckpt.load(DATA / "v1-types", io=engine), module.types()
+    for name in ("per tensor", "per channel"):
+        found, wanted = loaded.pop(name), expected.pop(name)
+        assert (found.dtype, found.qscheme()) == (wanted.dtype, wanted.qscheme())
+        assert torch.equal(found.int_repr(), wanted.int_repr())
+        assert torch.equal(found.dequantize(), wanted.dequantize())
+    found, wanted = loaded.pop("position"), expected.pop("position")
+    assert found.epoch == wanted.epoch
+    assert torch.equal(found.weight, wanted.weight)
+    assert same(loaded, expected)
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types"])
+def test_golden_checkpoint_verifies(name):
+    assert fastckpt.verify(DATA / name).ok
+    assert fastckpt.open(DATA / name).metadata == golden().METADATA
+
+
+def test_golden_checkpoints_hold_one_shard_and_several():
+    assert [p.name for p in (DATA / "v1").glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list((DATA / "v1-sharded").glob("model-*-of-*.safetensors"))) > 1
+    assert (DATA / "v1-sharded" / "model.safetensors.index.json").exists()
+
+
+def test_golden_checkpoints_hold_every_kind_of_token():
+    import json
+
+    tokens = [
+        token for name in ("v1", "v1-types") for token in json.loads(fastckpt.open(DATA / name)._reader.structure())
+    ]
+    found = {token[0] for token in tokens if isinstance(token, list)}
+    documented = (DATA.parents[1] / "docs" / "format.md").read_text(encoding="utf-8").split("## 4. Structure")[1]
+    wanted = {line.split('["')[1].split('"')[0] for line in documented.splitlines() if line.startswith('| `["')}
+    assert {"dict", "tensor", "coo", "float"} <= wanted
+    assert found >= wanted

@@ -1,0 +1,129 @@
+"""What importing costs, and what it does not bring."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import fastckpt
+
+
+def child(code, *options):
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
+
+
+def test_import_time():
+    """Under 100 ms, most of it numpy's own; where the machine is too slow for that, in proportion to numpy's."""
+    code = (
+        "from time import process_time as t; a = t(); import numpy; b = t(); import fastckpt; c = t(); "
+        "print(b - a, c - b)"
+    )
+    tries = [tuple(map(float, child(code).split())) for _ in range(7)]
+    whole = min(numpy + ours for numpy, ours in tries)
+    added = min(ours for _, ours in tries)
+    theirs = min(numpy for numpy, _ in tries)
+    assert whole < 0.100 or added < 0.6 * theirs, (whole, added, theirs)
+
+
+def test_import_brings_nothing_heavy():
+    heavy = ["torch", "tqdm", "hashlib", "zoneinfo", "difflib", "ml_dtypes", "safetensors", "transformers", "asyncio"]
+    code = (
+        "import sys, json, numpy; before = set(sys.modules); import fastckpt; "
+        f"print(json.dumps([m for m in {heavy} if m in set(sys.modules) - before]))"
+    )
+    assert json.loads(child(code)) == []
+
+
+def test_numpy_states_never_import_torch(tmp_path):
+    code = f"""
+import sys, datetime, numpy, fastckpt
+path = {str(tmp_path / "c")!r}
+state = {{"n": numpy.arange(5.0), "t": numpy.ones((3, 2)).T, "x": [1, {{2: datetime.date(2020, 1, 1)}}]}}
+state["b"] = b"x" * 5000
+fastckpt.save(state, path, metadata={{"step": 1}})
+assert (fastckpt.load(path)["n"] == state["n"]).all()
+fastckpt.load(path, into=state)
+fastckpt.load(path, keys="n")
+fastckpt.verify(path)
+with fastckpt.open(path) as checkpoint:
+    checkpoint.metadata, checkpoint.structure, checkpoint["n"], checkpoint.slice("t", 0)
+try:
+    fastckpt.save(object(), path)
+except fastckpt.UnsupportedTypeError:
+    pass
+assert "torch" not in sys.modules
+"""
+    child(code, "-W", "error")
+
+
+def test_public_names():
+    assert sorted(fastckpt.__all__) == sorted(
+        [
+            *(
+                "save",
+                "set_target",
+                *("save_async", "PendingSave", "SaveProgress", "guard", "Guard", "drain", "release_buffers"),
+                "load",
+                "open",
+                "verify",
+                "register_type",
+                "Checkpoint",
+                "Composed",
+                "TensorInfo",
+                "exceptions",
+                "__version__",
+            ),
+            *("SaveReport", "LoadReport", "VerifyReport", "Damage", "CheckpointError", "CorruptCheckpointError"),
+            *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError", "ReplacedCheckpointError"),
+            *("plan", "Plan", "doctor", "Diagnosis", "Finding"),
+        ]
+    )
+    assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
+    assert all(getattr(fastckpt, name).__doc__ for name in fastckpt.__all__ if name != "__version__")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
+
+
+def test_debug_build_warns_once():
+    code = """
+import sys, types, warnings
+real = __import__("fastckpt._core")._core
+for name in [m for m in sys.modules if m.startswith("fastckpt")]:
+    del sys.modules[name]
+fake = types.ModuleType("fastckpt._core")
+fake.__dict__.update({k: v for k, v in vars(real).items() if not k.startswith("__")}, DEBUG_BUILD=True, __version__="0")
+sys.modules["fastckpt._core"] = fake
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fastckpt
+print(len(caught), [str(w.message)[:60] for w in caught], caught[0].category.__name__ if caught else "")
+"""
+    shown = child(code)
+    assert shown.startswith("1 ")
+    assert "fastckpt's compiled core is a debug build" in shown
+    assert "RuntimeWarning" in shown
+    assert child("import os; os.environ['FASTCKPT_ALLOW_DEBUG'] = '1'" + code).startswith("0 ")
+
+
+def test_doctests():
+    import doctest
+
+    from fastckpt._api import checkpoint as _checkpoint
+    from fastckpt._state import registry as _registry
+
+    for module in (_checkpoint, _registry):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
+
+
+def test_the_installed_distribution_brings_numpy_and_tqdm_alone():
+    import re
+    from importlib import metadata
+
+    needed = [line for line in metadata.requires("fastckpt-io") if "extra ==" not in line]
+    assert sorted(re.match(r"[\w-]+", line)[0] for line in needed) == ["numpy", "tqdm"]

@@ -1,0 +1,191 @@
+"""``load(mmap=True)``: tensors are pages of the files, checked and not copied."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from harness import needs
+from harness.same import same
+
+MIB = 1 << 20
+
+
+def state(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "w": torch.from_numpy(rng.integers(0, 256, 3 * MIB, np.uint8)).view(torch.bfloat16),
+        "tied": {},
+        "n": rng.standard_normal((100, 7)),
+        "words": np.array(["some", "words"]),
+        "blob": rng.bytes(5000),
+        "array": bytearray(rng.bytes(11)),
+        "empty": torch.empty(0, 3),
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def saved(tmp_path):
+    first = state()
+    first["tied"] = first["w"]
+    fastckpt.save(first, tmp_path / "c")
+    return tmp_path / "c", first
+
+
+def mappings(path):
+    """The address ranges at which this process maps files inside ``path``, also those deleted since."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    found = [line.split() for line in lines if f"{path}{os.sep}" in line]
+    return [tuple(int(end, 16) for end in words[0].split("-")) for words in found]
+
+
+def lies_in(path, address):
+    return any(first <= address < end for first, end in mappings(path))
+
+
+def last_report(caplog):
+    return caplog.records[-1].args[0]
+
+
+def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved, caplog):
+    path, wanted = saved
+    caplog.set_level("INFO", "fastckpt")
+    loaded = fastckpt.load(path, mmap=True)
+    assert same(loaded, wanted)
+    assert loaded["tied"] is loaded["w"]
+    assert lies_in(path, loaded["w"].data_ptr())
+    assert lies_in(path, loaded["n"].ctypes.data)
+    report = last_report(caplog)
+    assert (set(report.ways), report.copied, report.engine) == ({"buffered: mapped"}, 0, "buffered")
+    assert report.bytes == sum(info.bytes for info in map(fastckpt.open(path).info, fastckpt.open(path).keys()))
+    # One tensor alone keeps its shard mapped, and the last one takes the mapping with it.
+    kept = loaded["n"][3]
+    del loaded
+    gc.collect()
+    assert mappings(path)
+    assert np.array_equal(kept, wanted["n"][3])
+    del kept
+    gc.collect()
+    assert not mappings(path)
+
+
+def test_writes_stay_in_memory(saved):
+    path, wanted = saved
+    loaded = fastckpt.load(path, mmap=True)
+    loaded["w"].fill_(1)
+    loaded["n"] += 1
+    loaded["array"][0] ^= 1
+    assert fastckpt.verify(path).ok
+    assert same(fastckpt.load(path, mmap=True), wanted)
+    assert same(fastckpt.load(path), wanted)
+
+
+def test_a_checkpoint_that_is_replaced_stays_what_it_was(saved):
+    path, wanted = saved
+    loaded = fastckpt.load(path, mmap=True, verify=False)
+    fastckpt.save(state(seed=1), path)
+    assert same(loaded, wanted)
+    # And what is mapped can be saved over what it is mapped from.
+    fastckpt.save(loaded, path)
+    assert same(fastckpt.load(path), wanted)
+    assert same(loaded, wanted)
+
+
+def test_every_byte_is_checked_unless_that_is_refused(saved):
+    path, _ = saved
+    shard = path / "model.safetensors"
+    whole = shard.read_bytes()
+    info = fastckpt.open(path).info("n")
+    for place in (len(whole) - 1, len(whole) // 2, 20):
+        shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors`: (bytes \d+ to \d+|header)"):
+            fastckpt.load(path, mmap=True)
+        assert tuple(fastckpt.load(path, mmap=True, verify=False)["n"].shape) == info.shape
+    shard.write_bytes(whole[:-4096])
+    for verify in (True, False):
+        with pytest.raises(CorruptCheckpointError, match="written were"):
+            fastckpt.load(path, mmap=True, verify=verify)
+
+
+def test_without_a_check_nothing_is_read_until_it_is_touched(tmp_path, caplog):
+    wanted = {"w": np.random.default_rng(0).integers(0, 256, 64 * MIB, np.uint8)}
+    fastckpt.save(wanted, tmp_path / "c")
+    with (tmp_path / "c" / "model.safetensors").open("rb") as shard:
+        os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    caplog.set_level("INFO", "fastckpt")
+
+    def read():
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+    before = read()
+    loaded = fastckpt.load(tmp_path / "c", mmap=True, verify=False)
+    assert read() - before < 4 * MIB
+    assert (last_report(caplog).bytes, last_report(caplog).ways) == (0, {})
+    assert same(loaded, wanted)
+    if read() == before:
+        needs.missing("a temporary directory on a disk")
+    assert read() - before >= 64 * MIB
+
+
+def test_only_the_shards_of_what_is_wanted_are_mapped(tmp_path):
+    wanted = {f"w{i}": np.full(MIB, i, np.uint8) for i in range(4)}
+    fastckpt.save(wanted, tmp_path / "c", shard_size=MIB)
+    loaded = fastckpt.load(tmp_path / "c", keys="w2", mmap=True)
+    assert same(loaded, {"w2": wanted["w2"]})
+    (first, end), *more = mappings(tmp_path / "c")
+    assert not more
+    assert MIB < end - first < 2 * MIB
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_frameworks(saved, framework):
+    path, wanted = saved
+    keys = ["n"] if framework == "torch" else ["n", "blob"]
+    loaded = fastckpt.load(path, mmap=True, framework=framework, keys=keys)
+    assert np.array_equal(np.asarray(loaded["n"]), wanted["n"])
+    assert isinstance(loaded["n"], torch.Tensor if framework == "torch" else np.ndarray)
+
+
+def test_what_does_not_go_with_it_is_refused(saved):
+    path, wanted = saved
+    for options in ({"into": wanted}, {"device": "meta"}):
+        with pytest.raises(ValueError, match="load: mmap is for new tensors in host memory"):
+            fastckpt.load(path, mmap=True, **options)
+    for io in ("uring", "threads", "direct"):
+        with pytest.raises(ValueError, match=f"mmap goes through the page cache.*'{io}'"):
+            fastckpt.load(path, mmap=True, io=io)
+    assert same(fastckpt.load(path, mmap=True, io="buffered"), wanted)
+
+
+def test_an_interrupt_ends_it(saved):
+    path, _ = saved
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    reader = fastckpt._core.Reader(str(path))
+    with pytest.raises(KeyboardInterrupt):
+        reader.check(reader.map([0]), [0], threads=None, tick=stop)
+    gc.collect()
+    assert not mappings(path)
+
+
+def test_what_cannot_be_made_is_told_before_anything_is_read(saved, monkeypatch):
+    path, _ = saved
+
+    def read(*_, **__):
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(fastckpt._tensors.torch, "dtype_of", lambda *_: None)
+    monkeypatch.setattr(fastckpt._api.load, "ticker", read)
+    with pytest.raises(UnsupportedTypeError, match="'w' is of dtype bfloat16, which this version of torch"):
+        fastckpt.load(path, mmap=True)

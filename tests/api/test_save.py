@@ -1,0 +1,241 @@
+"""Reports, logging, arguments and what may be overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import SaveReport
+
+
+def names_in(directory):
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def test_report(tmp_path, engine, caplog):
+    with caplog.at_level(logging.INFO, "fastckpt"):
+        report = fastckpt.save({"w": torch.ones(1000), "n": [np.ones(5)]}, tmp_path / "c", io=engine, threads=1)
+    assert isinstance(report, SaveReport)
+    assert (report.bytes, report.tensors, report.shards, report.threads) == (4040, 2, 1, 1)
+    assert report.engine == engine or report.fallback
+    assert report.path == str(tmp_path / "c")
+    assert list(report.phases) == ["plan", "write", "fsync", "commit"]
+    assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.2, abs=0.005)
+    assert report.gigabytes_per_second == report.bytes / report.seconds / 1e9
+    assert set(report.blocks) == {"direct", "staged", "buffered"}
+    assert str(report).startswith("saved 4.04 kB in ")
+    assert str(report) in caplog.messages
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.bytes = 1
+
+
+def test_load_and_verify_are_logged(tmp_path, caplog):
+    fastckpt.save([torch.ones(3)], tmp_path / "c")
+    with caplog.at_level(logging.INFO, "fastckpt"):
+        fastckpt.load(tmp_path / "c")
+        fastckpt.verify(tmp_path / "c")
+    assert [m.split()[0] for m in caplog.messages if str(tmp_path) in m and m[0] in "lv"] == ["loaded", "verified"]
+
+
+def test_fallback_is_a_warning_once(monkeypatch, tmp_path, caplog):
+    from fastckpt import _core
+    from fastckpt._api import outcome as _outcome
+
+    core = _core.save
+    reason = "io_uring is blocked (for a test)"
+    monkeypatch.setattr(_core, "save", lambda *a, **k: {**core(*a, **k), "engine": "threads", "fallback": reason})
+    monkeypatch.setattr(_outcome, "_told", set())
+    for _ in range(3):
+        report = fastckpt.save(1, tmp_path / "c")
+        assert reason in str(report)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert reason in warnings[0].getMessage()
+
+
+def test_silent_without_configured_logging(tmp_path):
+    code = f"import fastckpt; fastckpt.save([1], {str(tmp_path / 'c')!r}, io='buffered')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
+    assert done.stdout == done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "save: threads must be None or an int from 1 to 1024, not 0"),
+        ({"threads": 1025}, "threads must be"),
+        ({"shard_size": 2**63}, "shard_size must be"),
+        ({"threads": True}, "threads must be"),
+        ({"threads": 1.5}, "threads must be"),
+        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
+        ({"io": None}, "io must be"),
+        ({"shard_size": 0}, "save: shard_size must be an int of bytes, from 1 to"),
+        ({"shard_size": 1e9}, "shard_size must be"),
+    ],
+)
+def test_arguments_are_checked_first(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fastckpt.save([object()], tmp_path / "c", **options)
+    assert not list(tmp_path.iterdir())
+
+
+URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@b/x", "file:///tmp/x", "S3:/bucket/x"]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("as_path", [str, pathlib.Path, os.fsencode])
+def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
+    """Not even where somebody's makedirs() has made the directory ``s3:``: nobody would look for it there."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path(url).parent.mkdir(parents=True)
+    given = as_path(url)
+    for name, call in {
+        "save": lambda: fastckpt.save({}, given),
+        "save_async": lambda: fastckpt.save_async({}, given),
+        "load": lambda: fastckpt.load(given),
+        "open": lambda: fastckpt.open(given),
+        "verify": lambda: fastckpt.verify(given),
+        "doctor": lambda: fastckpt.doctor(given),
+        "plan": lambda: fastckpt.plan(checkpoint=given, gpus=8),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}: '{url.partition(':')[0]}:/.*' is a URL"):
+            call()
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info URL",
+        "ls URL",
+        "verify URL",
+        "convert URL x",
+        "convert x URL",
+        "plan --checkpoint URL",
+        "bench URL",
+        "doctor URL",
+    ],
+)
+def test_a_url_is_no_path_on_the_command_line(command, tmp_path, monkeypatch, capsys):
+    from fastckpt._tools import cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    assert cli.main(command.replace("URL", "s3://bucket/x").split()) == 2
+    assert "is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["step:1", "a/s3:/x", "./s3:/x", "x:/y", "1:/2"])
+def test_a_path_with_a_colon_is_no_url(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    fastckpt.save({"n": 1}, path)
+    assert fastckpt.load(tmp_path / path) == {"n": 1}
+
+
+@pytest.mark.parametrize("path", [3, None, ["x"]])
+def test_path_types(path):
+    with pytest.raises(TypeError, match=r"save: path must be a str, bytes or os\.PathLike"):
+        fastckpt.save(1, path)
+
+
+def test_paths_of_every_sort(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("rel", b"raw", pathlib.Path("p"), str(tmp_path / "absolute"), "./sub/../dotted"):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        report = fastckpt.save({"x": 1}, path)
+        assert pathlib.Path(report.path).is_absolute()
+        assert fastckpt.load(path) == {"x": 1}
+    with pytest.raises(ValueError, match="path is empty"):
+        fastckpt.save(1, "")
+    with pytest.raises(ValueError, match="null"):
+        fastckpt.save(1, "a\0b")
+    with pytest.raises(FileNotFoundError):
+        fastckpt.save(1, tmp_path / "no" / "parent")
+
+
+def test_options_are_keywords(tmp_path):
+    with pytest.raises(TypeError, match="positional"):
+        fastckpt.save(1, tmp_path / "c", False)
+    with pytest.raises(TypeError, match="positional"):
+        fastckpt.load(tmp_path / "c", None)
+
+
+def test_overwrite(tmp_path, engine):
+    path = tmp_path / "c"
+    fastckpt.save({"v": 1, "w": torch.zeros(5000)}, path, io=engine)
+    (path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError):
+        fastckpt.save({"v": 2}, path, overwrite=False, io=engine)
+    assert fastckpt.load(path)["v"] == 1
+    fastckpt.save({"v": 3}, path, io=engine)
+    assert fastckpt.load(path) == {"v": 3}
+    assert names_in(tmp_path) == ["c"]
+    assert (path / "config.json").read_text() == "{}"
+
+
+def test_never_overwrites_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for name, inside in (("weights", "model.safetensors"), ("nested", "chapter/thesis.tex")):
+        (tmp_path / name / inside).parent.mkdir(parents=True)
+        (tmp_path / name / inside).write_text("mine")
+    for name in ("file", "weights", "nested"):
+        with pytest.raises(FileExistsError):
+            fastckpt.save(1, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "weights" / "model.safetensors").read_text() == "mine"
+    assert (tmp_path / "nested" / "chapter" / "thesis.tex").read_text() == "mine"
+    assert names_in(tmp_path) == ["file", "nested", "weights"]
+
+
+def test_shard_size(tmp_path):
+    state = {f"w{i}": torch.full((1000,), float(i)) for i in range(10)}
+    report = fastckpt.save(state, tmp_path / "c", shard_size=8000)
+    assert report.shards == len(list((tmp_path / "c").glob("*.safetensors"))) >= 5
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert list(loaded) == list(state)
+
+
+def test_progress(tmp_path, capsys):
+    state = {"w": torch.ones(1 << 22)}
+    fastckpt.save(state, tmp_path / "c", progress=True)
+    fastckpt.load(tmp_path / "c", progress=True)
+    fastckpt.verify(tmp_path / "c", progress=True)
+    shown = capsys.readouterr().err
+    assert all(label in shown for label in ("save", "load", "verify"))
+    assert "16.8M" in shown
+
+
+def test_error_while_filling_stops_the_save(monkeypatch, tmp_path, engine):
+    from fastckpt._tensors import memory as _memory
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(_memory, "copy_out", fail)
+    fastckpt.save({"v": 1}, tmp_path / "c", io=engine)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        fastckpt.save({"w": torch.ones(3000, 1000).t()}, tmp_path / "c", io=engine)
+    assert fastckpt.load(tmp_path / "c") == {"v": 1}
+    assert names_in(tmp_path) == ["c"]
+
+
+def test_the_state_is_not_changed(tmp_path):
+    w = torch.randn(4, 3, requires_grad=True)
+    state = {"w": w, "t": w.t(), "n": np.arange(4)}
+    version = w._version
+    fastckpt.save(state, tmp_path / "c")
+    assert list(state) == ["w", "t", "n"]
+    assert w._version == version
+    assert w.grad_fn is None
+    assert state["t"].grad_fn is not None

@@ -1,0 +1,92 @@
+"""What a type checker of the user's sees: a program of theirs under ``mypy --strict``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# ``--strict`` warns of an ignore that ignores nothing: each must stand for the error that it names.
+PROGRAM = """
+import asyncio
+import os
+import pathlib
+
+import fastckpt
+
+
+def paths(text: str, raw: bytes, path: pathlib.Path, entry: os.DirEntry[bytes]) -> None:
+    fastckpt.save({}, text)
+    fastckpt.save({}, raw)
+    fastckpt.save_async({}, raw)
+    fastckpt.load(raw)
+    fastckpt.verify(raw)
+    fastckpt.doctor(raw)
+    fastckpt.plan(checkpoint=raw, gpus=8, tier="light")
+    fastckpt.open(path)
+    fastckpt.open(entry)
+    fastckpt.open(7)  # type: ignore[arg-type]
+
+
+def context(path: str, optimizer: object) -> None:
+    with fastckpt.open(path) as checkpoint:
+        reveal_type(checkpoint)
+        checkpoint.nonsense()  # type: ignore[attr-defined]
+    with fastckpt.guard(optimizer) as guard:
+        reveal_type(guard)
+        guard.nonsense()  # type: ignore[attr-defined]
+
+
+def choices(path: str) -> None:
+    fastckpt.load(path, framework="numpy", io="uring")
+    fastckpt.load(path, framework="jax")  # type: ignore[arg-type]
+    fastckpt.load(path, io="fast")  # type: ignore[arg-type]
+    fastckpt.save({}, path, io="buffered")
+    fastckpt.save({}, path, io="mmap")  # type: ignore[arg-type]
+    fastckpt.save_async({}, path, io="mmap")  # type: ignore[arg-type]
+    fastckpt.verify(path, io="mmap")  # type: ignore[arg-type]
+
+
+def reports(path: str) -> float:
+    pending: fastckpt.PendingSave = fastckpt.save_async({}, path)
+    report: fastckpt.SaveReport = pending.result()
+    return report.seconds
+
+
+async def awaited(path: str) -> int:
+    report = await fastckpt.save_async({}, path)
+    reveal_type(report)
+    return report.bytes
+
+
+asyncio.run(awaited("c"))
+"""
+
+
+# What others annotate is not under test here, and takes minutes.
+CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("numpy", "torch"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.10", "3.11"])
+def test_a_program_under_mypy_strict(tmp_path, version):
+    """Python 3.10 has no ``typing.Self``: what is imported from where it is not becomes Any without a word."""
+    program = tmp_path / "user.py"
+    program.write_text(PROGRAM)
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=mypy.ini", f"--python-version={version}", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=tmp_path,
+        check=False,
+    )
+    revealed = [line.partition("Revealed type is ")[2] for line in found.stdout.splitlines() if "Revealed" in line]
+    assert (found.returncode, found.stderr) == (0, ""), found.stdout
+    assert [text.strip('"') for text in revealed] == [
+        "fastckpt._api.checkpoint.Checkpoint",
+        "fastckpt._background.guard.Guard",
+        "fastckpt._api.reports.SaveReport",
+    ]

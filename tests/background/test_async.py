@@ -1,0 +1,820 @@
+"""Asynchronous saves: what the caller may do meanwhile, what becomes of failures, and how the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import gc
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _core
+from fastckpt._api import in_flight as _flight
+from fastckpt._background import arenas as _arenas
+from fastckpt._background import save_async as _async
+from harness.states import numbered, same, which
+
+SLOW = 2_000_000  # bytes a second: a megabyte takes half a second
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    for flight in _flight.in_flight():
+        flight.landed.wait(60)
+    left = _flight.unasked()
+    _flight._unasked.clear()
+    fastckpt.release_buffers()
+    assert not left
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """A parent that goes between the call, which looks at it, and the save in the background."""
+    monkeypatch.setattr(_core, "check_target", lambda *_: None)
+
+
+def entries(directory):
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def test_what_was_there_at_the_call_is_saved(tmp_path):
+    for lazy in (False, True):
+        state = numbered(3)
+        note = ["before"]
+        state["note"] = note
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=lazy, bandwidth_limit=SLOW, metadata={"step": 3})
+        # numpy arrays are copied at the call either way.
+        for array in state["model"].values():
+            if isinstance(array, np.ndarray):
+                array.view(np.uint8)[...] = 0
+        note[0] = "after"
+        state["step"] = 4
+        assert not pending.done()
+        report = pending.result(60)
+        loaded = fastckpt.load(tmp_path / "c")
+        assert loaded.pop("note") == ["before"]
+        expected = numbered(3)
+        assert all(same(loaded[key], expected[key]) for key in expected if key != "note")
+        assert fastckpt.verify(tmp_path / "c").ok
+        assert fastckpt.open(tmp_path / "c").metadata == {"step": 3}
+        assert report.staged == report.bytes
+        assert list(report.phases) == ["wait", "stage", "plan", "write", "fsync", "commit"]
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
+        assert 0 < report.staging <= report.stall < report.seconds
+
+
+def test_torch_states_come_back_whole(tmp_path):
+    import torch
+    from same import same as same_state
+
+    base = torch.arange(1 << 19, dtype=torch.float32)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "large": base,
+        "tied": base,
+        "strided": base.view(512, 1024).t(),
+        "view": base[5:100],
+        "conj": torch.randn(70, 50, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(5).to_sparse(),
+        "half": torch.randn(1000).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3.0),
+        "parameter": torch.nn.Parameter(torch.randn(7)),
+        "array": np.arange(10)[::2],
+        "bytes": b"x" * 100_000,
+        "more": bytearray(b"y" * 100_000),
+    }
+    fastckpt.save(state, tmp_path / "sync")
+    for lazy in (False, True):
+        fastckpt.save_async(state, tmp_path / "async", lazy=lazy).result(60)
+        loaded = fastckpt.load(tmp_path / "async")
+        assert same_state(loaded, fastckpt.load(tmp_path / "sync"))
+        assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
+    # What is tied is copied once.
+    alone = fastckpt.save_async({"a": base, "b": base}, tmp_path / "tied").result(60)
+    assert alone.staged == base.nbytes
+
+
+def test_the_handle_tells_how_far_it_is(tmp_path):
+    pending = fastckpt.save_async(numbered(1), tmp_path / "c", bandwidth_limit=SLOW)
+    assert (pending.path, pending.done(), pending.cancelled()) == (str(tmp_path / "c"), False, False)
+    assert "writing" in repr(pending)
+    first = pending.progress()
+    assert first.phase == "writing"
+    assert first.staged == first.total > 1 << 20
+    pending.wait_staged(0)
+    with pytest.raises(concurrent.futures.TimeoutError, match=r"not done after 0\.01 s"):
+        pending.result(0.01)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        pending.exception(0)
+    assert pending.exception() is None
+    last = pending.progress()
+    assert (last.phase, last.written, last.staged) == ("done", last.total, last.total)
+    assert pending.done()
+    assert pending.result() is pending.result()
+    assert not pending.cancel(), "too late"
+    assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+def test_callbacks_run_once_each_whenever_they_are_added(tmp_path, caplog):
+    seen = []
+    pending = fastckpt.save_async(numbered(1), tmp_path / "c", bandwidth_limit=SLOW)
+
+    def broken(_):
+        raise RuntimeError("in a callback")
+
+    pending.add_done_callback(broken)
+    pending.add_done_callback(lambda done: seen.append((done is pending, done.done(), done.result().bytes > 0)))
+    pending.result(60)
+    wait_until(lambda: len(seen) == 1)
+    pending.add_done_callback(lambda done: seen.append((done is pending, done.done(), True)))
+    assert seen == [(True, True, True)] * 2
+    wait_until(lambda: "in a callback" in caplog.text)
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_can_be_awaited(tmp_path, late):
+    async def main():
+        pending = fastckpt.save_async(numbered(2), tmp_path / "c", bandwidth_limit=SLOW)
+        beats = 0
+
+        async def beat():
+            nonlocal beats
+            while True:
+                beats += 1
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.create_task(beat())
+        report = await pending
+        beating.cancel()
+        assert beats > 5, "the loop was held"
+        assert (await pending) is report
+        second = fastckpt.save_async(numbered(3), tmp_path / "c", bandwidth_limit=SLOW)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_wait(second), 0.05)
+        assert not second.done(), "who stops waiting does not stop the save"
+        await second
+        broken = fastckpt.save_async(numbered(4), tmp_path / "no" / "parent")
+        with pytest.raises(FileNotFoundError):
+            await broken
+        return report
+
+    async def _wait(pending):
+        return await pending
+
+    assert asyncio.run(main()).bytes > 0
+    assert which(fastckpt.load(tmp_path / "c")) == 3
+
+
+# One after the other.
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(tmp_path):
+    first = fastckpt.save_async(numbered(1), tmp_path / "1", bandwidth_limit=SLOW)
+    began = time.monotonic()
+    second = fastckpt.save_async(numbered(2), tmp_path / "2")
+    waited = time.monotonic() - began
+    assert first.done()
+    assert waited > 0.2
+    report = second.result(60)
+    assert report.stall == pytest.approx(waited, rel=0.1)
+    assert 0.2 < report.phases["wait"] <= report.stall
+    assert first.result().phases["wait"] < 0.1
+
+
+def test_more_can_be_in_flight_but_never_two_to_one_path(tmp_path):
+    first = fastckpt.save_async(numbered(1), tmp_path / "1", bandwidth_limit=SLOW)
+    second = fastckpt.save_async(numbered(2), tmp_path / "2", bandwidth_limit=SLOW, max_in_flight=2)
+    assert not first.done()
+    assert not second.done()
+    again = fastckpt.save_async(numbered(3), tmp_path / "1", max_in_flight=9)
+    assert first.done()
+    again.result(60)
+    second.result(60)
+    assert which(fastckpt.load(tmp_path / "1")) == 3, "the later one"
+    assert which(fastckpt.load(tmp_path / "2")) == 2
+
+
+def test_whichever_ends_first_makes_room(tmp_path):
+    slow = fastckpt.save_async(numbered(1), tmp_path / "1", bandwidth_limit=SLOW)
+    fastckpt.save_async(numbered(2, 4096), tmp_path / "2", max_in_flight=2)
+    third = fastckpt.save_async(numbered(3, 4096), tmp_path / "3", max_in_flight=2)
+    assert not slow.done()
+    third.result(60)
+    slow.result(60)
+    assert _flight._waiting == []
+
+
+def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
+    """Also while its thread has not yet come to run."""
+    real = _async._Job.run
+
+    def late(job):
+        time.sleep(0.2)
+        real(job)
+
+    monkeypatch.setattr(_async._Job, "run", late)
+    first = fastckpt.save_async(numbered(1), tmp_path / "c")
+    second = fastckpt.save_async(numbered(2), tmp_path / "c")
+    assert first.done()
+    fastckpt.drain(60)
+    assert second.done()
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+
+
+def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path):
+    fastckpt.save_async(numbered(1), tmp_path / "c", bandwidth_limit=SLOW)
+    fastckpt.save(numbered(2), tmp_path / "c")
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+    assert fastckpt.save(numbered(2), tmp_path / "c").stall > 0
+
+
+def test_threads_that_save_at_once_share_the_flights(tmp_path):
+    def body(number):
+        for turn in range(5):
+            fastckpt.save_async(numbered(number, 4096), tmp_path / f"{number}-{turn}")
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    fastckpt.drain(60)
+    assert len(entries(tmp_path)) == 30
+    assert all(which(fastckpt.load(tmp_path / name), 4096) == int(name[0]) for name in entries(tmp_path))
+
+
+# Failures.
+
+
+def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, caplog, late):
+    target = tmp_path / "later" / "c"
+    for lazy in (False, True):
+        pending = fastckpt.save_async(numbered(1), target, lazy=lazy)
+        with pytest.raises(FileNotFoundError, match="create it first"):
+            pending.result(60)
+        assert isinstance(pending.exception(), FileNotFoundError)
+        assert pending.progress().phase == "failed"
+        pending.wait_staged(0)
+    wait_until(lambda: [record.levelname for record in caplog.records] == ["ERROR", "ERROR"])
+    target.parent.mkdir()
+    fastckpt.save_async(numbered(1), target).result(60)
+    assert which(fastckpt.load(target)) == 1
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, late):
+    broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
+    broken.landed.wait(60)
+    with pytest.warns(RuntimeWarning, match=r"no/c failed, and nobody has asked"):
+        # The synchronous one may be the last act of a failing program, so it saves first, and only warns.
+        fastckpt.save(numbered(2), tmp_path / "sync")
+    assert which(fastckpt.load(tmp_path / "sync")) == 2
+    with pytest.raises(FileNotFoundError) as caught:
+        fastckpt.save_async(numbered(2), tmp_path / "c")
+    if sys.version_info >= (3, 11):
+        text = "".join(traceback.format_exception(caught.value))
+        assert f"asynchronous save to {broken.path}; this call did nothing" in text
+    assert not (tmp_path / "c").exists()
+    fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+
+
+def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late):
+    fastckpt.drain()
+    slow = fastckpt.save_async(numbered(1), tmp_path / "slow", bandwidth_limit=SLOW)
+    with pytest.raises(concurrent.futures.TimeoutError, match="it goes on"):
+        fastckpt.drain(0.01)
+    fastckpt.drain(60)
+    assert slow.done()
+    fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
+    with pytest.raises(FileNotFoundError):
+        fastckpt.drain()
+    fastckpt.drain()
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
+    with pytest.raises(fastckpt.UnsupportedTypeError, match=r"save_async: cannot store \['x'\]"):
+        fastckpt.save_async({"x": object()}, tmp_path / "c")
+    for wrong in (
+        {"max_in_flight": 0},
+        {"max_in_flight": True},
+        {"nice": -1},
+        {"nice": 20},
+        {"nice": True},
+        {"io_priority": "realtime:0"},
+        {"threads": 0},
+        {"io": "x"},
+        {"shard_size": 0},
+        {"bandwidth_limit": 0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong)).replace("io_priority", "I/O priority")):
+            fastckpt.save_async({}, tmp_path / "c", **wrong)
+    assert entries(tmp_path) == []
+    assert _flight.in_flight() == ()
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    import torch
+
+    state = {"t": torch.arange(12.0).view(3, 4).t()}
+
+    def broken(*_):
+        raise RuntimeError("cannot copy")
+
+    monkeypatch.setattr("fastckpt._tensors.memory.copy_out", broken)
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        fastckpt.save_async(state, tmp_path / "c")
+    assert _flight.in_flight() == ()
+    pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+    pending.wait_staged(60)
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        pending.result(60)
+    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 48)
+    assert entries(tmp_path) == []
+    monkeypatch.undo()
+    fastckpt.save_async(state, tmp_path / "c").result(60)
+
+
+def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch):
+    """Wherever the exception comes from the save goes on or there is none: nothing waits for it for ever."""
+
+    def interrupted(real, *, before):
+        def call(*arguments, **named):
+            if before:
+                raise KeyboardInterrupt
+            real(*arguments, **named)
+            raise KeyboardInterrupt
+
+        return call
+
+    places = [(_flight, "admit"), (_async._Job, "prepare"), (_async._Job, "start"), (_async.threading.Thread, "start")]
+    for place, name in places:
+        for before in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, interrupted(getattr(place, name), before=before))
+                with pytest.raises(KeyboardInterrupt):
+                    fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+            # Another thread, for which nothing below a signal handler is an exception.
+            thread = threading.Thread(target=fastckpt.drain, args=(60,))
+            thread.start()
+            thread.join()
+            assert _flight.in_flight() == ()
+            fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
+            assert entries(tmp_path) == ["c"]
+            assert which(fastckpt.load(tmp_path / "c")) == 2
+            assert len(_arenas._free) == 1
+
+
+def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(_core, "Arena", full)
+    with pytest.raises(OSError, match="no memory"):
+        fastckpt.save_async(numbered(1), tmp_path / "c")
+    assert _flight.in_flight() == ()
+    monkeypatch.undo()
+    fastckpt.save_async(numbered(1), tmp_path / "c").result(60)
+
+
+# Cancelling.
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_cancel_leaves_nothing_behind(tmp_path, lazy):
+    fastckpt.save(numbered(1), tmp_path / "c")
+    pending = fastckpt.save_async(numbered(2), tmp_path / "c", lazy=lazy, bandwidth_limit=SLOW)
+    assert pending.cancel()
+    assert pending.cancel()
+    assert pending.cancelled()
+    assert pending.done()
+    assert entries(tmp_path) == ["c"]
+    assert which(fastckpt.load(tmp_path / "c")) == 1
+    for ask in (pending.result, pending.exception):
+        with pytest.raises(concurrent.futures.CancelledError):
+            ask()
+    pending.wait_staged(0)
+    assert pending.progress().phase == "cancelled"
+    fastckpt.save_async(numbered(3), tmp_path / "c").result(60)  # nobody is told of what was cancelled
+    assert which(fastckpt.load(tmp_path / "c")) == 3
+
+
+def test_cancel_at_any_moment_gives_the_old_or_the_new(tmp_path):
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    fastckpt.save(numbered(0, 1 << 16), tmp_path / "c")
+    now = 0
+    for turn in range(1, 60):
+        pending = fastckpt.save_async(numbered(turn, 1 << 16), tmp_path / "c", lazy=bool(turn % 2))
+        time.sleep(rng.uniform(0, 0.02))
+        cancelled = pending.cancel()
+        outcomes.add(cancelled)
+        now = now if cancelled else turn
+        assert which(fastckpt.load(tmp_path / "c"), 1 << 16) == now
+        assert entries(tmp_path) == ["c"]
+    print(outcomes)
+
+
+# The end of the process.
+
+HEAD = """
+import os, signal, sys, threading, time
+import numpy as np
+import fastckpt
+state = {"w": np.arange(1 << 17)}
+target = sys.argv[1]
+slow = dict(bandwidth_limit=2_000_000)
+
+def late():
+    # As if the parent went between the call, which looks at it, and the save in the background.
+    from fastckpt import _core
+    _core.check_target = lambda *_: None
+"""
+
+ENDINGS = {
+    "falls off the end": ("", 0),
+    "sys.exit": ("sys.exit(7)", 7),
+    "an unhandled exception": ("raise RuntimeError('boom')", 1),
+    "daemon threads": ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", 0),
+    "KeyboardInterrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", -signal.SIGINT),
+}
+
+
+def run(tmp_path, code, *, expected=0):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(code), str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == expected, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_process_ends_after_the_checkpoint_is_durable(tmp_path, ending, lazy):
+    code, status = ENDINGS[ending]
+    run(tmp_path, f"fastckpt.save_async(state, target, lazy={lazy}, **slow)\n{code}", expected=status)
+    assert (fastckpt.load(tmp_path / "c")["w"] == np.arange(1 << 17)).all()
+    assert entries(tmp_path) == ["c"]
+
+
+def test_a_daemon_thread_may_start_it(tmp_path):
+    run(
+        tmp_path,
+        """
+        thread = threading.Thread(target=lambda: fastckpt.save_async(state, target, **slow), daemon=True)
+        thread.start()
+        thread.join()
+        """,
+    )
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_exit_handlers_may_save(tmp_path, before):
+    register = "import atexit; atexit.register(lambda: fastckpt.save_async(state, target, **slow))"
+    use = 'fastckpt.save_async(state, target + "-first")'
+    run(tmp_path, "\n".join([register, use] if before else [use, register]))
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize(("ending", "status"), [("", 0), ("sys.exit(7)", 7), ("raise RuntimeError('boom')", 1)])
+def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, status):
+    done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '/no/c')\n{ending}", expected=status)
+    assert "asynchronous save to " in done.stderr
+    assert "/no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
+    asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '/no/c').exception()")
+    assert "nobody asked" not in asked.stderr
+
+
+BROKEN = """
+import multiprocessing, os, sys, time
+import fastckpt
+from fastckpt._background import save_async as _async
+
+def broken(job):
+    time.sleep(0.2)  # the program is at its end by then
+    raise OSError(5, "the disk is gone")
+
+def save(path):
+    _async._Job._write = broken
+    fastckpt.save_async({"n": 1}, path)
+
+if __name__ == "__main__":
+    method, path = sys.argv[1:]
+    if method == "alone":
+        save(path)
+        sys.exit(0)
+    if method == "fork after a save":
+        fastckpt.save_async({"n": 1}, path).result()
+    child = multiprocessing.get_context(method.split()[0]).Process(target=save, args=(path + "-child",))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["alone", "fork", "fork after a save", "forkserver", "spawn"])
+def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
+    """Without configured logging, and in children, too: those that multiprocessing forks never come to atexit."""
+    program = tmp_path / "program.py"
+    program.write_text(BROKEN)
+    done = subprocess.run(
+        [sys.executable, program, method, tmp_path / "c"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    path = f"{tmp_path}/c" + "-child" * (method != "alone")
+    # By two threads, in any order.
+    reason = "OSError: [Errno 5] the disk is gone"
+    assert sorted(line for line in done.stderr.splitlines() if "asynchronous save" in line) == [
+        f"fastckpt: the asynchronous save to {path} failed, and nobody asked for its result: {reason}",
+        f"the asynchronous save to {path} failed: {reason}",
+    ]
+
+
+LOGGING = {
+    "nothing": ("", True),
+    "silent handlers": ("logging.getLogger().addHandler(logging.NullHandler())", True),
+    "a handler of the root": ("logging.basicConfig(filename=os.devnull)", False),
+    "a handler of ours": ("logging.getLogger('fastckpt').addHandler(logging.FileHandler(os.devnull))", False),
+    "a root that is not asked": (
+        "logging.basicConfig(filename=os.devnull); logging.getLogger('fastckpt').propagate = False",
+        True,
+    ),
+    "no last resort": ("logging.lastResort = None", False),
+    "a level": ("logging.getLogger('fastckpt').setLevel(logging.CRITICAL)", False),
+}
+
+
+@pytest.mark.parametrize("name", LOGGING)
+def test_errors_go_to_stderr_where_no_logging_is_configured(name):
+    configure, heard = LOGGING[name]
+    code = f"""
+import logging, os, fastckpt
+{configure}
+logger = logging.getLogger("fastckpt")
+logger.warning("a warning")
+logger.info("some news")
+logger.error("an error of %s", "ours")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "an error of ours\n" * heard
+
+
+def test_a_forked_child_has_no_saves_in_flight(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        pending = fastckpt.save_async(state, target, **slow)
+        late()
+        failed = fastckpt.save_async(state, target + "/no/c", max_in_flight=2)
+        failed.landed.wait()
+        began = time.monotonic()
+        child = os.fork()
+        if not child:
+            fastckpt.drain()
+            for ask in (pending.result, pending.cancel, pending.wait_staged):
+                try:
+                    ask()
+                except RuntimeError as error:
+                    assert "forked" in str(error)
+                else:
+                    assert ask == pending.wait_staged
+            fastckpt.save_async(state, target + "-child").result(60)
+            assert (fastckpt.load(target + "-child")["w"] == state["w"]).all()
+            fastckpt.release_buffers()
+            if time.monotonic() - began > 0.4:
+                print("slow")
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert not pending.done(), "the child waited"
+        assert failed.exception()
+        """,
+    )
+    assert "nobody asked" not in done.stderr
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
+    run(
+        tmp_path,
+        """
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: fastckpt.save_async(state, target, **slow) and None
+        )
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        """,
+    )
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+# Signal handlers.
+
+
+@pytest.mark.parametrize("inside", ["result()", "wait_staged()", "time.sleep(0.3)", "None"])
+def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
+    """Whatever the main thread is doing, the handler waits for what is in flight, and nothing is locked."""
+    run(
+        tmp_path,
+        f"""
+        def handler(*_):
+            fastckpt.drain(30)
+            assert pending.done()
+            os.write(1, b"drained")
+            os._exit(5)
+        signal.signal(signal.SIGTERM, handler)
+        pending = fastckpt.save_async(state, target, lazy=True, **slow)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        {"pending." if "(" in inside and "sleep" not in inside else ""}{inside}
+        while True:
+            time.sleep(0.01)
+        """,
+        expected=5,
+    )
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
+    """Signals by the hundred into a loop that saves and logs: handlers that drain and save never lock up."""
+    run(
+        tmp_path,
+        """
+        import logging
+        logging.basicConfig(level=logging.DEBUG, filename=os.devnull)
+        turns = 0
+        inside = False
+        def handler(*_):
+            global turns, inside
+            if inside:
+                return
+            inside = True
+            turns += 1
+            fastckpt.drain(30)
+            if turns % 3 == 0:
+                fastckpt.save(state, target + "-handler")
+            inside = False
+        signal.signal(signal.SIGALRM, handler)
+        state = {"w": np.arange(1 << 19)}
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        end = time.monotonic() + 4
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            logging.info("%s", number)
+            pending = fastckpt.save_async(state, target, lazy=bool(number % 2), max_in_flight=1 + number % 3)
+            if number % 5 == 0:
+                pending.result(30)
+            if number % 7 == 0:
+                pending.wait_staged(30)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        fastckpt.drain(30)
+        assert turns > 20, turns
+        """,
+    )
+    assert fastckpt.verify(tmp_path / "c").ok
+    assert fastckpt.verify(tmp_path / "c-handler").ok
+
+
+# Memory, and everything else that may leak.
+
+
+def minor_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def mappings():
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_the_second_save_allocates_nothing(tmp_path):
+    state = {f"w{index}": np.full(1 << 20, index) for index in range(8)}
+    arenas = []
+    real = _core.Arena
+
+    def counted(nbytes):
+        arenas.append(nbytes)
+        return real(nbytes)
+
+    _core.Arena = counted
+    try:
+        for _ in range(2):
+            fastckpt.save_async(state, tmp_path / "c").result(60)
+        before = minor_faults()
+        for _ in range(3):
+            fastckpt.save_async(state, tmp_path / "c")
+        fastckpt.drain(60)
+        faults = (minor_faults() - before) / 3
+    finally:
+        _core.Arena = real
+    assert len(arenas) == 1
+    assert 1.0 <= arenas[0] / (64 << 20) < 1.1, "one copy of the state"
+    # 64 MiB are 16,384 pages, and 32 huge ones.
+    assert faults < 2000, faults
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_release_buffers_frees_them_also_those_in_use(tmp_path):
+    state = {"w": np.ones(8 << 20)}
+    for release_first in (False, True):
+        before = resident()
+        pending = fastckpt.save_async(state, tmp_path / "c", bandwidth_limit=200e6)
+        assert resident() - before > 60 << 20
+        if release_first:
+            fastckpt.release_buffers()
+            pending.result(60)
+        else:
+            pending.result(60)
+            assert resident() - before > 60 << 20
+            fastckpt.release_buffers()
+        wait_until(lambda before=before: resident() - before < 32 << 20)
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+def test_a_larger_state_takes_the_place_of_the_smaller(tmp_path):
+    for millions in (1, 8, 2, 8):
+        fastckpt.save_async({"w": np.ones(millions << 17)}, tmp_path / "c").result(60)
+    from fastckpt._background import arenas as _arenas
+
+    wait_until(lambda: len(_arenas._free) == 1)
+    assert _arenas._free[0].nbytes == 10 << 20, "8 MiB, 64 bytes, and whole huge pages"
+
+
+def test_two_hundred_saves_leak_nothing(tmp_path):
+    """Resident memory flat after the third; no threads, descriptors, mappings or temporary files left."""
+    fastckpt.release_buffers()
+    state = {"w": np.arange(1 << 19), "many": [np.arange(5) for _ in range(200)], "n": list(range(500))}
+    held = []
+    for turn in range(200):
+        pending = fastckpt.save_async(state, tmp_path / f"{turn % 3}", lazy=bool(turn % 2))
+        if turn % 10 == 0:
+            pending.result(60)
+            gc.collect()
+            held.append((resident(), len(list(Path("/proc/self/fd").iterdir())), mappings()))
+    fastckpt.drain(60)
+    wait_until(lambda: not any(thread.name == "fastckpt-save" for thread in threading.enumerate()))
+    sizes, descriptors, maps = zip(*held[1:], strict=True)
+    assert max(sizes) - sizes[0] < 4 << 20, sizes
+    assert max(descriptors) <= descriptors[0], descriptors
+    assert max(maps) - maps[0] < 20, maps
+    assert entries(tmp_path) == ["0", "1", "2"]
+
+
+def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_async.threading.Thread, "start", start)
+    pending = fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+    assert pending.done()
+    assert "the caller does it" in caplog.text
+    report = pending.result()
+    assert report.stall == pytest.approx(report.seconds, rel=0.5)
+    assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+@pytest.mark.parametrize("obstacle", ["parent", "file", "existing"])
+def test_a_bad_path_is_told_at_the_call(tmp_path, obstacle):
+    path = tmp_path / "missing" / "step" if obstacle == "parent" else tmp_path / "step"
+    if obstacle == "file":
+        path.write_text("the only copy")
+    elif obstacle == "existing":
+        fastckpt.save({"a": 1}, path)
+    expected = FileNotFoundError if obstacle == "parent" else FileExistsError
+    with pytest.raises(expected, match=re.escape(str(tmp_path))):
+        fastckpt.save_async({"a": np.zeros(3)}, path, overwrite=obstacle != "existing")
+    fastckpt.save_async({"a": 2}, tmp_path / "other").result()

@@ -1,0 +1,147 @@
+"""The benchmarks run: small, once, as their documentation says; each contender that is missing is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import needs
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _torch():
+    if importlib.util.find_spec("torch") is None:
+        needs.missing("torch")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Run a script once, in ``tmp_path``; return its document and what it printed. Nothing else may be left there."""
+
+    def go(name, *options):
+        out = tmp_path / "out.json"
+        command = [sys.executable, BENCHMARKS / name, "--rounds", "1", "--dir", tmp_path, "--json", out, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in tmp_path.iterdir()} <= {"out.json", "out.svg"}
+        return json.loads(out.read_text()), done.stdout
+
+    return go
+
+
+def test_compare_runs_every_contender(script):
+    document, printed = script("compare.py", "--size", "0.02", "--markdown")
+    (one,) = document["workloads"]
+    expected = {"fastckpt", "raw", "torch", "dcp"}
+    if importlib.util.find_spec("safetensors"):
+        expected.add("safetensors")
+    assert expected <= one["results"].keys(), one["not_run"]
+    for name in expected:
+        operations = {"save", "load"} if name == "raw" else {"save", "load", "into", "hot"}
+        assert one["results"][name].keys() == operations, name
+        for figures in one["results"][name].values():
+            assert len(figures["samples"]) == 1
+            assert figures["gigabytes_per_second"] > 0
+            assert figures["cpu_seconds_per_gigabyte"] >= 0
+    # What is not there is told, with a reason, and what is not known is a dash.
+    assert one["results"].keys() | one["not_run"].keys() >= {"torch_checkpointing", "runai", "tensorizer", "deepspeed"}
+    assert all(one["not_run"].values())
+    assert printed.count("Not run: ") >= (1 if one["not_run"] else 0)
+    assert "| **fastckpt** |" in printed
+
+
+@pytest.mark.parametrize("kind", ["one", "numpy", "optimizer"])
+def test_compare_takes_every_workload(script, kind):
+    document, _ = script("compare.py", "--size", "0.005", "--workload", kind, "--peers", "savez,safetensors")
+    (one,) = document["workloads"]
+    assert {"raw", "fastckpt"} <= one["results"].keys()
+    if kind == "optimizer":
+        assert "flat dict of tensors" in one["not_run"]["safetensors"]
+    if kind == "numpy":
+        assert "savez" in one["results"]
+
+
+def test_compare_checks_small_states_and_counts_system_calls(tmp_path):
+    needs.tool("strace", "strace")
+    out = tmp_path / "out.json"
+    options = ["--size", "0", "--many", "100", "--peers", "", "--operations", "save,load", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "compare.py", *options, "--syscalls", "--check", "--engines", "auto"]
+    done = subprocess.run(
+        [*command, "--dir", tmp_path, "--json", out], capture_output=True, text=True, timeout=240, check=False
+    )
+    # Without safetensors the bars are not measured, and what is not measured is not met.
+    assert done.returncode == 1, done.stderr
+    assert "not measured" in done.stderr
+    document = json.loads(out.read_text())
+    assert [bar["met"] for bar in document["bars"]] == [False, False]
+    results = document["workloads"][0]["results"]["fastckpt"]
+    assert results.keys() == {"save", "load"}
+    for figures in results.values():
+        assert figures["system_calls_per_gigabyte"] * figures["bytes"] / 1e9 > 10
+
+
+def test_a_sweep_leaves_no_setting_out_silently(script, tmp_path):
+    options = ["--axes", "engine,copying", "--engine", "threads", "--copying", "0", "--operations", "save"]
+    document, printed = script("sweep.py", "--size", "0.005", *options, "--plot", str(tmp_path / "out.svg"))
+    assert document["results"]["fastckpt:engine=threads"]["save"]["samples"][0]["notes"]["engine"] == "threads"
+    assert document["settings"].keys() == {"fastckpt:engine=threads", "fastckpt:copying=0"}
+    assert ("fastckpt:copying=0" in document["results"]) != ("FASTCKPT_ZERO_COPY" in printed)
+    assert "engine=threads" in printed
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_scale_goes_over_its_points(script, tmp_path):
+    options = ["--axes", "tensors,threads", "--tensors", "10,100", "--threads", "1", "--size", "0.005", "--peers", ""]
+    document, printed = script("scale.py", *options, "--plot", str(tmp_path / "out.svg"))
+    assert [one["value"] for one in document["axes"]["tensors"]] == [10, 100]
+    assert [one["value"] for one in document["axes"]["threads"]] == [1]
+    assert all(one["results"]["fastckpt"]["load"] for axis in document["axes"].values() for one in axis)
+    assert "us a tensor" in printed
+
+
+def test_neighbour_measures_both_sides(script):
+    document, printed = script("neighbour.py", "--size", "0.04", "--seconds", "0.1")
+    (figures,) = document["rounds"]
+    assert all(rate > 0 for rate in figures.values())
+    assert len(document["bars"]) == 4
+    assert "bandwidth_limit=" in printed
+
+
+@pytest.mark.root
+def test_a_loop_device_is_gone_when_the_run_is_terminated(tmp_path):
+    needs.root()
+    needs.tool("losetup", "util-linux")
+    needs.tool("mkfs.ext4", "e2fsprogs")
+    mounts = Path("/proc/self/mounts")
+    options = ["--loop", "0.2", "--size", "0.02", "--rounds", "1000", "--peers", "", "--operations", "save"]
+    command = [sys.executable, BENCHMARKS / "compare.py", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            point = ""
+            while not point:
+                assert running.poll() is None, running.stderr.read()
+                lines = [line.split() for line in mounts.read_text().splitlines()]
+                ours = [line[1] for line in lines if "/fastckpt-loop-" in line[1]]
+                point = ours[0] if ours else ""
+                time.sleep(0.05)
+            # It is in the middle of a round when this arrives.
+            line = running.stderr.readline()
+            assert "round 1 of 1000" in line, line
+            running.send_signal(signal.SIGTERM)
+            rest = running.stderr.read()
+        finally:
+            running.terminate()
+        assert running.wait(60) == 143, rest
+    assert point not in mounts.read_text()
+    assert not Path(point).parent.exists()
+    backing = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
+    assert str(Path(point).parent) not in backing

@@ -1,0 +1,234 @@
+"""An asynchronous save beside training: priorities, the GIL, the budget of threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._background import save_async as _async
+
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[os.uname().machine]
+TASKS = Path("/proc/self/task")
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    fastckpt.drain(60)
+    fastckpt.release_buffers()
+
+
+def workers(prefix="fastckpt-"):
+    """Thread ids of the core's threads: those that write are numbered."""
+    found = {}
+    for task in TASKS.iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+            stat = (task / "stat").read_text()
+        except OSError:  # it ended
+            continue
+        if name.removeprefix(prefix).isdigit():
+            found[int(task.name)] = int(stat.rpartition(")")[2].split()[16])
+    return found
+
+
+def io_priority(thread):
+    return ctypes.CDLL(None, use_errno=True).syscall(IOPRIO_GET, 1, thread)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nice", "priority"),
+    [
+        ({"nice": 11, "io_priority": "idle"}, 11, 3 << 13),
+        ({"io_priority": "best-effort:6"}, None, 2 << 13 | 6),
+        ({"nice": 5}, 5, None),
+    ],
+)
+def test_only_the_writing_threads_stand_back(tmp_path, settings, nice, priority):
+    before = os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)
+    pending = fastckpt.save_async({"w": np.zeros(1 << 18)}, tmp_path / "c", bandwidth_limit=2e6, threads=2, **settings)
+    time.sleep(0.15)
+    found = workers()
+    assert found
+    for thread, niceness in found.items():
+        assert niceness == (before[0] if nice is None else nice)
+        if priority is not None:
+            assert io_priority(thread) == priority
+    # Neither the thread that called, nor the one that may hold the GIL.
+    everybody = {int(task.name) for task in TASKS.iterdir()}
+    assert all(os.getpriority(os.PRIO_PROCESS, thread) == before[0] for thread in everybody - set(found))
+    pending.result(60)
+    assert (os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)) == before
+
+
+def test_a_priority_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog):
+    def refuse(nice, _):
+        if nice is not None:
+            raise PermissionError(1, "no")
+
+    monkeypatch.setattr(_async._core, "try_priority", refuse)
+    monkeypatch.setattr(_async, "_tried", {})
+    for _ in range(2):
+        fastckpt.save_async({}, tmp_path / "c", nice=3, io_priority="idle").result(60)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "save_async: nice=3: the kernel refuses: [Errno 1] no"
+    ]
+
+
+def at_once(action):
+    """How many of the core's threads of one kind, that copy or that write, ran at once while ``action`` did.
+
+    That is the most in a fifth of the looks at that kind: a thread that has ended may show beside the next one for a
+    while, so the most ever seen, or the two kinds together, say nothing.
+    """
+    seen = {"copy": [], "write": []}
+
+    def watch():
+        while not done.is_set():
+            names = []
+            for task in TASKS.iterdir():
+                with contextlib.suppress(OSError):  # it ended
+                    names.append((task / "comm").read_text().strip())
+            copying = sum(name.startswith("fastckpt-copy-") for name in names)
+            writing = sum(name.removeprefix("fastckpt-").isdigit() for name in names)
+            for kind, number in (("copy", copying), ("write", writing)):
+                if number:
+                    seen[kind].append(number)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        action()
+    finally:
+        done.set()
+        watcher.join()
+    assert all(seen.values()), "never seen at work"
+    return {
+        kind: max(number for number in set(looks) if sum(each >= number for each in looks) * 5 >= len(looks))
+        for kind, looks in seen.items()
+    }
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_threads_are_a_budget(tmp_path, lazy, strided):
+    import torch
+
+    state = {"w": torch.zeros(8 << 20, 2)[:, 0] if strided else torch.zeros(8 << 20)}
+
+    def save():
+        for _ in range(4):
+            assert fastckpt.save_async(state, tmp_path / "c", threads=1, lazy=lazy).result(60).threads == 1
+
+    assert at_once(save) == {"copy": 1, "write": 1}
+
+
+def test_threads_beyond_a_budget_are_noticed(tmp_path):
+    state = {"w": np.zeros((32 << 20, 2), np.uint8)[:, 0]}  # strided bytes take long
+
+    def save():
+        for _ in range(4):
+            fastckpt.save_async(state, tmp_path / "c", threads=2, bandwidth_limit=3e8).result(60)
+
+    assert at_once(save) == {"copy": 2, "write": 2}
+
+
+def held(name, action):
+    """The longest that others could not run Python for the thread ``name`` while ``action`` ran, in seconds.
+
+    The interval at which threads ask for the GIL is set to minutes: so the one that ticks runs only when it is released
+    of free will. A gap counts as far as that thread was on a CPU in it, less the time that the ticking thread waited
+    for a CPU: on a busy machine most gaps are the scheduler's.
+    """
+    longest = [0.0]
+    stop = threading.Event()
+    ready = threading.Event()
+
+    def used():
+        found = next((thread for thread in threading.enumerate() if thread.name == name and thread.ident), None)
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(found.ident)) if found else 0.0
+        except OSError:  # it has ended
+            return 0.0
+
+    def tick():
+        with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as schedstat:  # noqa: PTH123 - read in place
+
+            def clocks():
+                schedstat.seek(0)
+                delayed = int(schedstat.read().split()[1]) / 1e9
+                return time.perf_counter() - delayed, used()
+
+            last = clocks()
+            ready.set()
+            while not stop.is_set():
+                time.sleep(0.0001)
+                now = clocks()
+                longest[0] = max(longest[0], min(now[0] - last[0], now[1] - last[1]))
+                last = now
+
+    interval = sys.getswitchinterval()
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    ready.wait()
+    sys.setswitchinterval(300)
+    try:
+        action()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        ticking.join()
+    return longest[0]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
+    """With 100,000 tensors whatever walks over them takes tens of milliseconds: none of it in the background."""
+    import torch
+
+    count = 100_000
+    base = torch.zeros(count, 2)
+    state = {f"parameter.{index}": row for index, row in enumerate(base.unbind())}
+
+    def save():
+        assert fastckpt.save_async(state, tmp_path / "c", lazy=lazy).result(60).tensors == count
+
+    best = 1.0
+    for _ in range(5):
+        best = min(best, held("fastckpt-save", save))
+    assert best < 0.001, best
+
+
+def test_a_held_gil_is_noticed():
+    def work():
+        time.sleep(0.1)
+        sum(range(2_000_000))
+        time.sleep(0.1)
+
+    def hold():
+        thread = threading.Thread(target=work, name="holder")
+        thread.start()
+        thread.join()
+
+    assert held("holder", hold) > 0.01
+
+
+@pytest.mark.parametrize("shape", [(1000, 3), (513, 700), (257, 2), (1, 1), (256, 2), (5, 300, 4)])
+def test_strips_of_a_transposed_matrix_meet(tmp_path, shape):
+    import torch
+
+    whole = torch.arange(int(np.prod(shape)), dtype=torch.int32).reshape(shape)
+    state = {"t": whole.mT, "c": whole.mT.to(torch.complex64).conj(), "s": whole[..., ::2].mT}
+    fastckpt.save_async(state, tmp_path / "c").result(60)
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(torch.equal(loaded[key], state[key]) for key in state)

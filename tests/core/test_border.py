@@ -1,0 +1,365 @@
+"""The border between Python and the core: an address comes with the bytes that are there, buffers stay exported while
+they are read, and the environment is read under the GIL alone."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _core
+from fastckpt._api.destinations import Targets
+from fastckpt._api.into import Into
+from fastckpt._state import flatten as _flatten
+from fastckpt._tensors.pieces import pieces
+from harness import manifest, needs
+
+torch = pytest.importorskip("torch")
+
+LONG = 1 << 16
+
+
+# --- addresses and capacities ----------------------------------------------------------------------------------------
+
+
+def lying(path, nbytes, **claim):
+    """A checkpoint of one tensor of ``nbytes``, sound in every checksum, that claims to be something else."""
+    body = manifest.minimal(path, [("w", "U8", [nbytes], b"\xab" * nbytes)])
+    body["tensors"][0]["as"] = claim
+    body["structure"] = [["dict", 1], "w", ["tensor" if claim["dtype"].startswith("torch") else "array", 0]]
+    manifest.forge(path, body)
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch strided", "numpy", "numpy strided"])
+@pytest.mark.parametrize("nbytes", [200, 12_000, 4])
+def test_into_is_not_written_beyond_its_end(tmp_path, kind, nbytes):
+    """The tensor lies amid memory that is ours, so that what would be overwritten is seen, and nothing crashes."""
+    path = tmp_path / "c"
+    lying(path, nbytes, dtype="torch.complex128" if "torch" in kind else "numpy.<c16", shape=[3])
+    around = np.zeros(4096, np.complex128)
+    # At its end for those that would be filled by callbacks of whole arrays.
+    target = around[1000:1006:2] if "strided" in kind else around[1000:1003]
+    state = {"w": torch.from_numpy(target) if "torch" in kind else target}
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="'w': its true dtype and shape do not fit its bytes"):
+        fastckpt.load(path, into=state)
+    assert not around.any()
+
+
+@pytest.mark.parametrize("way", ["memory", "memory, without sums", "drain", "beyond by one"])
+def test_the_core_itself_refuses_what_its_memory_cannot_take(tmp_path, way):
+    """Without any check of Python's: what is asked for is more than the memory is said to have."""
+    fastckpt.save({"w": np.arange(1000, dtype=np.uint8)}, tmp_path / "c")
+    memory = np.zeros(2000, np.uint8)
+    room = 999 if way == "beyond by one" else 12
+    address = 0 if way == "drain" else memory.__array_interface__["data"][0]
+    drained = []
+    options = {"io": "threads", "threads": 1, "tick": None, "drain": lambda *where: drained.append(where)}
+    reader = _core.Reader(str(tmp_path / "c"))
+    with pytest.raises(ValueError, match=f"request 0 is for 1000 bytes, and its memory has {room}"):
+        reader.read([(0, 0, 1000, address, room)], verify="sums" not in way, **options)
+    assert not memory.any()
+    assert not drained
+    # A part of the tensor: memory is for the part, a callback for the tensor.
+    with pytest.raises(ValueError, match="its memory has"):
+        reader.read([(0, 900, 1000, address, 99)], verify=True, **options)
+    assert not memory.any()
+    assert not drained
+    reader.read([(0, 900, 1000, address, 1000)], verify=True, **options)
+    assert drained or memory[:100].tolist() == [n % 256 for n in range(900, 1000)]
+    assert not memory[100:].any()
+
+
+def test_the_core_itself_refuses_a_tensor_of_another_size(tmp_path):
+    memory = np.ones(1000, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    tensor = ("w", "F32", (250,), address, 999, None)
+    with pytest.raises(ValueError, match="request 0 is for 1000 bytes, and its memory has 999"):
+        _core.save(
+            str(tmp_path / "c"),
+            [tensor],
+            '[["array",0]]',
+            "[null]",
+            overwrite=True,
+            shard_size=1 << 30,
+            io="auto",
+            threads=None,
+            bandwidth_limit=None,
+            step=None,
+            fill=None,
+            tick=None,
+        )
+    with pytest.raises(ValueError, match="its memory has 999"):
+        _core.Snapshot([tensor], '[["array",0]]', "[null]", None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mapping_has_no_address_beyond_its_end(tmp_path):
+    fastckpt.save({"w": np.arange(1000)}, tmp_path / "c")
+    reader = _core.Reader(str(tmp_path / "c"))
+    [(_, size)] = reader.shards()
+    mappings = reader.map([0])
+    assert mappings.address(0, size, 0) - mappings.address(0, 0, size) == size
+    for offset, nbytes in ((size, 1), (0, size + 1), (1, 2**64 - 1)):
+        with pytest.raises(IndexError):
+            mappings.address(0, offset, nbytes)
+
+
+def test_pieces_end_where_the_array_does():
+    """A range that is too long had no end."""
+    for shape in ((), (3,), (2, 3)):
+        count = int(np.prod(shape))
+        assert sum(n for _, n in pieces(shape, 0, count)) == count
+        with pytest.raises(ValueError, match="of an array that has"):
+            list(itertools.islice(pieces(shape, 0, count + 1), 10))
+
+
+def test_into_whose_storage_was_cut(tmp_path):
+    """Its shape promises memory that it has no more."""
+    fastckpt.save({"w": torch.ones(1000)}, tmp_path / "c")
+    for view in (slice(None), slice(None, None, 2)):
+        target = torch.zeros(1000 * (view.step or 1))[view]
+        target.untyped_storage().resize_(100)
+        with pytest.raises(fastckpt.StructureMismatchError, match="has been freed"):
+            fastckpt.load(tmp_path / "c", into={"w": target})
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_a_tensor_whose_storage_was_cut_is_not_saved(tmp_path, save, step):
+    """Beyond its storage lies somebody else's memory, or none."""
+    whole = torch.ones(2000)[::step]
+    # The last one begins beyond what is left.
+    for tensor in (whole, whole[5:], whole[-1:]):
+        tensor.untyped_storage().resize_(100)
+        with pytest.raises(fastckpt.UnsupportedTypeError, match=r"\['w'\].*freed"):
+            save({"w": tensor}, tmp_path / "c")
+    fastckpt.save({"w": whole[:3]}, tmp_path / "c")
+
+
+def test_every_tensor_of_into_is_held_against_its_own_memory(tmp_path, monkeypatch):
+    """Even if nothing compared dtypes and shapes."""
+    fastckpt.save({"w": np.ones(100, np.uint8)}, tmp_path / "c")
+    monkeypatch.setattr(Into, "_tensor", lambda *_: None)
+    around = np.zeros(1000, np.uint8)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="do not fit its bytes"):
+        fastckpt.load(tmp_path / "c", into={"w": around[:10]})
+    assert not around.any()
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Runs a function from a callback of the core's, that is, while it reads the state; what that raised."""
+    raised = []
+    actions = []
+    fill = _flatten.Flat.fill
+
+    def wrapped(self, *where):
+        for action in actions:
+            try:
+                action()
+            except BufferError as error:  # noqa: PERF203 - one action
+                raised.append(error)
+        fill(self, *where)
+
+    monkeypatch.setattr(_flatten.Flat, "fill", wrapped)
+    return actions, raised
+
+
+def state_of(value):
+    # What is not contiguous is asked for by callbacks.
+    return {"strided": np.ones((64, 64))[:, ::2], "value": value}
+
+
+@pytest.mark.parametrize("how", ["save", "async", "lazy"])
+def test_a_bytearray_cannot_be_resized_while_it_is_read(tmp_path, meanwhile, how):
+    actions, raised = meanwhile
+    value = bytearray(b"x" * LONG)
+    actions.append(lambda: value.extend(b"y" * LONG))
+    state = state_of(value)
+    if how == "save":
+        fastckpt.save(state, tmp_path / "c")
+    else:
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=how == "lazy")
+        # It has been copied, so it is the caller's again, whatever still runs.
+        value.extend(b"z")
+        pending.result(60)
+    assert raised
+    actions.clear()
+    value.extend(b"z")
+    assert fastckpt.load(tmp_path / "c")["value"] == b"x" * LONG
+
+
+@pytest.mark.parametrize("kind", ["numpy over a bytearray", "numpy over an array", "numpy over a mapping"])
+def test_what_others_export_stays_exported(tmp_path, meanwhile, kind):
+    actions, raised = meanwhile
+    if kind.endswith("bytearray"):
+        owner = bytearray(LONG)
+        actions.append(lambda: owner.extend(b"y"))
+    elif kind.endswith("mapping"):
+        owner = mmap.mmap(-1, LONG)
+        actions.append(owner.close)
+    else:
+        owner = array.array("b", bytes(LONG))
+        actions.append(lambda: owner.append(1))
+    state = state_of(np.frombuffer(owner, np.uint8))
+    fastckpt.save(state, tmp_path / "c")
+    assert raised
+
+
+@pytest.mark.parametrize("value", [memoryview(bytearray(LONG)), array.array("b", bytes(LONG)), mmap.mmap(-1, LONG)])
+def test_other_buffers_are_no_state(tmp_path, value):
+    with pytest.raises(fastckpt.UnsupportedTypeError):
+        fastckpt.save(state_of(value), tmp_path / "c")
+
+
+@pytest.mark.parametrize("how", ["value", "metadata", "target", "core"])
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_a_failed_save_lets_go_of_buffers(tmp_path, how, save):
+    """Also while its error is looked at: the traceback must not hold them."""
+    value = bytearray(LONG)
+    state = state_of(value)
+    metadata = object() if how == "metadata" else None
+    if how == "value":
+        state["last"] = object()
+    path = tmp_path / "c"
+    if how == "target":
+        path = tmp_path / "no" / "c"
+    if how == "core":
+        path.write_text("in the way")
+
+    def attempt():
+        pending = save(state, path, metadata=metadata)
+        if save is fastckpt.save_async:
+            pending.result(60)
+
+    with pytest.raises((OSError, fastckpt.UnsupportedTypeError)) as caught:
+        attempt()
+    value.extend(b"y")
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_bytearray_that_is_read_cannot_be_resized(tmp_path):
+    fastckpt.save(bytearray(LONG), tmp_path / "c")
+    targets = Targets(_core.Reader(str(tmp_path / "c")).tensors(), "auto")
+    targets.make([["bytearray", 0, "tensor"]])
+    [value] = targets._values
+    with pytest.raises(BufferError):
+        value.append(0)
+    del value
+    [value] = targets.values()
+    value.append(0)
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+static char *(*real)(const char *);
+static int (*held)(void);
+static int log_to = -1;
+
+void watch(int descriptor) {
+    held = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    log_to = descriptor;
+}
+
+char *getenv(const char *name) {
+    if (!real) real = (char *(*)(const char *))dlsym(RTLD_NEXT, "getenv");
+    if (log_to >= 0) {
+        Dl_info info;
+        const char *from = "?";
+        if (dladdr(__builtin_return_address(0), &info) && info.dli_fname) from = info.dli_fname;
+        dprintf(log_to, "%d %s %s\n", held(), name, from);
+    }
+    return real(name);
+}
+"""
+
+OPERATIONS = r"""
+import ctypes, os, sys
+import numpy as np
+import fastckpt
+from fastckpt import _core
+
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+shim = ctypes.CDLL(sys.argv[2])
+shim.watch(log)
+# The control: ctypes lets the GIL go for a CDLL, and keeps it for a PyDLL.
+ctypes.CDLL(None).getenv(b"WITHOUT")
+ctypes.PyDLL(None).getenv(b"WITH")
+base = sys.argv[3]
+state = {"large": np.zeros(6 << 20, np.uint8), "small": np.arange(10), "strided": np.zeros((4, 4)).T}
+
+
+def operations(prefix):
+    # The first operation of a process makes its page of counters.
+    fastckpt.save({"small": 1}, f"{base}/{prefix}-small")
+    for io in ("auto", "threads", "buffered"):
+        path = f"{base}/{prefix}-{io}"
+        fastckpt.save(state, path, io=io)
+        fastckpt.load(path, io=io)
+        fastckpt.load(path, into=state, io=io)
+        fastckpt.verify(path, io=io)
+    fastckpt.load(path, mmap=True)
+    with fastckpt.open(path) as checkpoint:
+        checkpoint["large"], checkpoint.slice("large", 3)
+    fastckpt.save_async(state, f"{base}/{prefix}-async", nice=1, bandwidth_limit=1e12).result(60)
+    fastckpt.save_async(state, f"{base}/{prefix}-lazy", lazy=True).result(60)
+    fastckpt.set_target("high")
+    _core.probe(base, io="auto")
+
+
+operations("parent")
+child = os.fork()
+if child == 0:
+    operations("child")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_the_environment_is_read_under_the_gil_alone(tmp_path):
+    """Every getenv of the core, by a getenv of our own that asks whether its thread has the GIL: no race is needed."""
+    compiler = needs.tool("cc", "gcc")
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim = tmp_path / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"], check=True)
+    log = tmp_path / "log"
+    (tmp_path / "top").mkdir(mode=0o700)
+    plain = {name: value for name, value in os.environ.items() if name != "FASTCKPT_TOP"}
+    preloaded = ":".join(filter(None, (plain.get("LD_PRELOAD"), str(shim))))
+    environment = {**plain, "LD_PRELOAD": preloaded, "FASTCKPT_TOP_DIR": str(tmp_path / "top")}
+    ended = subprocess.run(
+        [sys.executable, "-c", OPERATIONS, log, shim, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    calls = [line.split(" ", 2) for line in log.read_text().splitlines()]
+    assert [(held, name) for held, name, _ in calls if name.startswith("WITH")] == [("0", "WITHOUT"), ("1", "WITH")]
+    ours = [(name, held) for held, name, path in calls if Path(path).name.startswith("_core")]
+    assert {name for name, held in ours if held == "0"} == set()
+    # Each operation asks, and for what only the first one of a process needs, too.
+    counts = {name: sum(one == name for one, _ in ours) for name, _ in ours}
+    assert counts["LOCAL_WORLD_SIZE"] == counts["FASTCKPT_TOP_DIR"] >= 2 * 20, json.dumps(counts)
+    pages = list((tmp_path / "top").iterdir())
+    assert len(pages) >= 1, pages

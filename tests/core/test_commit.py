@@ -1,0 +1,1067 @@
+"""A path that exists is a whole checkpoint: order, kills, faults, rivals and left-overs (DESIGN.md section 4).
+
+Each class of test names the mutant that it is there to catch.
+"""
+
+# ruff: noqa: PERF203, PTH115, PTH118, PTH208 - names as the kernel has them; a rival may fail at any turn
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._tensors import memory as _memory
+from harness import manifest, mounts, needs, strace, zygote
+from harness.states import numbered, same, which
+
+ENGINES = ["uring", "threads", "buffered"]
+SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
+SMALL = 1 << 18
+# Several shards, so that one may be old and another new: the mixture that must never be.
+SHARDS = {"nbytes": 3 << 20, "shard_size": 1 << 20}
+RENAMES = ("rename", "renameat", "renameat2")
+SYNCS = ("fsync", "fdatasync")
+
+
+@pytest.fixture(scope="module")
+def children():
+    with zygote.running() as running:
+        yield running
+
+
+@pytest.fixture
+def parent(tmp_path):
+    """The directory in which the checkpoint lies, with nothing else in it; traces go elsewhere."""
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    return directory
+
+
+def whole(path, nbytes):
+    """Which state lies at a path, read by fastckpt and, independently, by the oracle."""
+    index = which(fastckpt.load(path, io="threads"), nbytes)
+    report = fastckpt.verify(path)
+    assert report.ok, str(report)
+    return index
+
+
+# --- order ---------------------------------------------------------------------------------------------------------
+
+
+TRACED = (
+    "open,openat,openat2,creat,mkdir,mkdirat,link,linkat,unlink,unlinkat,rmdir,rename,renameat,renameat2,"
+    "write,writev,pwrite64,pwritev,pwritev2,fallocate,ftruncate,fchmod,fchmodat,chmod,"
+    "fsync,fdatasync,sync_file_range"
+)
+
+
+def traced_save(children, path, log, *, index, inject=(), **options):
+    child = children.start("save_held", path=str(path), index=index, **options)
+    assert child.next() == "ready"
+    with strace.attached(child.pid, log, TRACED, *inject) as trace:
+        child.go()
+        end = child.outcome()
+        return end, trace.calls()
+
+
+def check_order(calls, path, *, exchanged):
+    parent, name = str(path.parent), path.name
+    work = re.compile(rf"{re.escape(parent)}/\.{re.escape(name)}\.tmp-[^/]+")
+    # The commit: the rename whose target is the final name.
+    commits = [call for call in calls if call.name in RENAMES and call.ok and call.paths()[1:] == [str(path)]]
+    assert len(commits) == 1, "the final name must appear by one rename"
+    commit = commits[0]
+    temporary = commit.paths()[0]
+    assert work.fullmatch(temporary), temporary
+    # Without the flag a directory replaces nothing but an empty directory.
+    assert ("RENAME_EXCHANGE" in commit.arguments) == exchanged
+
+    def synced(target):
+        return [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [target]]
+
+    shards = {f"{temporary}/{file}" for file in os.listdir(path) if file.endswith(".safetensors")}
+    assert len(shards) >= 2
+    shard_syncs = []
+    for shard in shards:
+        assert synced(shard), f"never synced: {shard}"
+        shard_syncs.append(synced(shard)[-1])
+        # Nothing may touch a shard between its sync and the commit; an open ring cannot hide here, as the file is
+        # closed or idle.
+        later = [
+            call
+            for call in calls
+            if call.start > shard_syncs[-1].start
+            and shard in (*call.fd_paths(), *call.paths())
+            and call.name not in SYNCS
+        ]
+        assert not [call for call in later if call.start < commit.start], later
+    target = f"{temporary}/{manifest.NAME}"
+    touches = [call for call in calls if target in (*call.fd_paths(), *call.paths(), call.opened())]
+    # The manifest is the last thing that is written: made empty for its lock, it holds nothing before every shard is
+    # safe.
+    writes = [call for call in touches if "write" in call.name]
+    assert min(call.start for call in writes) > max(call.end for call in shard_syncs)
+    manifest_sync = synced(target)[-1]
+    assert any(call.name == "fsync" for call in synced(target)), "a file that has grown needs fsync, not fdatasync"
+    assert max(call.end for call in writes) < manifest_sync.start
+    index = f"{temporary}/model.safetensors.index.json"
+    assert synced(index)[-1].end < commit.start
+    directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
+    made = [call for call in calls if call.name.startswith("open") and call.opened().startswith(f"{temporary}/")]
+    assert all(
+        call.end < directory_sync.start for call in made if call.start < commit.start and "O_CREAT" in call.arguments
+    )
+    assert directory_sync.end < commit.start
+    parent_syncs = [call for call in synced(parent) if call.start > commit.end]
+    assert parent_syncs, "the rename itself was never made durable"
+    removals = [
+        call for call in calls if call.name in ("unlink", "unlinkat", "rmdir") and call.ok and call.start > commit.start
+    ]
+    if exchanged:
+        assert removals
+        assert min(call.start for call in removals) > parent_syncs[0].end, (
+            "the old one goes only after the new one is durable"
+        )
+    # Nothing under the final name is ever opened for writing.
+    for call in calls:
+        if call.name.startswith("open") and re.search(r"O_WRONLY|O_RDWR", call.arguments):
+            assert not call.opened().startswith(f"{path}/"), call
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, engine):
+    """Mutants: no sync of a shard, the manifest or a directory; manifest first; remove before rename."""
+    path = parent / "step"
+    end, calls = traced_save(children, path, tmp_path / "first.log", index=1, io=engine, **SHARDS)
+    assert not isinstance(end, zygote.Raised), end
+    assert end["engine"] == engine
+    check_order(calls, path, exchanged=False)
+    end, calls = traced_save(children, path, tmp_path / "second.log", index=2, io=engine, **SHARDS)
+    assert not isinstance(end, zygote.Raised), end
+    check_order(calls, path, exchanged=True)
+    assert whole(path, SHARDS["nbytes"]) == 2
+    assert manifest.listing(parent) == ["step"]
+
+
+# --- kills ---------------------------------------------------------------------------------------------------------
+
+
+FIRST_KILLS, OVERWRITE_KILLS = 20, 26  # each over three engines: 138 in all
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kill_during_a_first_save(children, parent, engine):
+    """Mutants: the final name made early; a left-over that nobody sweeps; a lock that outlives its holder."""
+    dice = random.Random(f"{SEED} first {engine}")
+    path = parent / "step"
+    seconds = 0.02
+    absent = 0
+    for trial in range(FIRST_KILLS):
+        child = children.start("save_loop", path=str(path), first=trial, count=1, io=engine, **SHARDS)
+        assert child.next() == ["begin", trial]
+        time.sleep(dice.uniform(0, 1.5 * seconds))
+        child.kill()
+        done = ["done", trial] in child.drain()
+        if path.exists():
+            assert whole(path, SHARDS["nbytes"]) == trial
+        else:
+            assert not done, "acknowledged, and gone"
+            absent += 1
+            with pytest.raises(FileNotFoundError):
+                fastckpt.load(path)
+        began = time.monotonic()
+        fastckpt.save(numbered(trial + 1000, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+        seconds = time.monotonic() - began
+        assert manifest.listing(parent) == ["step"]
+        if trial == 0:
+            manifest.read(path)
+        shutil.rmtree(path)
+    assert absent > 0, "no kill came before the commit: the test aims badly"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kill_during_an_overwrite(children, parent, engine):
+    """Mutants: remove before rename; files exchanged one by one; a config.json that gets lost on the way."""
+    dice = random.Random(f"{SEED} overwrite {engine}")
+    path = parent / "step"
+    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine)
+    (path / "config.json").write_text('{"kept": true}')
+    began = time.monotonic()
+    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+    seconds = time.monotonic() - began
+    acknowledged, survived = 0, {"old": 0, "new": 0}
+    for trial in range(OVERWRITE_KILLS):
+        child = children.start("save_loop", path=str(path), first=acknowledged + 1, io=engine, **SHARDS)
+        child.next()
+        time.sleep(dice.uniform(0, 3 * seconds))
+        child.kill()
+        done = [index for kind, index in child.drain() if kind == "done"]
+        acknowledged = max([acknowledged, *done])
+        index = whole(path, SHARDS["nbytes"])
+        # What was acknowledged is there; at most the one that was being written came after it.
+        assert index in (acknowledged, acknowledged + 1), (index, acknowledged)
+        survived["old" if index == acknowledged else "new"] += 1
+        acknowledged = index
+        assert (path / "config.json").read_text() == '{"kept": true}'
+        if trial % 2:
+            # Every second time the next saver is the next child, that finds what two kills have left.
+            acknowledged += 1
+            fastckpt.save(numbered(acknowledged, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+            assert manifest.listing(parent) == ["step"]
+    assert survived["old"] > 0
+    manifest.read(path)
+
+
+KILL_POINTS = [
+    "openat",
+    "openat2",
+    "mkdirat",
+    "mkdir",
+    "fallocate",
+    "ftruncate",
+    "fdatasync",
+    "fsync",
+    "renameat2",
+    "unlinkat",
+    "unlink",
+    "rmdir",
+    "pwrite64",
+    "pwritev2",
+    "io_uring_enter",
+    "flock",
+    "fchmod",
+    "close",
+]
+
+
+def kill_at(children, path, log, call, when, index, **options):
+    """A save, killed as it enters the ``when``-th ``call`` of any of its threads; whether it was."""
+    child = children.start("save_held", path=str(path), index=index, nbytes=SMALL, **options)
+    child.next()
+    with strace.attached(child.pid, log, call, strace.injection(call, "signal=SIGKILL", when)):
+        child.go()
+        try:
+            end = child.outcome(30)
+        except zygote.DiedError:
+            return True
+    assert not isinstance(end, zygote.Raised), end
+    return False
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_kill_at_every_system_call(children, parent, tmp_path, engine):
+    """What random moments miss: the instant between two calls. All k of each call until a save outlives k."""
+    path = parent / "step"
+    options = {"io": engine, "threads": 1, "shard_size": SMALL // 2}
+    index = 0
+    fastckpt.save(numbered(index, SMALL), path, io=engine)
+    kills = {}
+    for call in KILL_POINTS:
+        for when in itertools.count(1):
+            index += 1
+            killed = kill_at(children, path, tmp_path / "kill.log", call, when, index, **options)
+            found = whole(path, SMALL)
+            assert found in ((index - 1, index) if killed else (index,)), (call, when, found, index)
+            index = found
+            if not killed:
+                # This save outlived its k, so it was also the next save: what the killed ones left must be gone.
+                assert manifest.listing(parent) == ["step"], (call, when)
+                break
+            kills[call] = when
+            assert when < 60, f"{call} is called without end"
+    assert {"openat", "fsync", "fdatasync", "renameat2"} <= kills.keys(), kills
+    assert {"unlink", "unlinkat"} & kills.keys(), kills
+    print(f"{engine}: kills at system calls: {sum(kills.values())}: {kills}")
+    # And a first save, where there is no old one to fall back to.
+    path = parent / "fresh"
+    first_kills = 0
+    for call in ("openat", "fdatasync", "fsync", "renameat2"):
+        for when in itertools.count(1):
+            killed = kill_at(children, path, tmp_path / "kill.log", call, when, when, **options)
+            assert path.exists() or killed
+            if path.exists():
+                assert whole(path, SMALL) == when
+                shutil.rmtree(path)
+            if not killed:
+                break
+            first_kills += 1
+        assert manifest.listing(parent) == ["step"]
+    print(f"{engine}: and {first_kills} of first saves")
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    "mkdir",
+    "mkdirat",
+    "openat",
+    "openat2",
+    "fallocate",
+    "ftruncate",
+    "fchmod",
+    "pwrite64",
+    "pwritev2",
+    "write",
+    "fdatasync",
+    "fsync",
+    "renameat2",
+    "unlinkat",
+]
+
+
+def faulted_save(children, path, log, inject, **options):
+    """A save under injected faults: how it ended, its calls, and whether the fault really came."""
+    end, calls = traced_save(
+        children, path, log, nbytes=SMALL, threads=1, shard_size=SMALL // 2, inject=[inject], **options
+    )
+    return end, calls, [call for call in calls if call.injected]
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_every_system_call_failing_once(children, parent, tmp_path, engine, error):
+    """Mutants: a result that nobody looks at; an fsync tried again; cleaning up that cleans the wrong thing."""
+    path = parent / "step"
+    index = 0
+    fastckpt.save(numbered(index, SMALL), path, io=engine)
+    (path / "config.json").write_text("{}")
+    raised = {}
+    for call in FAULTS:
+        for when in itertools.count(1):
+            index += 1
+            inject = strace.injection(call, f"error={error}", when)
+            end, calls, injected = faulted_save(children, path, tmp_path / "fault.log", inject, io=engine, index=index)
+            where = f"{call} {when} {error}: {injected and injected[0]}"
+            found = whole(path, SMALL)
+            assert (path / "config.json").read_text() == "{}", where
+            commits = [c for c in calls if c.name in RENAMES and c.ok and c.paths()[1:] == [str(path)]]
+            # What was displaced and cannot be looked at is given back, by a second exchange.
+            commit = commits[0] if len(commits) % 2 else None
+            if isinstance(end, zygote.Raised):
+                assert injected, f"{where}: failed without a fault: {end}"
+                assert "OSError" in end.bases, f"{where}: {end}\n{end.trace}"
+                assert end.errno == getattr(errno, error), f"{where}: {end}"
+                assert end.filename, f"{where}: no file named: {end}"
+                assert str(parent) in end.filename, f"{where}: {end}"
+                raised[call] = raised.get(call, 0) + 1
+                if commit is None:
+                    assert found == index - 1, f"{where}: reported as failed, and visible"
+                    assert manifest.listing(parent) == ["step"], f"{where}: litter"
+                else:
+                    assert found == index, where
+            else:
+                # It succeeded in spite of the fault, or the fault never came.
+                assert found == index, f"{where}: reported as saved, and is not there"
+                for fatal in injected:
+                    shard_or_manifest = any(".tmp-" in named for named in fatal.fd_paths())
+                    assert not (fatal.name in SYNCS and shard_or_manifest), f"{where}: a failed sync taken for success"
+            index = found
+            if not injected:
+                assert manifest.listing(parent) == ["step"], where
+                break
+            assert when < 60, f"{call} is called without end"
+    assert {"fdatasync", "fsync", "openat", "renameat2"} <= raised.keys(), raised
+    assert raised["fsync"] >= 3, raised  # manifest, directory, parent
+    if engine == "threads":
+        assert raised.get("pwrite64", 0) >= 2, raised
+    print(f"{engine} {error}: raised {raised}")
+    manifest.read(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("fallocate", "EOPNOTSUPP"),
+        ("fallocate", "ENOSYS"),
+        ("pwrite64", "EINTR"),
+        ("pwritev2", "EINTR"),
+        ("fdatasync", "EINTR"),
+        ("io_uring_enter", "EINTR"),
+        ("io_uring_enter", "EAGAIN"),
+        ("io_uring_enter", "EBUSY"),
+    ],
+)
+def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error):
+    """A file system without fallocate, a signal: not the caller's affair.
+    A ring that is busy is asked again (and does not hang)."""
+    engine = "uring" if call.startswith("io_uring") else "threads"
+    for number, when in enumerate(("1", "2", "1..3"), start=1):
+        child = children.start("save_held", path=str(parent / "step"), index=number, io=engine)
+        child.next()
+        with strace.attached(
+            child.pid, tmp_path / "log", call, strace.injection(call, f"error={error}", when)
+        ) as trace:
+            child.go()
+            end = child.outcome(30)
+            assert not isinstance(end, zygote.Raised), (when, end)
+            assert when == "2" or any(seen.injected for seen in trace.calls()), "the fault never came"
+        assert end["engine"] == engine
+        assert whole(parent / "step", 1 << 20) == number
+        assert manifest.listing(parent) == ["step"]
+
+
+@pytest.mark.parametrize("error", ["EINVAL", "ENOSYS"])
+def test_without_flags_of_rename(children, parent, tmp_path, error):
+    """NFS, Lustre and FUSE know no RENAME_EXCHANGE: plain renames, and the same result."""
+    path = parent / "step"
+    inject = strace.injection("renameat2", f"error={error}", "1+")
+    for index in (1, 2, 3):
+        end, calls = traced_save(children, path, tmp_path / "log", index=index, inject=[inject], **SHARDS)
+        assert not isinstance(end, zygote.Raised), end
+        assert any(call.injected for call in calls)
+        assert whole(path, SHARDS["nbytes"]) == index
+        assert manifest.listing(parent) == ["step"]
+        if index == 1:
+            (path / "config.json").write_text("{}")
+    assert (path / "config.json").exists()
+    # The old one had its recoverable name before the new one took its place, and both renames were made durable.
+    renames = [call for call in calls if call.name in ("rename", "renameat") and call.ok]
+    moved, placed = [call for call in renames if str(path) in call.paths()][:2]
+    assert moved.paths()[0] == str(path)
+    assert re.fullmatch(r"\.step\.old-\w+-[0-9a-f]{16}-\d+-\d+-\d+-[0-9a-f]{10}", Path(moved.paths()[1]).name)
+    assert placed.paths()[1] == str(path)
+    after = [
+        call for call in calls if call.name in SYNCS and call.fd_paths() == [str(parent)] and call.start > placed.end
+    ]
+    assert after
+
+
+@pytest.mark.parametrize("recovery", ["load", "save", "open", "verify"])
+def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recovery):
+    """The one moment at which the final name is missing; the next reader or writer puts the old one back."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    (path / "config.json").write_text("{}")
+    gaps = 0
+    for call, when in (
+        # To sweep and to carry a file over takes renames, too.
+        *itertools.product(("rename", "renameat"), range(1, 9)),
+        *((name, when) for name in ("fsync", "unlinkat") for when in range(1, 5)),
+    ):
+        child = children.start("save_held", path=str(path), index=2, nbytes=SMALL)
+        child.next()
+        flags = strace.injection("renameat2", "error=EINVAL", "1+")
+        kill = strace.injection(call, "signal=SIGKILL", when)
+        with strace.attached(child.pid, tmp_path / "log", f"renameat2,{call}", flags, kill):
+            child.go()
+            with contextlib.suppress(zygote.DiedError):
+                child.outcome(30)
+        gap = not path.exists()
+        gaps += gap
+        if recovery == "save":
+            fastckpt.save(numbered(3, SMALL), path)
+            assert whole(path, SMALL) == 3
+        elif recovery == "open":
+            assert len(list(fastckpt.open(path).keys())) > 0
+        elif recovery == "verify":
+            assert fastckpt.verify(path).ok
+        found = whole(path, SMALL)
+        assert found == 3 if recovery == "save" else found == 1 if gap else found in (1, 2), (call, when)
+        assert (path / "config.json").exists()
+        fastckpt.save(numbered(1, SMALL), path)
+        assert manifest.listing(parent) == ["step"], (call, when)
+    assert gaps >= 1, "the gap was never hit"
+
+
+@pytest.mark.parametrize("error", ["EACCES", "ENOLCK", "ENOSYS"])
+def test_without_locks(children, parent, tmp_path, error):
+    """A file system that has none, or a security module that forbids them: nobody relies on them there."""
+    inject = [strace.injection("fcntl", f"error={error}", "1+")]
+    log = tmp_path / "log"
+    child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL)
+    child.next()
+    with strace.attached(child.pid, log, "fcntl", *inject) as trace:
+        child.go()
+        end = child.outcome(30)
+        assert any(call.injected for call in trace.calls())
+    assert not isinstance(end, zygote.Raised), end
+    assert whole(parent / "step", SMALL) == 1
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
+    """EACCES is not EINVAL: falling back there would hide a real refusal."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    end, _, injected = faulted_save(
+        children, path, tmp_path / "log", strace.injection("renameat2", "error=EACCES", "1+"), index=2
+    )
+    assert injected
+    assert end.kind == "PermissionError"
+    assert whole(path, SMALL) == 1
+    assert manifest.listing(parent) == ["step"]
+
+
+# --- rivals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_who_replaces_a_rival_is_told(parent, monkeypatch, caplog, existing):
+    """Ranks that all save to one path: the last one wins, and its report and the log say whose checkpoint went."""
+    path = parent / "step"
+    if existing:
+        fastckpt.save(numbered(1, SMALL), path)
+    copy_out, rivals = _memory.copy_out, []
+
+    def late(*arguments):
+        # In the middle of this save, another one begins and ends.
+        if not rivals:
+            rivals.append(threading.Thread(target=fastckpt.save, args=(numbered(2, SMALL), path)))
+            rivals[0].start()
+            rivals[0].join()
+        return copy_out(*arguments)
+
+    monkeypatch.setattr(_memory, "copy_out", late)
+    # Strided, and so copied by that function.
+    report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
+    assert [re.search("another save to this path", warning) is not None for warning in report.warnings] == [True]
+    told = [record for record in caplog.records if "another save to this path" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert fastckpt.load(path)["a"][-1] == 19_998
+    assert fastckpt.save(numbered(3, SMALL), path).warnings == ()
+    assert manifest.listing(parent) == ["step"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_two_savers_on_one_path(children, parent, existing):
+    """One whole winner, a clear error for the other if any, and no sweeping of a living rival's work."""
+    path = parent / "step"
+    nbytes = 1 << 19
+    if existing:
+        fastckpt.save(numbered(0, nbytes), path)
+    rivals = [
+        children.start(
+            "contend",
+            path=str(path),
+            first=1 + number,
+            step=2,
+            count=15,
+            nbytes=nbytes,
+            shard_size=nbytes // 2,
+            io=engine,
+        )
+        for number, engine in enumerate(("uring", "threads"))
+    ]
+    for rival in rivals:
+        rival.next()
+    for rival in rivals:
+        rival.go()
+    seen = {"whole": 0, "changed under us": 0}
+    reading = time.monotonic() + 0.5
+    while time.monotonic() < reading:
+        try:
+            which(fastckpt.load(path, io="threads"), nbytes)
+        except (FileNotFoundError, fastckpt.CheckpointError):
+            seen["changed under us"] += 1
+        else:
+            seen["whole"] += 1
+    ends = [rival.outcome() for rival in rivals]
+    for end in ends:
+        assert not isinstance(end, zygote.Raised), end
+        saved = [index for index, kind, _ in end if kind == "saved"]
+        assert saved, end
+        for _, kind, text in end:
+            assert kind in (
+                "saved",
+                "FileExistsError",
+                "FileNotFoundError",
+                "CheckpointError",
+                "OSError",
+                "BlockingIOError",
+            ), end
+            assert kind == "saved" or str(path) in text, end
+    assert whole(path, nbytes) in [index for end in ends for index, kind, _ in end if kind == "saved"]
+    assert seen["whole"] > 0
+    fastckpt.save(numbered(99, nbytes), path)
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_savers_of_different_paths_in_one_parent_do_not_meet(children, parent):
+    """Mutant: a sweep that takes a living neighbour's work for a left-over."""
+    rivals = [
+        children.start("contend", path=str(parent / f"step-{number}"), first=number, step=1, count=10, nbytes=SMALL)
+        for number in range(4)
+    ]
+    for rival in rivals:
+        rival.next()
+    for rival in rivals:
+        rival.go()
+    for rival in rivals:
+        assert [kind for _, kind, _ in rival.outcome()] == ["saved"] * 10
+    assert manifest.listing(parent) == [f"step-{number}" for number in range(4)]
+    assert [whole(parent / f"step-{number}", SMALL) for number in range(4)] == [9, 10, 11, 12]
+
+
+# --- left-overs ----------------------------------------------------------------------------------------------------
+
+HOST = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
+SPACE = Path("/proc/self/ns/pid").stat().st_ino
+HERE = f"{HOST}-{BOOT}-{SPACE}"
+START = Path("/proc/1/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2].split()[19]
+DEAD = 4_194_303  # the largest pid there can be, and not in use (checked below)
+
+
+def leave(parent, name):
+    directory = parent / name
+    directory.mkdir()
+    (directory / manifest.NAME).touch()
+    (directory / "model.safetensors").write_bytes(b"half")
+    return directory
+
+
+def lock(directory):
+    """Hold what a living writer holds: an open file description's lock on one byte of its manifest."""
+    fd = os.open(directory / manifest.NAME, os.O_WRONLY)
+    # struct flock: type, whence, start, length, pid.
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
+    return fd
+
+
+def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
+    """Mutants: sweeping by age or by name alone; following a link; never sweeping."""
+    with pytest.raises(ProcessLookupError):
+        os.kill(DEAD, 0)
+    swept = [
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd"),
+        # A process has its number, as the first of a container that was restarted, but was started later.
+        leave(parent, f".step.tmp-{HERE}-1-{int(START) + 1}-0123abcd"),
+        # Another checkpoint's, of the same parent.
+        leave(parent, f".other.tmp-{HERE}-{DEAD}-7-0123abcd"),
+        # Names of hosts prove nothing: a container of this machine that had another one.
+        leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-7-0123abcd"),
+        # Of a PID namespace that cannot be looked into: the lock is the proof.
+        leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"),
+        # Garbage needs no proof, whoever made it.
+        leave(parent, ".step.del-elsewhere-0000000000000001-1-1-1-0123abcd"),
+    ]
+    living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-89abcdef")
+    held = lock(living)
+    outside = leave(tmp_path, "outside")
+    link = parent / f".step.tmp-{HERE}-{DEAD}-7-11111111"
+    link.symlink_to(outside)
+    foreign = leave(parent, f".step.tmp-{HERE}-{DEAD}-7-33333333")
+    (foreign / manifest.NAME).unlink()
+    kept = [
+        living,
+        # Somebody's own, which a save that was killed had displaced.
+        foreign,
+        # The process of that number, started then, lives, whatever the lock says.
+        leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
+        # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
+        leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-1-0123abcd"),
+        leave(parent, ".step.tmp-notes"),
+        leave(parent, f"step.tmp-{HERE}-{DEAD}-7-0123abcd"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd.bak"),
+        leave(parent, f".step.tmp-{HERE}-{DEAD}-7-xyz"),
+        leave(parent, ".cache"),
+    ]
+    file = parent / f".step.tmp-{HERE}-{DEAD}-7-22222222"
+    file.write_text("a file, so not ours")
+    try:
+        fastckpt.save(numbered(1, SMALL), parent / "step")
+    finally:
+        os.close(held)
+    assert [directory.name for directory in swept if directory.exists()] == []
+    assert [directory.name for directory in kept if not (directory / "model.safetensors").exists()] == []
+    assert (outside / "model.safetensors").read_bytes() == b"half"
+    assert file.read_text() == "a file, so not ours"
+    # The living one has died since.
+    fastckpt.save(numbered(2, SMALL), parent / "step")
+    assert not living.exists()
+
+
+def test_old_one_aside_with_the_new_one_in_place_is_swept(parent):
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    shutil.copytree(path, parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
+    assert whole(path, SMALL) == 1
+    fastckpt.save(numbered(2, SMALL), path)
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
+    """Between the two renames of a living saver a reader must not interfere."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    aside = parent / f".step.old-{HOST}-{BOOT}-1-1-1-0123abcd00"
+    path.rename(aside)
+    held = lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"))
+    try:
+        assert whole(path, SMALL) == 1
+        assert aside.exists()
+        assert not path.exists()
+    finally:
+        os.close(held)
+    assert whole(path, SMALL) == 1
+    assert path.exists()
+
+
+def test_a_link_leads_to_what_was_taken_aside(parent):
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    (parent / "latest").symlink_to("step")
+    leave(parent, f".step.tmp-{HERE}-{DEAD}-7-0123abcd")
+    path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
+    assert whole(parent / "latest", SMALL) == 1
+    assert path.exists()
+
+
+def test_what_was_replaced_does_not_come_back(parent):
+    """Its saver died before it could remove it; somebody removes the one that replaced it."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    path.rename(parent / f".step.old-{HERE}-{DEAD}-7-0123abcd00")
+    with pytest.raises(FileNotFoundError):
+        fastckpt.load(path)
+    fastckpt.save(numbered(2, SMALL), path)
+    fastckpt.save(numbered(3, SMALL), path)
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_name_as_long_as_the_file_system_takes(parent):
+    for name in ("n" * 255, "ä" * 127, "n" * 121, "n" * 120):
+        path = parent / name
+        fastckpt.save(numbered(1, SMALL), path)
+        fastckpt.save(numbered(2, SMALL), path)
+        assert whole(path, SMALL) == 2
+        assert manifest.listing(parent) == [name]
+        shutil.rmtree(path)
+
+
+# --- modes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_modes_follow_the_umask(children, parent, umask):
+    """Mutant: 0600 as temporary files have it (safetensors#782): then nobody else can read the model."""
+    for index in (1, 2):  # the second time over the first
+        found = children.run("modes", path=str(parent / "step"), umask=umask, index=index)
+        assert not isinstance(found, zygote.Raised), found
+        assert {manifest.NAME, "model.safetensors.index.json", "."} < set(found)
+        for name, (mode, _) in found.items():
+            assert mode == (0o777 if name == "." else 0o666) & ~umask, name
+
+
+@pytest.mark.root
+def test_group_of_a_setgid_directory_is_inherited(children, parent):
+    needs.root()
+    os.chown(parent, -1, 12345)
+    parent.chmod(0o2775)
+    (parent / "plain").mkdir()
+    want = stat.S_IMODE((parent / "plain").stat().st_mode) & stat.S_ISGID
+    for index in (1, 2):
+        found = children.run("modes", path=str(parent / "step"), umask=0o022, index=index)
+        assert not isinstance(found, zygote.Raised), found
+        assert {group for _, group in found.values()} == {12345}
+        assert found["."][0] == 0o755 | want, "as mkdir would have made it"
+
+
+# --- what an overwrite may take --------------------------------------------------------------------------------------
+
+
+def test_saving_over_the_source_of_the_state(parent):
+    """safetensors#762 wrote zeros: the file was cut while the state was still mapped from it."""
+    path = parent / "step"
+    state = numbered(1)
+    fastckpt.save(state, path)
+    for io in (*ENGINES, "auto"):
+        loaded = fastckpt.load(path, io=io)
+        fastckpt.save(loaded, path, io=io)
+        assert same(loaded, state)
+        assert same(fastckpt.load(path), state)
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_open_reader_of_a_replaced_checkpoint(parent):
+    """Shards are opened when first read from. What was opened stays; for the rest the error says what happened, not
+    "corrupt"."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path, shard_size=SMALL // 2)
+    lazy = fastckpt.open(path)
+    fastckpt.save(numbered(2, SMALL), path, shard_size=SMALL // 2)
+    want = {"model.big": "big", "model.odd": "odd", "model.rows": "rows"}
+    for name, key in want.items():
+        refusal = None
+        try:
+            read = lazy[name]
+        except (OSError, fastckpt.CheckpointError) as error:
+            refusal = str(error)
+        else:
+            assert same(read, numbered(1, SMALL)["model"][key]), "bytes of another checkpoint"
+        assert refusal is None or re.search("replaced|meanwhile", refusal), refusal
+    assert fastckpt.open(path)["model.small.1"] == 2
+
+
+def obstacles(parent):
+    def foreign_weights(path):
+        path.mkdir()
+        (path / "model.safetensors").write_text("the only copy")
+
+    def file(path):
+        path.write_text("the only copy")
+
+    def link(path):
+        fastckpt.save(numbered(1, SMALL), parent / "elsewhere")
+        path.symlink_to("elsewhere")
+
+    def dangling(path):
+        path.symlink_to("nowhere")
+
+    def fifo(path):
+        os.mkfifo(path)
+
+    def nested(path):
+        fastckpt.save(numbered(1, SMALL), path)
+        (path / "sub").mkdir()
+        (path / "sub" / "thesis.txt").write_text("the only copy")
+
+    def other_manifest(path):
+        path.mkdir()
+        (path / manifest.NAME).write_text('{"some": "other program of that name"}')
+
+    def linked_inside(path):
+        fastckpt.save(numbered(1, SMALL), path)
+        (path / "link").symlink_to("/etc/passwd")
+
+    return {
+        made.__name__: made
+        for made in (foreign_weights, file, link, dangling, fifo, nested, other_manifest, linked_inside)
+    }
+
+
+def snapshot(directory):
+    """Everything below a directory: names, kinds, contents, links."""
+    found = {}
+    for base, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            path = os.path.join(base, name)
+            kind = stat.S_IFMT(os.lstat(path).st_mode)
+            content = (
+                Path(path).read_bytes() if kind == stat.S_IFREG else os.readlink(path) if kind == stat.S_IFLNK else b""
+            )
+            found[path] = (kind, content)
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(obstacles(Path())))
+def test_overwrites_nothing_but_checkpoints(parent, kind):
+    path = parent / "step"
+    obstacles(parent)[kind](path)
+    before = snapshot(parent)
+    with pytest.raises(FileExistsError) as caught:
+        fastckpt.save(numbered(2, SMALL), path)
+    assert caught.value.filename is not None
+    assert str(path) in os.fsdecode(caught.value.filename)
+    assert snapshot(parent) == before
+
+
+def test_directory_that_loses_nothing_is_filled(parent):
+    """os.makedirs(path, exist_ok=True) before a save, and a config.json laid there first."""
+    path = parent / "step"
+    path.mkdir(mode=0o700)
+    fastckpt.save(numbered(1, SMALL), path, overwrite=False)
+    assert whole(path, SMALL) == 1
+    other = parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError):
+        fastckpt.save(numbered(2, SMALL), other, overwrite=False)
+    fastckpt.save(numbered(2, SMALL), other)
+    assert whole(other, SMALL) == 2
+    assert (other / "config.json").read_text() == "{}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert manifest.listing(parent) == ["other", "step"]
+
+
+def test_overwrite_refused_by_the_caller(parent):
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path, overwrite=False)
+    before = snapshot(parent)
+    with pytest.raises(FileExistsError) as caught:
+        fastckpt.save(numbered(2, SMALL), path, overwrite=False)
+    assert str(path) in os.fsdecode(caught.value.filename)
+    assert snapshot(parent) == before
+    assert whole(path, SMALL) == 1
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "renameat"])
+def test_target_that_appears_during_the_save_is_not_overwritten(children, parent, tmp_path, call):
+    """overwrite=False looks before it writes; the rename replaces nothing but an empty directory."""
+    path = parent / "step"
+    # Without counters, whose page is put in place by a rename of its own.
+    options = {"index": 1, "nbytes": SMALL, "overwrite": False, "env": {"FASTCKPT_TOP": "0"}}
+    child = children.start("save_held", path=str(path), **options)
+    child.next()
+    with strace.attached(child.pid, tmp_path / "log", call, f"{call}:delay_enter=700000:when=1"):
+        child.go()
+        time.sleep(0.4)
+        path.mkdir()
+        (path / "thesis.txt").write_text("the only copy")
+        end = child.outcome()
+    assert isinstance(end, zygote.Raised)
+    assert end.kind == "FileExistsError", end
+    assert manifest.listing(path) == ["thesis.txt"]
+    assert manifest.listing(parent) == ["step"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("call", ["fdatasync", "renames"])
+def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_path, call, existing):
+    """A cleaning job that takes `.*.tmp-*` for rubbish: an error, and no waiting for what never comes back."""
+    path = parent / "step"
+    if existing:
+        fastckpt.save(numbered(1, SMALL), path)
+    child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
+    child.next()
+    calls = "renameat,renameat2" if call == "renames" else call
+    with strace.attached(child.pid, tmp_path / "log", calls, f"{calls}:delay_enter=700000:when=1"):
+        child.go()
+        # Both calls are held up once the file is there, and filled, that the save makes just before.
+        latest = manifest.NAME if call == "renames" else "model.safetensors"
+        deadline = time.monotonic() + 10
+        found = []
+        while not found and time.monotonic() < deadline:
+            found = [file for file in parent.glob(f".step.tmp-*/{latest}") if file.stat().st_size]
+            time.sleep(0.01)
+        time.sleep(0.2)
+        shutil.rmtree(found[0].parent)
+        end = child.outcome(10)
+    assert isinstance(end, zygote.Raised), "there was nothing left to commit"
+    assert "OSError" in end.bases, end
+    assert str(parent) in (end.filename or ""), end
+    assert manifest.listing(parent) == (["step"] if existing else [])
+    assert not existing or whole(path, SMALL) == 1
+
+
+def test_other_files_are_carried_over(parent):
+    path = parent / "step"
+    fastckpt.save(numbered(1), path, shard_size=1 << 19)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    (path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (path / "README.md").write_text("# mine")
+    (path / "README.md").chmod(0o640)
+    (path / ".hidden").write_bytes(b"\x00" * 5000)
+    for index in (2, 3):
+        fastckpt.save(numbered(index), path)
+        assert which(fastckpt.load(path)) == index
+        assert (path / "config.json").read_text() == '{"architectures": ["GPT2LMHeadModel"]}'
+        assert (path / "README.md").read_text() == "# mine"
+        assert stat.S_IMODE((path / "README.md").stat().st_mode) == 0o640
+        assert (path / ".hidden").read_bytes() == b"\x00" * 5000
+        # Shards and index of the old one are ours, and go.
+        assert sorted(os.listdir(path)) == [".hidden", "README.md", "config.json", manifest.NAME, "model.safetensors"]
+
+
+# --- forks and signals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["auto", "uring", "threads"])
+def test_fork_after_use(children, parent, engine):
+    """A ring that a child inherits delivers the child's completions to the parent (liburing#731)."""
+    end = children.run("fork_and_save", directory=str(parent), io=engine)
+    assert not isinstance(end, zygote.Raised), end
+    assert end["statuses"] == [0, 0, 0]
+    want = {
+        "before": 1,
+        "after": 30,
+        **{f"child-{n}": 10 + n for n in range(3)},
+        **{f"parent-{n}": 20 + n for n in range(3)},
+    }
+    assert manifest.listing(parent) == sorted(want)
+    for name, index in want.items():
+        assert whole(parent / name, 1 << 20) == index
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize("call", ["fdatasync", "fallocate"])
+def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, call):
+    """Ctrl-C while a save waits for the disk: KeyboardInterrupt, the old checkpoint, no litter."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, io=engine, threads=1)
+    child.next()
+    with strace.attached(child.pid, tmp_path / "log", call, f"{call}:delay_enter=1200000:when=1"):
+        child.go()
+        time.sleep(0.4)
+        child.signal(signal.SIGINT)
+        end = child.outcome(30)
+    assert isinstance(end, zygote.Raised), "the interrupt was lost"
+    assert end.kind == "KeyboardInterrupt", end
+    assert whole(path, SMALL) == 1
+    assert manifest.listing(parent) == ["step"]
+
+
+def test_interrupt_at_any_moment(children, parent):
+    """Whole old or whole new, KeyboardInterrupt unless the save was over, and never litter:
+    there was time to clean up."""
+    dice = random.Random(f"{SEED} interrupt")
+    path = parent / "step"
+    nbytes = 24 << 20
+    began = time.monotonic()
+    fastckpt.save(numbered(0, nbytes), path)
+    seconds = time.monotonic() - began
+    index, interrupted = 0, 0
+    for _ in range(12):
+        child = children.start("save_held", path=str(path), index=index + 1, nbytes=nbytes)
+        child.next()
+        child.go()
+        time.sleep(dice.uniform(0, 1.2 * seconds))
+        child.signal(signal.SIGINT)
+        try:
+            end = child.outcome(30)
+        except zygote.DiedError:
+            end = None  # the signal came after the save, while the child was leaving
+        if isinstance(end, zygote.Raised):
+            assert end.kind == "KeyboardInterrupt", end
+            interrupted += 1
+        assert manifest.listing(parent) == ["step"]
+        found = which(fastckpt.load(path), nbytes)
+        assert found in (index, index + 1)
+        assert found == index + 1 or end is None or isinstance(end, zygote.Raised), "acknowledged, and gone"
+        index = found
+    assert interrupted > 0
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["xfs", "btrfs", "overlay", "tmpfs"])
+def test_kills_on_other_file_systems(children, kind):
+    """The exchange of names, locks on directories and sweeping, on file systems that do them in their own ways."""
+    dice = random.Random(f"{SEED} {kind}")
+    with mounts.mount(kind) as point:
+        path = point / "step"
+        fastckpt.save(numbered(0, SMALL), path)
+        present = [name for name in manifest.listing(point) if name != "lost+found"]
+        assert present == ["step"]
+        acknowledged = 0
+        for _ in range(8):
+            child = children.start(
+                "save_loop", path=str(path), first=acknowledged + 1, nbytes=SMALL, shard_size=SMALL // 2
+            )
+            child.next()
+            time.sleep(dice.uniform(0, 0.05))
+            child.kill()
+            done = [index for state, index in child.drain() if state == "done"]
+            acknowledged = max([acknowledged, *done])
+            index = whole(path, SMALL)
+            assert index in (acknowledged, acknowledged + 1)
+            acknowledged = index + 1
+            fastckpt.save(numbered(acknowledged, SMALL), path)
+            assert manifest.listing(point) == ["step"]

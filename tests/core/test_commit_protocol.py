@@ -1,0 +1,308 @@
+"""What a commit may do and what proves it (docs/format.md, 6), on one machine: a saver stands still in front of a
+chosen system call while somebody else does something. See test_nfs.py and test_fuse.py for two machines."""
+
+# ruff: noqa: PTH208 - names as the kernel has them
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+
+import pytest
+
+import fastckpt
+from harness import machines, manifest, mounts, needs, strace, two_machines, zygote
+from harness.jobs import SMALL
+from harness.states import numbered, which
+
+# Of ext4 and XFS alike: as if the disk had gone. What is in the log and not on the disk is lost with 2 (NOLOGFLUSH).
+GOING_DOWN, WITHOUT_LOG = 0x8004587D, 2
+
+
+@pytest.fixture(scope="module")
+def children():
+    # The monitor's counters would add calls to those that savers are stopped at.
+    with zygote.running(env={"FASTCKPT_TOP": "0"}) as running:
+        yield running
+
+
+@pytest.fixture
+def parent(tmp_path):
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    return directory
+
+
+def there(path):
+    return which(fastckpt.load(path), SMALL)
+
+
+# --- a success that is none -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["xfs", "ext4"])
+def test_file_system_that_shuts_down_before_the_parent_is_synced(children, tmp_path, kind):
+    """XFS then syncs a directory without an error, and the checkpoint is lost: the save must not succeed."""
+    with mounts.mount(kind) as point:
+        path = point / "step"
+        fastckpt.save(numbered(0, SMALL), path)
+        os.sync()
+        before = path.stat().st_ino
+        with machines.stopped_save(children, path, tmp_path / "log", "fsync", at=point) as child:
+            assert path.stat().st_ino != before, "stopped before the rename"
+            descriptor = os.open(point, os.O_RDONLY)
+            fcntl.ioctl(descriptor, GOING_DOWN, struct.pack("I", WITHOUT_LOG))
+            os.close(descriptor)
+        end = child.outcome()
+        assert isinstance(end, zygote.Raised), "saved, says a file system that is gone"
+        assert end.errno in (errno.EIO, 117), end
+        assert str(point) in (end.filename or ""), end
+
+
+# --- rivals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["renameat2", "linkat"])
+def test_file_laid_into_a_rivals_checkpoint(children, parent, tmp_path, call):
+    """Between a saver's look at the old one, or its list of files, and its rename a rival commits."""
+    path = parent / "step"
+    fastckpt.save(numbered(0, SMALL), path)
+    (path / "config.json").write_text("mine")
+    with machines.stopped_save(children, path, tmp_path / "log", call, index=2) as child:
+        fastckpt.save(numbered(3, SMALL), path)
+        (path / "late.json").write_text("mine too")
+    end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert there(path) == 2
+    assert [(path / name).read_text() for name in ("config.json", "late.json")] == ["mine", "mine too"]
+    assert manifest.listing(parent) == ["step"]
+
+
+@pytest.mark.parametrize("flags", [True, False], ids=["exchange", "two renames"])
+def test_directory_of_somebody_that_takes_the_name(children, parent, tmp_path, flags):
+    """Between the look and the rename; it is not a checkpoint, and its only copy stays."""
+    path = parent / "step"
+    fastckpt.save(numbered(0, SMALL), path)
+    # Without flags the first exchange is refused, and the second call is the one that is held.
+    refused = () if flags else (strace.injection("renameat2", "error=EINVAL", "1"),)
+    call = ("renameat2", 1) if flags else ("renameat", 1)
+    with machines.stopped_save(children, path, tmp_path / "log", *call, *refused, index=2) as child:
+        path.rename(parent / "moved")
+        (path / "chapters").mkdir(parents=True)
+        (path / "chapters" / "thesis.txt").write_text("the only copy")
+    end = child.outcome()
+    assert (path / "chapters" / "thesis.txt").read_text() == "the only copy", end
+    assert isinstance(end, zygote.Raised)
+    assert end.kind == "FileExistsError", end
+    assert there(parent / "moved") == 0
+    assert manifest.listing(parent) == ["moved", "step"]
+
+
+@pytest.mark.parametrize("scenario", ["directory_meanwhile", "moved_meanwhile"])
+def test_what_takes_the_name_meanwhile(children, parent, tmp_path, scenario):
+    getattr(two_machines, scenario)((children, parent), (children, parent), tmp_path)
+
+
+def test_overwrite_keeps_the_mode(parent):
+    """Whoever has closed a checkpoint does not find it open after the next save."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    path.chmod(0o700)
+    fastckpt.save(numbered(2, SMALL), path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert there(path) == 2
+
+
+def test_mode_is_kept_while_it_is_written(children, parent, tmp_path):
+    """Not only when it is done: the workspace holds the same bytes."""
+    path = parent / "step"
+    fastckpt.save(numbered(1, SMALL), path)
+    path.chmod(0o700)
+    with machines.stopped_save(children, path, tmp_path / "log", "fdatasync", index=2):
+        (workspace,) = parent.glob(".step.tmp-*")
+        assert stat.S_IMODE(workspace.stat().st_mode) == 0o700
+
+
+# --- directories that cannot be synced -------------------------------------------------------------------------------
+
+
+def test_directories_that_cannot_be_synced(children, parent, tmp_path):
+    """vboxsf, 9p and old CIFS say EINVAL for a directory: the save succeeds, and its report says so."""
+    path = parent / "step"
+    fastckpt.save(numbered(0, SMALL), path)
+    child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, threads=1)
+    child.next()
+    with strace.attached(child.pid, tmp_path / "log", "fsync") as trace:
+        child.go()
+        end = child.outcome()
+        calls = [call for call in trace.calls() if call.name == "fsync"]
+    assert end["warnings"] == []
+    turns = [
+        number
+        for number, call in enumerate(calls, 1)
+        if call.fd_paths() == [str(parent)] or call.fd_paths()[0].rpartition("/")[2].startswith(".step.tmp-")
+    ]
+    assert len(turns) >= 2, calls
+    for index, when in enumerate(turns, 2):
+        child = children.start("save_held", path=str(path), index=index, nbytes=SMALL, threads=1)
+        child.next()
+        fault = strace.injection("fsync", "error=EINVAL", when)
+        with strace.attached(child.pid, tmp_path / "log", "fsync", fault) as trace:
+            child.go()
+            end = child.outcome()
+            assert any(call.injected for call in trace.calls()), when
+        assert not isinstance(end, zygote.Raised), end
+        assert any("does not sync directories" in warning for warning in end["warnings"]), end
+        assert there(path) == index
+    assert manifest.listing(parent) == ["step"]
+
+
+# --- a layer below ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
+    """Such a directory cannot be renamed: either it is replaced all the same, or the error says what helps."""
+    needs.root()
+    for part in ("upper", "work", "merged"):
+        (tmp_path / "layers" / part).mkdir(parents=True)
+    with mounts.mount("tmpfs") as top:
+        layers = {part: top / part for part in ("lower", "upper", "work", "merged")}
+        for directory in layers.values():
+            directory.mkdir()
+        fastckpt.save(numbered(1, SMALL), layers["lower"] / "step")
+        options = ",".join(f"{part}dir={layers[part]}" for part in ("lower", "upper", "work"))
+        subprocess.run(
+            ["mount", "-t", "overlay", "-o", f"{options},redirect_dir=off", "overlay", layers["merged"]], check=True
+        )
+        try:
+            path = layers["merged"] / "step"
+            with pytest.raises(OSError, match="layer") as caught:
+                fastckpt.save(numbered(2, SMALL), path)
+            assert caught.value.errno == errno.EXDEV
+            assert there(path) == 1
+            assert manifest.listing(layers["merged"]) == ["step"]
+        finally:
+            subprocess.run(["umount", layers["merged"]], check=True)
+
+
+# --- who is dead -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
+def test_left_overs_of_another_container_of_this_machine(children, parent, tmp_path, pids):
+    """A container has a host name of its own, and processes that this one cannot see; the kernel is the same."""
+    path = parent / "step"
+    fastckpt.save(numbered(0, SMALL), path)
+    for host in ("trainer-a", "trainer-b"):
+        with machines.machine(tmp_path, host, boot=False, pids=pids) as container:
+            with machines.stopped_save(container, path, tmp_path / "log", "fdatasync") as child:
+                child.signal(signal.SIGKILL)
+            child.wait()
+    left = [name for name in os.listdir(parent) if ".tmp-" in name]
+    assert len(left) >= 1, "nobody left anything"
+    fastckpt.save(numbered(2, SMALL), path)
+    assert manifest.listing(parent) == ["step"]
+    assert there(path) == 2
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("host", ["trainer", None], ids=["equal names", "other name"])
+@pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
+def test_living_saver_of_another_container_of_this_machine(parent, tmp_path, host, pids):
+    """It stands still, and nobody takes its work away: neither this machine nor a container of the same name."""
+    path = parent / "step"
+    with (
+        machines.machine(tmp_path, "trainer", boot=False, pids=pids) as container,
+        machines.machine(tmp_path, host or "other", boot=False, pids=pids) as second,
+    ):
+        with machines.stopped_save(container, path, tmp_path / "log", "fdatasync", index=5) as child:
+            fastckpt.save(numbered(2, SMALL), parent / "other")
+            two_machines.save(second, path, 3)
+            assert len([name for name in os.listdir(parent) if ".tmp-" in name]) == 1
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert there(path) == 5
+    assert manifest.listing(parent) == ["other", "step"]
+
+
+@pytest.mark.root
+def test_saver_of_a_container_that_has_not_locked_its_manifest(children, parent, tmp_path):
+    """It looks dead from outside. What it finds gone it makes again."""
+    with machines.machine(tmp_path, "trainer", boot=False) as container:
+        two_machines.swept_before_its_lock((container, parent), (children, parent), tmp_path)
+
+
+# --- the old one aside -----------------------------------------------------------------------------------------------
+
+
+def without_exchange():
+    return strace.injection("renameat2", "error=EINVAL", "1+")
+
+
+def test_old_one_does_not_come_back_when_the_user_removes_the_new_one(children, parent, tmp_path):
+    """A saver dies while it removes what it has replaced; then the checkpoint is removed, and nothing comes back."""
+    path = parent / "step"
+    committed = 0
+    for when in range(1, 10):
+        fastckpt.save(numbered(1, SMALL), path)
+        child = children.start("save_held", path=str(path), index=2, nbytes=SMALL, threads=1)
+        child.next()
+        with strace.stopping(child.pid, tmp_path / "log", "unlinkat", when, without_exchange()) as stop:
+            child.go()
+            machines.wait_until(lambda stop=stop, child=child: stop.reached() or child.ended())
+            hit = stop.reached()
+            child.signal(signal.SIGKILL)
+        child.wait()
+        committed += hit and there(path) == 2
+        shutil.rmtree(path)
+        for look in (fastckpt.load, fastckpt.open, fastckpt.verify):
+            with pytest.raises(FileNotFoundError):
+                look(path)
+        fastckpt.save(numbered(3, SMALL), path)
+        assert there(path) == 3
+        fastckpt.save(numbered(4, SMALL), path)
+        assert manifest.listing(parent) == ["step"]
+        if not hit:
+            break
+    assert committed >= 2, committed
+
+
+def test_reader_overtaken_at_any_open(children, parent, tmp_path):
+    two_machines.reader_overtaken((children, parent), (children, parent), tmp_path)
+
+
+def test_load_that_is_overtaken_again_and_again(children, parent, tmp_path):
+    """A count of turns is no measure: the reader gives up after a time, not after twenty saves."""
+    path = parent / "step"
+    fastckpt.save(numbered(0, SMALL), path)
+    turns, index = 25, 0
+    # A save takes far less than the reader's open; on a busy machine it may not, and then the open is made longer.
+    for milliseconds in (200, 500, 1000):
+        reader = children.start("look", path=str(path), held=True)
+        reader.next()
+        log = tmp_path / "log"
+        delay = strace.injection("openat2", f"delay_enter={milliseconds * 1000}", "1+")
+        with strace.attached(reader.pid, log, "openat2", delay):
+            reader.go()
+            seen = 0
+            while seen < turns and not reader.ended():
+                text = log.read_text(encoding="utf-8", errors="replace")
+                if (now := text.count('"model.safetensors"')) > seen:
+                    seen = now
+                    index += 1
+                    fastckpt.save(numbered(index, SMALL), path)
+        found = reader.outcome()
+        assert isinstance(found, int), f"overtaken {seen} times: {found}"
+        assert found in (index, index - 1)
+        if seen >= turns:
+            return
+    raise AssertionError(f"overtaken {seen} times only")

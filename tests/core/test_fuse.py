@@ -1,0 +1,47 @@
+"""The commit protocol between two clients of a file system whose locks are local to each of them (docs/format.md, 6):
+one directory behind two FUSE mounts, and two machines that differ in boot id and PID namespace."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import machines, mounts, two_machines
+
+SCENARIOS = (
+    "different_names",
+    "one_name",
+    "rival_meanwhile",
+    "directory_meanwhile",
+    "moved_meanwhile",
+    "swept_before_its_lock",
+    "swept_in_the_middle",
+    "failing_commit",
+    "stopped_but_alive",
+    "stopped_between_two_renames",
+    "killed_and_not_swept",
+    "reader_overtaken",
+    "readers_beside_a_saver",
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["one name", "two names"])
+def pair(request, tmp_path_factory):
+    """Two machines, which share a host name or not, and a mount for each: a machine sees no later ones."""
+    logs = tmp_path_factory.mktemp("logs")
+    names = ("trainer", "trainer") if request.param else ("node-a", "node-b")
+    with (
+        mounts.twins() as points,
+        machines.machine(logs, names[0]) as one,
+        machines.machine(logs, names[1]) as two,
+    ):
+        yield (one, points[0]), (two, points[1]), logs
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_clients(pair, scenario):
+    *clients, logs = pair
+    places = [(children, point / scenario) for children, point in clients]
+    places[0][1].mkdir()
+    machines.wait_until(places[1][1].is_dir)
+    getattr(two_machines, scenario)(*places, logs)

@@ -1,0 +1,47 @@
+"""The commit protocol between two clients of a real NFSv4.2 server (docs/format.md, 6): see :mod:`two_machines`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import nfs
+
+GUEST = Path(nfs.__file__).with_name("nfs_guest.py")
+# One boot each. A name before a colon is that of both machines, which are told apart by the host name alone otherwise.
+BOOTS = {
+    "rivals": [
+        "trainer:different_names",
+        "different_names",
+        "trainer:one_name",
+        "one_name",
+        "rival_meanwhile",
+        "directory_meanwhile",
+        "moved_meanwhile",
+        "swept_before_its_lock",
+        "trainer:swept_in_the_middle",
+        "failing_commit",
+    ],
+    "deaths": [
+        "killed",
+        "trainer:stopped_but_alive",
+        "stopped_but_alive",
+        "removed_by_its_owner",
+        "stopped_between_two_renames",
+    ],
+    "readers": ["readers_beside_a_saver", "loader_overtaken"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("boot", BOOTS)
+def test_two_clients(boot):
+    outcomes = nfs.boot(GUEST, "harness.two_machines", *BOOTS[boot], seconds=240)
+    for outcome in outcomes:
+        print(outcome["scenario"], outcome["seconds"], "s", outcome["failed"] or "as it should be")
+    assert [outcome["scenario"] for outcome in outcomes] == BOOTS[boot]
+    failed = {
+        outcome["scenario"]: outcome["failed"].strip().splitlines()[-1] for outcome in outcomes if outcome["failed"]
+    }
+    assert not failed, failed

@@ -1,0 +1,260 @@
+"""Saves under pressure: memory that changes, signals, no threads, priorities, forks, states that are too large."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _core
+from fastckpt._background import save_async as _async
+from harness import manifest, needs, strace, zygote
+from harness.states import which
+
+CHANGED = "staged: its memory changed while it was written"
+
+
+@pytest.fixture(scope="module")
+def children():
+    with zygote.running() as running:
+        yield running
+
+
+# --- memory that changes ---------------------------------------------------------------------------------------------
+
+
+def save_changing(path, *, io, change=True):
+    """Save two tensors of one block: the first is summed where it lies, then filling the second changes it, then both
+    are written."""
+    room = np.zeros((1 << 20) + 4096, np.uint8)
+    first = room[-room.ctypes.data % 4096 :][: 1 << 20]
+    first[:] = 1
+
+    def fill(_, start, address, nbytes):
+        ctypes.memset(address, 9, nbytes)
+        if change:
+            first[:] = 2
+
+    # Of a whole number of pages, and so before the other.
+    tensors = [
+        ("a", "U8", [first.size], first.ctypes.data, first.nbytes, None),
+        ("b", "U8", [(2 << 20) + 5], 0, (2 << 20) + 5, None),
+    ]
+    structure = '[["dict",2],"a",["array",0],"b",["array",1]]'
+    return _core.save(
+        str(path),
+        tensors,
+        structure,
+        "[null]",
+        overwrite=True,
+        shard_size=1 << 40,
+        io=io,
+        threads=1,
+        bandwidth_limit=None,
+        step=None,
+        fill=fill,
+        tick=None,
+    )
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "buffered"])
+def test_memory_that_changes_while_it_is_written_leaves_a_sound_checkpoint(tmp_path, monkeypatch, engine):
+    monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
+    save_changing(tmp_path / "c", io=engine, change=False)
+    assert int(fastckpt.load(tmp_path / "c")["a"].max()) == 1
+    report = save_changing(tmp_path / "c", io=engine)
+    loaded = fastckpt.load(tmp_path / "c")
+    assert (set(loaded["a"]), set(loaded["b"])) == ({2}, {9})
+    assert fastckpt.verify(tmp_path / "c").ok
+    assert report["ways"] == {CHANGED: 1}
+
+
+# --- allocation ------------------------------------------------------------------------------------------------------
+
+
+def test_an_allocation_that_signals_always_interrupt_is_given_up(children, tmp_path):
+    """tmpfs before Linux 6.11 undoes the whole range at any signal, and a profiler's come every 10 ms."""
+    child = children.start("save_held", path=str(tmp_path / "step"), index=3, nbytes=4 << 20)
+    child.next()
+    inject = strace.injection("fallocate", "error=EINTR", "1+")
+    with strace.attached(child.pid, tmp_path / "log", "fallocate,ftruncate", inject) as trace:
+        child.go()
+        report = child.outcome(timeout=20)
+        calls = [call for call in trace.calls() if ".safetensors" in call.arguments]
+    assert not isinstance(report, zygote.Raised), report
+    names = [call.name for call in calls]
+    assert names == ["fallocate"] * names.count("fallocate") + ["ftruncate"]
+    assert 1 < len(names) < 20
+    assert which(fastckpt.load(tmp_path / "step"), 4 << 20) == 3
+
+
+def test_ctrl_c_ends_an_allocation(children, tmp_path):
+    """A signal with each call, as Ctrl-C held down: the save ends, and nothing of it stays."""
+    child = children.start("save_held", path=str(tmp_path / "parent" / "step"), index=3, nbytes=64 << 20)
+    (tmp_path / "parent").mkdir()
+    child.next()
+    inject = strace.injection("fallocate", "error=EINTR:signal=SIGINT", "1+")
+    with strace.attached(child.pid, tmp_path / "log", "fallocate", inject):
+        child.go()
+        end = child.outcome(timeout=20)
+    assert isinstance(end, zygote.Raised)
+    assert end.kind == "KeyboardInterrupt"
+    assert manifest.listing(tmp_path / "parent") == []
+
+
+# --- no threads ------------------------------------------------------------------------------------------------------
+
+
+def refuse_threads(child, log, when):
+    inject = [strace.injection(call, "error=EAGAIN", when) for call in ("clone", "clone3")]
+    return strace.attached(child.pid, log, "clone,clone3", *inject)
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "buffered"])
+def test_without_threads_the_caller_does_the_work(children, tmp_path, engine):
+    child = children.start("crowded", directory=str(tmp_path), nbytes=24 << 20, io=engine)
+    child.next()
+    with refuse_threads(child, tmp_path / "log", "1+"):
+        child.go()
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert (end["loaded"], end["threads"]) == (7, 1)
+    assert "no worker thread can be started" in end["fallback"]
+    assert "pids.max" in end["fallback"]
+    assert sum("no worker thread can be started" in text for text in end["warnings"]) == 1
+
+
+def test_a_part_of_the_crew_does_the_work(children, tmp_path):
+    child = children.start("crowded", directory=str(tmp_path), nbytes=24 << 20, io="threads", threads=4)
+    child.next()
+    with refuse_threads(child, tmp_path / "log", "3+"):
+        child.go()
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert (end["loaded"], end["threads"], end["fallback"]) == (7, 2, None)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 16, 24 << 20])
+def test_without_threads_an_asynchronous_save_is_made_at_the_call(children, tmp_path, nbytes):
+    settings = {"nice": 19, "io_priority": "idle"}
+    child = children.start("crowded", directory=str(tmp_path), nbytes=nbytes, asynchronous=True, **settings)
+    child.next()
+    with refuse_threads(child, tmp_path / "log", "1+"):
+        child.go()
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert (end["loaded"], end["nice"]) == (7, 0)
+    assert any("no thread for the save, so the caller does it" in text for text in end["warnings"])
+
+
+@pytest.mark.parametrize("nbytes", [1 << 16, 24 << 20])
+def test_without_a_worker_thread_the_priority_goes_and_not_the_save(children, tmp_path, nbytes):
+    child = children.start("snapshot_held", path=str(tmp_path / "step"), nbytes=nbytes, nice=19, io_priority="idle")
+    child.next()
+    with refuse_threads(child, tmp_path / "log", "1+"):
+        child.go()
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert (end["threads"], end["nice"]) == (1, 0)
+    assert "the calling thread did the work, without its priority" in end["fallback"]
+    assert fastckpt.verify(tmp_path / "step").ok
+
+
+def test_a_priority_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(_async, "_tried", {})
+    outcomes = [BlockingIOError(errno.EAGAIN, "no thread"), None]
+
+    def attempt(*_):
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    assert _async._priority(None, None) == (None, None)
+    monkeypatch.setattr(_async._core, "try_priority", attempt)
+    assert _async._priority(7, None) == (None, None)
+    assert "nice=7" in caplog.text
+    assert _async._priority(7, None) == (7, None)
+
+
+@pytest.mark.root
+def test_the_limit_of_processes_of_a_user(children):
+    """The real thing: ``ulimit -u``, which does not count for root."""
+    needs.root()
+    user = 100_000 + os.getpid() % 1_000_000  # nobody else's
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        child = children.start("crowded", directory=directory, nbytes=24 << 20, user=user)
+        child.next()
+        child.go()
+        end = child.outcome()
+    assert not isinstance(end, zygote.Raised), end
+    assert (end["loaded"], end["threads"]) == (7, 1)
+
+
+# --- priorities ------------------------------------------------------------------------------------------------------
+
+
+class Saver(logging.Handler):
+    """The niceness of the thread that has saved: it logs what it did, and runs callbacks."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.seen = []
+
+    def emit(self, record):
+        if record.threadName == "fastckpt-save":
+            self.seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+
+@pytest.mark.parametrize("io", ["auto", "uring", "threads", "buffered"])
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20, 9 << 20])
+def test_the_thread_that_runs_python_keeps_its_priority(tmp_path, caplog, size, io):
+    """It has written nothing, whatever the size."""
+    caplog.set_level(logging.INFO, "fastckpt")
+    saver = Saver()
+    logging.getLogger("fastckpt").addHandler(saver)
+    try:
+        state = {"w": np.zeros(size, np.uint8)}
+        fastckpt.save_async(state, tmp_path / "c", nice=19, io_priority="idle", io=io).result(60)
+        for thread in threading.enumerate():
+            if thread.name == "fastckpt-save":
+                thread.join(60)
+    finally:
+        logging.getLogger("fastckpt").removeHandler(saver)
+    assert saver.seen == [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads", "buffered"])
+def test_a_child_forked_during_a_save_keeps_none_of_its_descriptors(children, tmp_path, engine):
+    found = children.run("fork_in_save", path=str(tmp_path / "step"), io=engine)
+    assert not isinstance(found, zygote.Raised), found
+
+    def of_the_save(names):
+        return [name for name in names if ".step.tmp-" in name or "io_uring" in name]
+
+    assert any(name.endswith(".safetensors") for name in of_the_save(found["ours"]))
+    assert of_the_save(found["theirs"]) == []
+    # Everything else is there, and the save came to its end.
+    assert len(found["theirs"]) >= len(found["ours"])
+    assert found["ok"]
+
+
+# --- too large -------------------------------------------------------------------------------------------------------
+
+
+def test_a_header_that_would_be_too_large_is_refused_before_the_first_byte(tmp_path):
+    with pytest.raises(
+        fastckpt.UnsupportedTypeError, match=r"header of shard `model\.safetensors` takes 1000\d+ bytes"
+    ):
+        fastckpt.save({"k" * 100_000_000: np.zeros(3)}, tmp_path / "c")
+    assert manifest.listing(tmp_path) == []

@@ -1,0 +1,316 @@
+"""Structure tokens made to harm: each is CorruptCheckpointError, soon and in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt._api.destinations import Targets
+from fastckpt._state.dialects import Check, Real
+from fastckpt._state.unflatten import parse, unflatten
+
+# As the core's reader gives it: name, dtype, shape, shard, offset, bytes, true dtype and shape.
+STORED = [
+    ("a", "F32", (2, 3), 0, 4096, 24, None),
+    ("b", "U8", (5000,), 0, 4120, 5000, None),
+    ("z", "U8", (16,), 0, 9120, 16, ("torch.complex128", (1,))),
+    ("n", "U8", (8,), 0, 9136, 8, ("numpy.>f8", (1,))),
+    ("i", "I64", (2, 3), 0, 9144, 48, None),
+    ("evil", "U8", (8,), 0, 9192, 8, ("torch.load", (1,))),
+    ("object", "U8", (8,), 0, 9200, 8, ("numpy.|O8", (1,))),
+    ("small", "U8", (8,), 0, 9208, 8, ("torch.complex128", (1,))),
+    ("huge", "F32", (2**62, 2**62, 0), 0, 9216, 0, None),
+    ("vast", "U8", (0,), 0, 9216, 0, ("numpy.<f16", (2**40, 2**40, 0))),
+    ("field", "U8", (8,), 0, 9216, 8, ("numpy.(999999999,999999999)f8", (1,))),
+    ("long text", "U8", (8,), 0, 9224, 8, ("numpy.<U9999999999", (1,))),
+    ("quantized", "U8", (8,), 0, 9232, 8, ("torch.quint8", (8,))),
+]
+
+
+def decode(source, stored=STORED, reader=None):
+    """What load does with a structure, less the reading."""
+    tokens = parse(source if isinstance(source, str) else json.dumps(source))
+    check = Check(stored)
+    unflatten(tokens, check)
+    targets = Targets(stored, "auto")
+    targets.make(check.found)
+    for number, start, stop, address, room in targets.requests:
+        assert 0 <= start <= stop <= stored[number][5]
+        assert stop - start <= room
+        assert address
+    if reader is not None:
+        reader.read(targets.requests, verify=True, io="threads", threads=1, drain=None, tick=None)
+    return unflatten(tokens, Real("auto", targets.values()))
+
+
+NOTHING_FOLLOWS = [
+    [],
+    ["a", "b"],
+    [["list", 1]],
+    [["list", 0], 1],
+    [["dict", 1], "k"],
+    [["dict", 10**12]],
+    [["list", 2**62]],
+    [["dict", -1]],
+    [["dict", True]],
+    [["dict", 1.0], "k", 1],
+    [["dict", "1"], "k", 1],
+    [["dict", None]],
+    [["dict"]],
+    [["dict", 0, 0]],
+    [[]],
+    [[["list"]]],
+    [[None]],
+    [[{}, 1]],
+    [{}],
+    [{"a": 1}],
+    [["unknown", 1]],
+    [["__class__"]],
+    [["dict", 1], ["list", 0], 1],
+    [["dict", 1], ["dict", 0], 1],
+    [["dict", 2], "k", 1, "k", 2],
+    [["dict", 2], 1, 1, True, 2],
+    [["set", 2], 1, 1],
+    [["set", 1], ["list", 0]],
+    [["fset", 1], ["bytearray", ""]],
+    [["ddict", 0]],
+    [["ddict", 0], "eval"],
+    [["ddict", 0], 1],
+    [["ddict", 0], ["list", 0]],
+    [["slice", 1], 1, 2, 3],
+    [["slice"], 1, 2],
+    [2**53 + 1],
+    [-(2**64)],
+    [["int", "1"]],
+    [["int", "0x"]],
+    [["int", "0x1_0"]],
+    [["int", " 0x1"]],
+    [["int", 1]],
+    [["int", None]],
+    [["int"]],
+    [["float", "00"]],
+    [["float", "zz" * 8]],
+    [["float", 1.5]],
+    [["complex", "00" * 8]],
+    [["complex", "00" * 8, 1]],
+    [["bytes", "a"]],
+    [["bytes", "!!!!"]],
+    [["bytes", "QQ=\n"]],
+    [["bytes", "QQ==QQ=="]],
+    [["bytes", 1]],
+    [["bytes", 0, "tensor"]],
+    [["bytes", 2, "tensor"]],
+    [["bytes", 1, "text"]],
+    [["bytes", 99, "tensor"]],
+    [["bytearray", 1, 2, 3]],
+    [["size", 1]],
+    [["size", [1.5]]],
+    [["size", [True]]],
+    [["size", ["1"]]],
+    [["size", [2**63]]],
+    [["size"]],
+    [["dtype", "__doc__; import os"]],
+    [["dtype", 1]],
+    [["dtype", ["float32"]]],
+    [["device", "evil"]],
+    [["device", 0]],
+    [["device", "cuda:9999999999999999999"]],
+    [["range", "0", "1", "0"]],
+    [["range", "1e5", "1", "1"]],
+    [["range", "9" * 5000, "1", "1"]],
+    [["range", "1_0", "1", "1"]],
+    [["range", "\u0661", "1", "1"]],
+    [["range", 0, 1, 1]],
+    [["range", "0", "1"]],
+    [["datetime", [2024, 13, 1, 0, 0, 0, 0, 0]], None],
+    [["datetime", [2024, 1, 1, 0, 0, 0, 0]], None],
+    [["datetime", [2024, 1, 1, 0, 0, 0, 0, 2]], None],
+    [["datetime", [2024, 1, 1, 0, 0, 0, 0, 0]], 5],
+    [["datetime", [2024, 1, 1, 0, 0, 0, 0, True]], None],
+    [["datetime", "2024"], None],
+    [["datetime", [2024, 1, 1, 0, 0, 0, 0, 0]]],
+    [["date", [0, 1, 1]]],
+    [["date", [2**62, 1, 1]]],
+    [["time", [25, 0, 0, 0, 0]], None],
+    [["timedelta", [10**15, 0, 0]]],
+    [["timedelta", [1]]],
+    [["tz", [2, 0, 0], None]],
+    [["tz", [0, 0, 0], 5]],
+    [["tz", [0, 0, 0]]],
+    [["path", "PosixPath", "x"]],
+    [["path", "Path", 1]],
+    [["path", ["Path"], "x"]],
+    [["scalar", "O", "00"]],
+    [["scalar", "|O8", "00" * 8]],
+    [["scalar", "<f8", "00"]],
+    [["scalar", "i4,i4", "00" * 8]],
+    [["scalar", "<U1", "ffffffff"]],
+    [["scalar", "<f8", "zz" * 8]],
+    [["scalar", "|V8", "00" * 8]],
+    [["scalar", "<M8[parsecs]", "00" * 8]],
+    [["scalar", "<f3", "000000"]],
+    [["scalar", "<U99999999999", ""]],
+    [["tensor", 99]],
+    [["tensor", -1]],
+    [["tensor", True]],
+    [["tensor", 0.0]],
+    [["tensor", "0"]],
+    [["tensor", None]],
+    [["tensor"]],
+    [["tensor", 0, "x"]],
+    [["tensor", 0, ["g"]]],
+    [["tensor", 0, "g", 1]],
+    [["tensor", 0, "gp"]],
+    [["tensor", 4, "g"]],
+    [["tensor", 4, "pg"]],
+    [["tensor", 3]],
+    [["tensor", 7]],
+    [["tensor", 8]],
+    [["array", 2]],
+    [["array", 0, "g"]],
+    [["array", 6]],
+    [["array", 8]],
+    [["array", 9]],
+    [["array", 10]],
+    [["array", 11]],
+    [["coo", [2, 3], True, ""], ["tensor", 4]],
+    [["coo", [2, 3], 1, ""], ["tensor", 4], ["tensor", 0]],
+    [["coo", [2, -3], True, ""], ["tensor", 4], ["tensor", 0]],
+    [["coo", [2, 3], True, "q"], ["tensor", 4], ["tensor", 0]],
+    [["coo", [2, 3], True, ""], ["tensor", 0], ["tensor", 0]],
+    [["coo", [2, 3], True, ""], ["array", 4], ["tensor", 0]],
+    [["coo", [2, 3], True, ""], 5, None],
+    [["coo", [2**62, 2**62], True, ""], ["tensor", 4], ["tensor", 4]],
+    [["coo", [2, 3], True, ""], ["tensor", 4], ["coo", [2, 3], True, ""], ["tensor", 4], ["tensor", 0]],
+    [["compressed", "csr", [2, 3], ""], ["tensor", 4], ["tensor", 4], ["tensor", 0]],
+    [["compressed", "xyz", [2, 3], ""], ["tensor", 4], ["tensor", 4], ["tensor", 0]],
+    [["compressed", ["csr"], [2, 3], ""], ["tensor", 4], ["tensor", 4], ["tensor", 0]],
+    [["quantized", "quint8", [5000], "per_tensor"], ["tensor", 1], 0.1, 2**60, 1],
+    [["quantized", "quint8", [5001], "per_tensor"], ["tensor", 1], 0.1, 0, None],
+    [["quantized", "quint8", [-5000], "per_tensor"], ["tensor", 1], 0.1, 0, None],
+    [["quantized", "quint8", [2**62, 2**62], "per_tensor"], ["tensor", 1], 0.1, 0, None],
+    [["quantized", "qint8", [5000], "per_tensor"], ["tensor", 1], 0.1, 0, None],
+    [["quantized", "float32", [5000], "per_tensor"], ["tensor", 1], 0.1, 0, None],
+    [["quantized", "quint8", [5000], "per_tensor"], ["tensor", 1], "x", 0, None],
+    [["quantized", "quint8", [5000], "per_channel"], ["tensor", 1], ["tensor", 0], ["tensor", 4], 0],
+    [["quantized", "quint8", [5000], "per_channel"], ["tensor", 1], ["tensor", 1], ["tensor", 1], 7],
+    [["type", 1], 1],
+    [["type"], 1],
+    [["type", "collections.Counter"], 1],
+    [["type", "collections.Counter"], ["odict", 0]],
+    [["type", "collections.Counter"], ["list", 1], "a"],
+    [["type", "collections.Counter"], ["dict", 2], "a", 1, "a", 2],
+    [["type", "collections.Counter"]],
+    [["type", "collections.OrderedDict"], 1],
+    [["type", "collections.OrderedDict"], ["tuple", 2], ["dict", 0], ["dict", 0]],
+    [["type", "collections.OrderedDict"], ["tuple", 2], ["odict", 0], ["dict", 1], "items", 1],
+    [["type", "collections.OrderedDict"], ["tuple", 2], ["odict", 0], ["dict", 1], 1, 1],
+    [["type", "collections.OrderedDict"], ["tuple", 3], ["odict", 0], ["dict", 0], 1],
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tokens", NOTHING_FOLLOWS, ids=lambda tokens: json.dumps(tokens)[:60])
+def test_malformed(tokens):
+    began = time.process_time()
+    with pytest.raises(CorruptCheckpointError):
+        decode(tokens)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "{}",
+        "1",
+        '"x"',
+        "null",
+        "[",
+        "[NaN]",
+        "[Infinity]",
+        "[1e999]",
+        "[[[[" * 100_000,
+        f"[{'9' * 10**6}]",
+        '[["size",[123456789012345678901]]]',
+    ],
+    ids=lambda source: source[:20],
+)
+def test_malformed_text(source):
+    with pytest.raises(CorruptCheckpointError):
+        decode(source)
+
+
+@pytest.mark.parametrize(
+    "token", [["tensor", 5], ["tensor", 12], ["type", "os.system"], ["dtype", "float512"]], ids=str
+)
+def test_what_this_program_lacks_is_said_to_be_lacking(token):
+    with pytest.raises(UnsupportedTypeError):
+        decode([token, "x"] if token[0] == "type" else [token])
+
+
+def test_depth_bomb():
+    with pytest.raises(CorruptCheckpointError, match="deeper than 10000"):
+        decode([["list", 1]] * 1_000_000 + [1])
+
+
+def test_bytes_named_a_million_times_are_there_once():
+    loaded = decode([["list", 100_000], *[["bytes", 1, "tensor"]] * 50_000, *[["bytearray", 1, "tensor"]] * 50_000])
+    assert len({id(item) for item in loaded}) == 2
+
+
+def test_an_unread_tensor_is_not_allocated():
+    stored = [("a", "F32", (2**40,), 0, 4096, 2**42, None)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert decode([["dict", 0]], stored) == {}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_tokens(tmp_path):
+    """Whatever is done to a good structure, the result is a state or an error of ours."""
+    import datetime as dt
+
+    state = {
+        "w": torch.ones(2),
+        "s": torch.eye(2).to_sparse(),
+        "c": torch.eye(2).to_sparse_csr(),
+        "q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        1: [1.5, float("nan"), 2j, 2**70, b"x", b"y" * 5000, range(3), slice(1), {1}, np.arange(3), np.float32(1)],
+        "t": dt.datetime(2024, 1, 1, tzinfo=dt.timezone.utc),
+        "d": {str(i): i for i in range(30)},
+        "m": torch.nn.Linear(1, 1).state_dict(),
+    }
+    fastckpt.save(state, tmp_path / "c")
+    reader = fastckpt._core.Reader(str(tmp_path / "c"))
+    good, stored = json.loads(reader.structure()), reader.tensors()
+    pool = [*good, None, 1, -1, 1.5, "x", "", [], {}, ["list", 2], ["tensor", 0], ["tensor", 3, "pg"], ["dict", 1]]
+    rng = random.Random(7)
+    decoded = 0
+    for _ in range(600):
+        tokens = json.loads(json.dumps(good))
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(tokens))
+            way = rng.randrange(4)
+            if way == 0:
+                tokens[at] = rng.choice(pool)
+            elif way == 1:
+                del tokens[at]
+            elif way == 2:
+                tokens.insert(at, rng.choice(pool))
+            elif isinstance(tokens[at], list) and tokens[at]:
+                tokens[at][rng.randrange(len(tokens[at]))] = rng.choice(pool)
+        try:
+            decode(tokens, stored, reader)
+            decoded += 1
+        except (CorruptCheckpointError, UnsupportedTypeError):
+            pass
+    assert 0 < decoded < 600

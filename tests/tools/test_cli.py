@@ -1,0 +1,627 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._tools import cli
+from fastckpt._tools import convert as _convert
+from harness import needs
+
+try:
+    import safetensors.torch as safetensors_torch
+    import torch
+except ImportError as error:
+    needs.missing(str(error))
+
+
+def run(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastckpt", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """As :func:`run`, in this process: faster."""
+    status = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    status, out, err = call(capsys, *arguments, "--json")
+    assert err == ""
+    return status, json.loads(out)
+
+
+def equal(a: Any, b: Any) -> bool:
+    return bool(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b))
+
+
+@pytest.fixture
+def model() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "embed.weight": torch.randn(100, 32, dtype=torch.bfloat16),
+        "layer.0.weight": torch.randn(32, 64),
+        "layer.0.bias": torch.randn(64),
+        "layer.1.weight": torch.randn(64, 8).half(),
+        "steps": torch.tensor(7),
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: dict[str, Any]) -> Path:
+    path = tmp_path / "step-7"
+    fastckpt.save(model, path, metadata={"step": 7, "loss": 0.5, "tags": ("a", "b"), "bad": float("nan")})
+    return path
+
+
+def damage(checkpoint: Path, offset_from_end: int = 1) -> None:
+    shard = checkpoint / "model.safetensors"
+    with shard.open("r+b") as file:
+        file.seek(-offset_from_end, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-offset_from_end, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_version_of_the_module_and_of_the_command() -> None:
+    for command in ([sys.executable, "-m", "fastckpt"], [str(Path(sys.executable).with_name("fastckpt"))]):
+        if not Path(command[0]).exists():
+            needs.missing(f"the console script {command[0]} (pip install)")
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, f"fastckpt {fastckpt.__version__}\n")
+
+
+def test_without_a_command_or_with_a_wrong_one_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["frobnicate"], ["info"], ["ls", "a", "b", "c"], ["info", "x", "--wrong"]):
+        status, out, err = call(capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert "--help" in err
+
+
+def test_usage_errors_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, document = call_json(capsys, "info")
+    assert status == 2
+    assert "PATH" in document["error"]
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "verify"])
+def test_a_missing_checkpoint_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    missing = tmp_path / "missing"
+    status, out, err = call(capsys, command, missing)
+    assert (status, out) == (2, "")
+    assert str(missing) in err
+    assert "Traceback" not in err
+    status, document = call_json(capsys, command, missing)
+    assert status == 2
+    assert str(missing) in document["error"]
+    assert document["type"] == "FileNotFoundError"
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "verify"])
+def test_what_is_no_checkpoint_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "directory").mkdir()
+    for path in (tmp_path / "file", tmp_path / "directory"):
+        status, out, err = call(capsys, command, path)
+        assert (status, out) == (2, "")
+        assert str(path) in err
+    # Shards without a manifest are what is left of a checkpoint: damage.
+    (tmp_path / "directory" / "model.safetensors").touch()
+    assert call(capsys, command, tmp_path / "directory")[0] == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v"), TypeError("t"), ImportError("i"), OSError("o")])
+def test_no_error_is_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fastckpt, "verify", fail)
+    assert call(capsys, "verify", checkpoint) == (2, "", f"fastckpt: {error.args[0]}\n")
+    assert call_json(capsys, "verify", checkpoint) == (2, {"error": error.args[0], "type": type(error).__name__})
+
+
+def test_output_that_cannot_be_written_is_an_error(checkpoint: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "fastckpt", "ls", str(checkpoint)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fastckpt: cannot write to standard output: No space left on device")
+    assert "Traceback" not in done.stderr
+
+
+def test_one_remedy_is_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for cause, remedies in (("No such file or directory", 1), ("No such file or directory: is it mounted?", 0)):
+        failure = FileNotFoundError(2, f"cannot open checkpoint `{tmp_path}`: {cause}", str(tmp_path))
+        monkeypatch.setattr(fastckpt, "verify", lambda *_, failure=failure, **__: (_ for _ in ()).throw(failure))
+        assert call(capsys, "verify", tmp_path)[2].count("check the path") == remedies
+
+
+def test_convert_into_a_place_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for parent, kind in (("missing", "FileNotFoundError"), ("file", "NotADirectoryError")):
+        status, document = call_json(capsys, "convert", checkpoint, tmp_path / parent / "m.safetensors")
+        assert (status, document["type"]) == (2, kind)
+        assert str(tmp_path / parent) in document["error"]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_convert, "_write_safetensors", full)
+    status, document = call_json(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
+    assert (status, document["type"]) == (2, "OSError")
+    assert str(tmp_path / "m.safetensors") in document["error"]
+
+
+def test_info_ls_and_verify_work_without_torch(checkpoint: Path) -> None:
+    # An entry of None in sys.modules makes the import fail, as it does where torch is not installed.
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
+        "from fastckpt._tools.cli import main\n"
+        "print([main([command, sys.argv[1]]) for command in ('info', 'ls', 'verify')])\n"
+        "print(main(['convert', sys.argv[1], sys.argv[1] + '.safetensors']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(checkpoint)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[0, 0, 0]" in done.stdout
+    assert done.stdout.endswith("\n2\n")
+    assert "pip install torch" in done.stderr
+
+
+def test_a_reader_that_closes_early_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "many"
+    fastckpt.save({f"tensor-{index}": np.zeros(1) for index in range(5000)}, path)
+    command = f"'{sys.executable}' -m fastckpt ls '{path}' | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.split() == ["name", "dtype", "shape", "bytes", "shard"]
+
+
+# -- info and ls -------------------------------------------------------------------------------------------------------
+
+
+def test_info_is_one_screen(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    status, out, err = call(capsys, "info", checkpoint)
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) <= 40
+    for text in (str(checkpoint), "5 tensors", "1 shard", "version 1", "GB/s", "engine", "step", "model.safetensors"):
+        assert text in out
+
+
+def test_info_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path, model: dict[str, Any]) -> None:
+    status, document = call_json(capsys, "info", checkpoint)
+    assert status == 0
+    assert document["tensors"] == 5
+    assert document["bytes"] == sum(tensor.nbytes for tensor in model.values())
+    assert document["metadata"] == {"step": 7, "loss": 0.5, "tags": ["a", "b"], "bad": "nan"}
+    assert sum(entry["tensors"] for entry in document["dtypes"].values()) == 5
+    assert len(document["dtypes"]) == 4
+    assert document["shards"] == [
+        {"file": "model.safetensors", "bytes": (checkpoint / "model.safetensors").stat().st_size}
+    ]
+    assert document["format_version"] == 1
+    assert document["saved"]["engine"] in ("uring", "threads", "buffered")
+    assert abs(document["created"] - checkpoint.stat().st_mtime) < 60
+
+
+def test_info_of_much_stays_short(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    state = {f"t{index}": np.zeros(2000, np.uint8) for index in range(40)}
+    fastckpt.save(state, tmp_path / "c", shard_size=2000, metadata={f"key {index}": "x" * 1000 for index in range(100)})
+    status, out, _ = call(capsys, "info", tmp_path / "c")
+    assert status == 0
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 140
+    assert "and 88 more" in out
+
+
+def test_info_works_where_the_metadata_cannot_be_read(tmp_path: Path) -> None:
+    program = (
+        "import sys, fastckpt\n"
+        "class Own: pass\n"
+        "fastckpt.register_type(Own, lambda own: 1, lambda _: Own(), name='own')\n"
+        "fastckpt.save({}, sys.argv[1], metadata={'own': Own()})\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=60)
+    done = run("info", tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+    assert "own" in done.stdout
+
+
+def test_info_of_an_empty_state(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fastckpt.save({}, tmp_path / "c")
+    status, out, _ = call(capsys, "info", tmp_path / "c")
+    assert status == 0
+    assert "0 tensors" in out
+
+
+def test_ls_has_aligned_columns_and_a_total(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    status, out, err = call(capsys, "ls", checkpoint)
+    assert (status, err) == (0, "")
+    head, *rows, total = out.splitlines()
+    assert head.split() == ["name", "dtype", "shape", "bytes", "shard"]
+    assert len(rows) == 5
+    assert all(row.index("model.safetensors") == head.index("shard") for row in rows)
+    assert rows[1].split() == ["layer.0.weight", rows[1].split()[1], "[32,", "64]", "8192", "model.safetensors"]
+    assert total.startswith("5 tensors, 15880 bytes (15.88 kB)")
+
+
+def test_ls_with_a_pattern(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    status, document = call_json(capsys, "ls", checkpoint, "layer.*.weight")
+    assert status == 0
+    assert [(tensor["name"], tensor["shape"]) for tensor in document["tensors"]] == [
+        ("layer.0.weight", [32, 64]),
+        ("layer.1.weight", [64, 8]),
+    ]
+    assert document["bytes"] == 8192 + 1024
+    status, out, err = call(capsys, "ls", checkpoint, "layer.0.wieght")
+    assert (status, out) == (2, "")
+    assert "'layer.0.wieght' matches no tensor; there are 'layer.0.weight'" in err
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_a_whole_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    status, out, err = call(capsys, "verify", checkpoint)
+    assert (status, err) == (0, "")
+    assert "no damage" in out
+    status, document = call_json(capsys, "verify", checkpoint)
+    assert status == 0
+    assert document["ok"] is True
+    assert document["damage"] == []
+    assert document["gigabytes_per_second"] > 0
+    assert isinstance(document["phases"], dict)
+
+
+def test_verify_lists_damage_and_exits_with_1(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    damage(checkpoint)
+    status, out, _ = call(capsys, "verify", checkpoint)
+    assert status == 1
+    assert out.startswith("model.safetensors: bytes ")
+    status, document = call_json(capsys, "verify", checkpoint)
+    assert status == 1
+    assert document["ok"] is False
+    (found,) = document["damage"]
+    assert found["file"] == "model.safetensors"
+    assert found["tensor"] in ("embed.weight", "layer.0.bias", "layer.1.weight", "steps")
+    assert found["reason"]
+
+
+def test_verify_of_a_damaged_manifest_exits_with_1(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    manifest = checkpoint / "fastckpt.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"embed.weight", b"embed.weighs", 1))
+    status, out, err = call(capsys, "verify", checkpoint)
+    assert status == 1
+    assert "fastckpt.json" in out + err
+
+
+def test_verify_of_a_newer_version_is_an_error_not_damage(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    manifest = checkpoint / "fastckpt.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"fastckpt":1', b'"fastckpt":2', 1))
+    status, document = call_json(capsys, "verify", checkpoint)
+    assert status == 2
+    assert document["type"] == "FormatVersionError"
+
+
+def test_verify_shows_progress_on_a_terminal_only(checkpoint: Path) -> None:
+    main, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "fastckpt", "verify", str(checkpoint)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False)
+    os.close(terminal)
+    shown = os.read(main, 10_000)
+    os.close(main)
+    assert done.returncode == 0
+    assert b"verify" in shown
+    assert run("verify", checkpoint).stderr == ""
+
+
+# -- convert to a checkpoint -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_convert_from_torch_save(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any], suffix: str, legacy: bool
+) -> None:
+    source, destination = tmp_path / f"m{suffix}", tmp_path / "out"
+    state = {"model": model, "lr": 1e-3, "shapes": [(1, 2), torch.Size([3])], 5: None}
+    torch.save(state, source, _use_new_zipfile_serialization=not legacy)
+    status, out, err = call(capsys, "convert", source, destination)
+    assert (status, err) == (0, "")
+    assert "5 tensors" in out
+    loaded = fastckpt.load(destination)
+    assert list(loaded) == list(state)
+    assert loaded["lr"] == 1e-3
+    assert loaded["shapes"] == state["shapes"]
+    assert all(equal(loaded["model"][name], tensor) for name, tensor in model.items())
+    assert fastckpt.verify(destination).ok
+
+
+class Plain:
+    """Nothing that torch allows."""
+
+
+class Bomb:
+    """Its pickle creates a file when it is executed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_convert_never_executes_a_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path, legacy: bool) -> None:
+    source, fired = tmp_path / "evil.pt", tmp_path / "fired"
+    torch.save({"w": torch.zeros(2), "x": Bomb(fired)}, source, _use_new_zipfile_serialization=not legacy)
+    status, document = call_json(capsys, "convert", source, tmp_path / "out")
+    assert status == 2
+    assert document["type"] == "UnsupportedTypeError"
+    assert str(source) in document["error"]
+    source.write_bytes(pickle.dumps(Bomb(fired), protocol=2))
+    assert call(capsys, "convert", source, tmp_path / "out")[0] in (1, 2)
+    assert not fired.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_offers_no_way_around_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.save({"x": Plain()}, tmp_path / "m.pt")
+    status, document = call_json(capsys, "convert", tmp_path / "m.pt", tmp_path / "out")
+    assert status == 2
+    assert "Plain" in document["error"]
+    assert "safe_globals" not in document["error"]
+
+
+def test_convert_from_safetensors(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
+    source, destination = tmp_path / "m.safetensors", tmp_path / "out"
+    safetensors_torch.save_file(model, source, metadata={"format": "pt", "from": "here"})
+    status, document = call_json(capsys, "convert", source, destination)
+    assert status == 0
+    assert document["tensors"] == 5
+    assert document["bytes"] == sum(tensor.nbytes for tensor in model.values())
+    loaded = fastckpt.load(destination)
+    assert loaded.keys() == model.keys()
+    assert all(equal(loaded[name], tensor) for name, tensor in model.items())
+    with fastckpt.open(destination) as opened:
+        assert opened.metadata == {"format": "pt", "from": "here"}
+
+
+def write_hugging_face(path: Path, model: dict[str, Any]) -> None:
+    path.mkdir()
+    names = list(model)
+    files = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for file, part in files.items():
+        safetensors_torch.save_file({name: model[name] for name in part}, path / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_convert_from_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
+    source, destination = tmp_path / "hf", tmp_path / "out"
+    write_hugging_face(source, model)
+    status, _, err = call(capsys, "convert", source, destination)
+    assert (status, err) == (0, "")
+    loaded = fastckpt.load(destination)
+    assert list(loaded) == list(model)
+    assert all(equal(loaded[name], tensor) for name, tensor in model.items())
+
+
+def test_convert_from_hugging_face_with_one_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]
+) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    safetensors_torch.save_file(model, source / "model.safetensors")
+    assert call(capsys, "convert", source, tmp_path / "out")[0] == 0
+    assert fastckpt.load(tmp_path / "out").keys() == model.keys()
+
+
+@pytest.mark.parametrize("file", ["../m.safetensors", "/etc/passwd", "sub/m.safetensors", "..", 7])
+def test_an_index_does_not_lead_out_of_its_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any], file: Any
+) -> None:
+    source = tmp_path / "hf"
+    write_hugging_face(source, model)
+    safetensors_torch.save_file(model, tmp_path / "m.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"steps": file}}))
+    status, out, err = call(capsys, "convert", source, tmp_path / "out")
+    assert (status, out) == (1, "")
+    assert "model.safetensors.index.json" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_sources_are_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
+    torch.save(model, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:5000])
+    (tmp_path / "empty.pt").touch()
+    noise = [f"noise-{seed}.bin" for seed in range(50)]
+    for seed, name in enumerate(noise):
+        (tmp_path / name).write_bytes(random.Random(seed).randbytes(1000))
+    safetensors_torch.save_file(model, tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:5000])
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "unknown.npz").touch()
+    (tmp_path / "directory").mkdir()
+    write_hugging_face(tmp_path / "hf", model)
+    (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
+    for name in (
+        "cut.pt",
+        "empty.pt",
+        *noise,
+        "cut.safetensors",
+        "empty.safetensors",
+        "unknown.npz",
+        "directory",
+        "hf",
+        "missing",
+    ):
+        status, out, err = call(capsys, "convert", tmp_path / name, tmp_path / "out")
+        assert status in (1, 2), name
+        assert out == ""
+        assert str(tmp_path / name) in err
+        assert "Traceback" not in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_convert_overwrites_only_when_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, model: dict[str, Any]
+) -> None:
+    source = tmp_path / "m.pt"
+    torch.save({"only": torch.ones(3)}, source)
+    status, out, err = call(capsys, "convert", source, checkpoint)
+    assert (status, out) == (2, "")
+    assert "--overwrite" in err
+    assert fastckpt.load(checkpoint).keys() == model.keys()
+    assert call(capsys, "convert", source, checkpoint, "--overwrite")[0] == 0
+    assert fastckpt.load(checkpoint).keys() == {"only"}
+
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "model.safetensors").write_text("text")
+    assert call(capsys, "convert", source, precious, "--overwrite")[0] == 2
+    assert (precious / "model.safetensors").read_text() == "text"
+
+
+def test_what_does_not_go_together_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    for source, destination, more in (
+        (checkpoint, "out", ()),
+        (checkpoint, "out.pt", ()),
+        (tmp_path / "m.pt", "out.safetensors", ()),
+        (tmp_path / "m.pt", "out", ("--keys", "w")),
+    ):
+        status, _, err = call(capsys, "convert", source, tmp_path / destination, *more)
+        assert status == 2
+        assert str(source) in err
+        assert not (tmp_path / destination).exists()
+
+
+# -- convert to safetensors --------------------------------------------------------------------------------------------
+
+
+def test_convert_to_safetensors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, model: dict[str, Any]
+) -> None:
+    destination = tmp_path / "m.safetensors"
+    status, document = call_json(capsys, "convert", checkpoint, destination)
+    assert status == 0
+    assert document["tensors"] == 5
+    loaded = safetensors_torch.load_file(destination)
+    assert loaded.keys() == model.keys()
+    assert all(equal(loaded[name], tensor) for name, tensor in model.items())
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert destination.stat().st_mode == plain.stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "plain", "step-7"]
+
+    status, _, err = call(capsys, "convert", checkpoint, destination)
+    assert status == 2
+    assert "--overwrite" in err
+    assert call(capsys, "convert", checkpoint, destination, "--overwrite", "--keys", "layer.*", "--keys=steps")[0] == 0
+    assert sorted(safetensors_torch.load_file(destination)) == [
+        "layer.0.bias",
+        "layer.0.weight",
+        "layer.1.weight",
+        "steps",
+    ]
+
+
+def test_keys_convert_tensors_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2), "name": "x", "n": [None, 1.5, torch.Size([1])]},
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    fastckpt.save(state, tmp_path / "c")
+    target = tmp_path / "m.safetensors"
+    assert call(capsys, "convert", tmp_path / "c", target, "--keys", "model.*")[0] == 0
+    assert list(safetensors_torch.load_file(target)) == ["model.w"]
+    target.unlink()
+    for pattern, reason in (("model.name", "chooses no tensor"), ("sparse.*", "layout torch.sparse_coo")):
+        status, _, err = call(capsys, "convert", tmp_path / "c", target, "--keys", pattern)
+        assert status == 2
+        assert reason in err
+        assert not target.exists()
+
+
+def test_nested_tied_and_numpy_tensors_get_flat_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    state = {
+        "model": {"a": weight, "b": weight, "list": [torch.zeros(0), np.arange(3)]},
+        "model.a": torch.ones(1),
+        3: torch.nn.Parameter(torch.ones(2).t()),
+    }
+    fastckpt.save(state, tmp_path / "c")
+    status, _, err = call(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    assert (status, err) == (0, "")
+    loaded = safetensors_torch.load_file(tmp_path / "m.safetensors")
+    assert set(loaded) == {"model.a", "model.b", "model.list.0", "model.list.1", "model.a~1", "3"}
+    assert equal(loaded["model.a"], weight)
+    assert equal(loaded["model.b"], weight)
+    assert equal(loaded["model.list.1"], torch.arange(3))
+    assert equal(loaded["model.a~1"], torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "named"),
+    [
+        (1e-3, "float"),
+        (None, "NoneType"),
+        (b"x", "bytes"),
+        (torch.zeros(2, dtype=torch.complex128), "complex128"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (np.zeros(2, np.complex128), "complex128"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, leaf: Any, named: str
+) -> None:
+    fastckpt.save({"model": {"w": torch.ones(2)}, "other": [leaf]}, tmp_path / "c")
+    status, document = call_json(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    assert status == 2
+    assert document["type"] == "UnsupportedTypeError"
+    assert "['other'][0]" in document["error"]
+    assert named in document["error"]
+    assert not (tmp_path / "m.safetensors").exists()
+
+    assert call(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors", "--keys", "model.*")[0] == 0
+    assert list(safetensors_torch.load_file(tmp_path / "m.safetensors")) == ["model.w"]
+
+
+def test_a_damaged_checkpoint_is_not_converted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
+) -> None:
+    damage(checkpoint)
+    status, _, err = call(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
+    assert status == 1
+    assert "model.safetensors" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
