@@ -269,7 +269,7 @@ def kill_at(children, path, log, call, when, index, **options):
     with strace.attached(child.pid, log, call, strace.injection(call, "signal=SIGKILL", when)):
         child.go()
         try:
-            end = child.outcome(30)
+            end = child.outcome()
         except zygote.DiedError:
             return True
     assert not isinstance(end, zygote.Raised), end
@@ -420,7 +420,7 @@ def test_what_is_no_failure_is_invisible(children, parent, tmp_path, call, error
             child.pid, tmp_path / "log", call, strace.injection(call, f"error={error}", when)
         ) as trace:
             child.go()
-            end = child.outcome(30)
+            end = child.outcome()
             assert not isinstance(end, zygote.Raised), (when, end)
             assert when == "2" or any(seen.injected for seen in trace.calls()), "the fault never came"
         assert end["engine"] == engine
@@ -473,7 +473,7 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
         with strace.attached(child.pid, tmp_path / "log", f"renameat2,{call}", flags, kill):
             child.go()
             with contextlib.suppress(zygote.DiedError):
-                child.outcome(30)
+                child.outcome()
         gap = not path.exists()
         gaps += gap
         if recovery == "save":
@@ -500,7 +500,7 @@ def test_without_locks(children, parent, tmp_path, error):
     child.next()
     with strace.attached(child.pid, log, "fcntl", *inject) as trace:
         child.go()
-        end = child.outcome(30)
+        end = child.outcome()
         assert any(call.injected for call in trace.calls())
     assert not isinstance(end, zygote.Raised), end
     assert whole(parent / "step", SMALL) == 1
@@ -954,7 +954,7 @@ def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_p
         (found,) = parent.glob(f".step.tmp-*/{latest}")
         assert found.stat().st_size
         shutil.rmtree(found.parent)
-    end = child.outcome(60)
+    end = child.outcome()
     assert isinstance(end, zygote.Raised), "there was nothing left to commit"
     assert "OSError" in end.bases, end
     assert str(parent) in (end.filename or ""), end
@@ -1013,7 +1013,7 @@ def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, c
         child.go()
         stop.wait()
         child.signal(signal.SIGINT)
-    end = child.outcome(60)
+    end = child.outcome()
     assert isinstance(end, zygote.Raised), "the interrupt was lost"
     assert end.kind == "KeyboardInterrupt", end
     assert whole(path, SMALL) == 1
@@ -1043,7 +1043,7 @@ def test_interrupt_at_any_moment(children, parent, tmp_path):
                 stop.wait()
                 child.signal(signal.SIGINT)
         try:
-            end = child.outcome(60)
+            end = child.outcome()
         except zygote.DiedError:
             end = None  # the signal came after the save, while the child was leaving
         if isinstance(end, zygote.Raised):

@@ -524,14 +524,14 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     ends = []
     for case in json.loads(Path(mutants).read_text(encoding="ascii")):
         (Path(directory) / "fastckpt.json").write_bytes(bytes.fromhex(case["bytes"]))
-        start = time.monotonic()
+        start = time.process_time()
         try:
             _ = fastckpt.open(directory).metadata
         except Exception as error:
             ends.append(type(error).__name__)
         else:
             ends.append("loaded")
-        if time.monotonic() - start > 2:
+        if time.process_time() - start > 2:
             ends[-1] += ", slowly"
     return ends
 
