@@ -3,7 +3,7 @@
 Each class of test names the mutant that it is there to catch.
 """
 
-# ruff: noqa: PERF203, PTH115, PTH118, PTH208 - names as the kernel has them; a rival may fail at any turn
+# ruff: noqa: PTH115, PTH118, PTH208 - names as the kernel has them; a rival may fail at any turn
 
 from __future__ import annotations
 

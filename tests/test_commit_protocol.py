@@ -297,7 +297,7 @@ def test_load_that_is_overtaken_again_and_again(children, parent, tmp_path):
     with strace.attached(reader.pid, log, "openat2", strace.injection("openat2", "signal=SIGSTOP", "1+")):
         reader.go()
         while logged('"model.safetensors"') < turns:
-            machines.wait_until(lambda: logged("--- stopped by SIGSTOP ---") > stops or reader.ended())
+            machines.wait_until(lambda seen=stops: logged("--- stopped by SIGSTOP ---") > seen or reader.ended())
             assert not reader.ended(), f"overtaken {stops} times only: {reader.outcome()}"
             stops = logged("--- stopped by SIGSTOP ---")
             index += 1

@@ -305,16 +305,14 @@ def test_exit_status_screen_and_json(tmp_path):
     (tmp_path / "here").mkdir()
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": str(counters)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.monotonic()
     done = run(cwd=tmp_path / "here", env=environment)
-    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     for topic in ("kernel", "io_uring", "engine", "directory", "direct I/O", "memory", "cores", "plain", "fastckpt"):
         assert any(line.startswith(topic) for line in done.stdout.splitlines()), topic
     assert done.stdout.splitlines()[-1].startswith("all well")
-    # It takes three seconds here; the machine may be busy, so what is bounded is its own work, and a hang.
+    # It takes three seconds here, and more on a busy machine: its own work has a bound, and a hang ends with `run`.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    assert wall < 30
     assert os.listdir(tmp_path / "here") == []
     assert not counters.exists(), "a command that is over leaves no counters"
 

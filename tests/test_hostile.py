@@ -1,9 +1,10 @@
 """Checkpoints made to harm: forged behind a correct checksum, so that nothing is refused for the wrong reason
 (RELIABILITY.md 3).
 
-Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds,
-in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening anything outside of its
-directory. Where a path is tempting, what lies there is a valid shard: following it would succeed.
+Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds of
+the processor's time, in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening
+anything outside of its directory. Where a path is tempting, what lies there is a valid shard: following it would
+succeed.
 """
 
 from __future__ import annotations
