@@ -91,9 +91,14 @@ class Reader:
             time.sleep(0.05)
 
     def rate_while(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the bytes a second that it read during the call, and the call's result."""
+        """Return the bytes a second that it read during the call, and the call's result.
+
+        It goes on until a block has come: with a short call on a busy machine that is longer than the call.
+        """
         before, begin = self.total.value, time.perf_counter()
         result = call()
+        while self.total.value == before and self.process.is_alive():
+            time.sleep(0.001)
         return (self.total.value - before) / (time.perf_counter() - begin), result
 
     def pause_while(self, call: Callable[[], Any]) -> Any:

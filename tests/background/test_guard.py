@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import PendingSave
 from fastckpt._background import save_async as _async
 from harness.same import same
 
@@ -80,8 +81,11 @@ def step(model, optimizer, rng):
     optimizer.step()
 
 
-def train(tmp_path, turns, *, guarded, seed=0):
-    """Save lazily, train on, and compare what was saved with a copy taken at the call; the number that differ."""
+def train(tmp_path, turns, *, guarded, seed=0, release=None):
+    """Save lazily, train on, and compare what was saved with a copy taken at the call; the number that differ.
+
+    ``release`` is the event that a copy waits for: it is set when the steps are made.
+    """
     rng = random.Random(seed)
     model, optimizer = make()
     step(model, optimizer, rng)
@@ -95,12 +99,16 @@ def train(tmp_path, turns, *, guarded, seed=0):
             "momentum": {str(index): entry["momentum_buffer"] for index, entry in enumerate(optimizer.state.values())},
         }
         expected = clone(state)
+        if release is not None:
+            release.clear()
         pending = fastckpt.save_async(state, tmp_path / "c", lazy=True, io="threads", threads=rng.choice([1, 2]))
         if guarded == "each":
             fastckpt.guard(optimizer, pending)
             fastckpt.guard(model, pending)
         for _ in range(rng.choice([1, 1, 2])):
             step(model, optimizer, rng)
+        if release is not None:
+            release.set()
         pending.result(60)
         found = fastckpt.load(tmp_path / "c", verify=False)
         wrong += not all(
@@ -120,42 +128,46 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, slow_copy, guarde
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_without_the_guard_values_differ(tmp_path, slow_copy):
+def test_without_the_guard_values_differ(tmp_path, held_copy):
     """Not a promise, but what the documentation warns of: so that nobody takes the guard for decoration."""
-    wrong, *_ = train(tmp_path, 100, guarded="no")
-    assert wrong > 10
+    wrong, *_ = train(tmp_path, 20, guarded="no", release=held_copy)
+    assert wrong == 20
 
 
-def test_a_guard_waits_for_the_copy_and_not_for_the_writing(tmp_path, monkeypatch):
-    from fastckpt._tensors import memory as _memory
+def test_a_guard_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_copy, when_waited_for, monkeypatch):
+    write = threading.Event()
+    real = _async._Job._write
 
-    release = threading.Event()
-    real = _memory.copy_out
+    def held(job):
+        assert write.wait(60)
+        return real(job)
 
-    def held(*arguments):
-        release.wait(30)
-        return real(*arguments)
-
-    monkeypatch.setattr(_memory, "copy_out", held)
+    monkeypatch.setattr(_async._Job, "_write", held)
     model, optimizer = make()
     step(model, optimizer, random.Random(0))
+    began = time.perf_counter()
     pending = fastckpt.save_async(
         {"m": model.state_dict(), "more": torch.zeros(1 << 18)}, tmp_path / "c", lazy=True, bandwidth_limit=2e6
     )
+    called = time.perf_counter() - began
     fastckpt.guard(optimizer, pending)
     optimizer.zero_grad()
     model(torch.randn(4, 6)).sum().backward()  # nothing holds it, for the guard is the optimizer's alone
     assert pending.progress().phase == "staging"
+    began = time.perf_counter()
     with pytest.raises(TimeoutError):
         pending.wait_staged(0.01)
-    threading.Timer(0.3, release.set).start()
+    called += time.perf_counter() - began
+    when_waited_for(lambda: threading.Timer(0.3, held_copy.set).start())
     began = time.perf_counter()
     optimizer.step()
     waited = time.perf_counter() - began
-    assert waited > 0.2
+    assert waited >= 0.3
     assert pending.progress().phase == "writing"
+    write.set()
     report = pending.result(60)
-    assert waited * 0.8 < report.stall < waited + 0.2
+    # The wait in step counts, the one before, and the call; nothing else.
+    assert 0.3 <= report.stall <= called + waited
     assert report.stall < report.seconds
 
 
@@ -172,8 +184,8 @@ def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path, mo
     step(model, optimizer, random.Random(0))
     assert isinstance(failing.exception(), RuntimeError)
     monkeypatch.undo()
-    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True, bandwidth_limit=1e5)
-    pending.cancel()
+    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True, bandwidth_limit=1)
+    assert pending.cancel()
     step(model, optimizer, random.Random(0))
     assert list(tmp_path.iterdir()) == []
 
@@ -214,15 +226,19 @@ def test_what_cannot_be_guarded_is_told(wrong):
         fastckpt.guard(wrong)
 
 
-def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, slow_copy):
-    """``p.data = other`` frees what a lazy copy may still have to read."""
+def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_copy):
+    """``p.data = other`` frees what a lazy copy still has to read."""
     parameters = [torch.nn.Parameter(torch.full((1 << 18,), float(index))) for index in range(16)]
     blocker = torch.zeros(300, 2)[:, 0]
     for _ in range(5):
+        # The one thread copies the strided tensor first, and so all others when the event is set.
+        held_copy.clear()
         pending = fastckpt.save_async({"b": blocker, "p": parameters}, tmp_path / "c", lazy=True, threads=1)
         for index, parameter in enumerate(parameters):
             parameter.data = torch.full((1 << 18,), -1.0)
             assert parameter[0] == -1, index
+        assert pending.progress().staged == 0
+        held_copy.set()
         pending.result(60)
         loaded = fastckpt.load(tmp_path / "c")["p"]
         assert all((found == index).all() for index, found in enumerate(loaded))
@@ -232,15 +248,23 @@ def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, slow_copy)
 
 def test_a_forked_child_steps_without_waiting(tmp_path):
     code = """
-import os, sys, torch, fastckpt
+import os, sys, threading, torch, fastckpt
+from fastckpt._background import save_async as _async
 model = torch.nn.Linear(3, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+gate, stage = threading.Event(), _async._Job.stage
+def held(job, wanted, *, last):
+    assert not last or gate.wait(60)
+    stage(job, wanted, last=last)
+_async._Job.stage = held
 pending = fastckpt.save_async({"m": torch.zeros(1 << 20), **model.state_dict()}, sys.argv[1], lazy=True)
 fastckpt.guard(optimizer, pending)
 if not os.fork():
     optimizer.step()
     os._exit(0)
 assert os.wait()[1] == 0
+assert pending.progress().phase == "staging"
+gate.set()
 optimizer.step()
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=60, env={**os.environ})
@@ -256,12 +280,28 @@ def held_copy(monkeypatch):
     real = _memory.copy_out
 
     def held(*arguments):
-        assert release.wait(30)
+        assert release.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(_memory, "copy_out", held)
     yield release
     release.set()
+
+
+@pytest.fixture
+def when_waited_for(monkeypatch):
+    """``when_waited_for(function)`` calls it once, when somebody next waits for a copy that is not done."""
+    functions = []
+    real = PendingSave.wait_staged
+
+    def wait_staged(pending, timeout=None):
+        if functions and not pending._staged.is_open():
+            functions.pop()()
+        real(pending, timeout)
+
+    monkeypatch.setattr(PendingSave, "wait_staged", wait_staged)
+    yield functions.append
+    assert functions == [], "nobody waited"
 
 
 def one_parameter():
@@ -270,21 +310,21 @@ def one_parameter():
     return parameter, torch.optim.SGD([parameter], lr=1.0)
 
 
-def test_a_guard_waits_for_each_save_it_was_given(tmp_path, held_copy):
+def test_a_guard_waits_for_each_save_it_was_given(tmp_path, held_copy, when_waited_for):
     parameter, optimizer = one_parameter()
     first = fastckpt.save_async({"w": parameter}, tmp_path / "1", lazy=True)
     fastckpt.guard(optimizer, first)
     second = fastckpt.save_async({"w": torch.zeros(3)}, tmp_path / "2", lazy=True, max_in_flight=2)
     fastckpt.guard(optimizer, second)
     second.result(60)
-    threading.Timer(0.2, held_copy.set).start()
+    when_waited_for(held_copy.set)
     optimizer.step()
     first.result(60)
     assert (fastckpt.load(tmp_path / "1")["w"] == 1).all()
     assert (parameter == 0).all()
 
 
-def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_copy, monkeypatch):
+def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_copy, when_waited_for, monkeypatch):
     parameter, optimizer = one_parameter()
     pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
     fastckpt.guard(optimizer, pending)
@@ -296,7 +336,7 @@ def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_copy, monkeypatc
         patch.setattr(type(pending), "wait_staged", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    threading.Timer(0.2, held_copy.set).start()
+    when_waited_for(held_copy.set)
     optimizer.step()
     pending.result(60)
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
@@ -395,7 +435,7 @@ def test_forward_changes_no_buffer_under_a_copy_compiled_or_not(tmp_path, held_b
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace:UserWarning")
-def test_a_compiled_step_waits(tmp_path, held_background, when, backend):
+def test_a_compiled_step_waits(tmp_path, held_background, when_waited_for, when, backend):
     release, begun = held_background
     torch._dynamo.reset()
     parameter, optimizer = one_parameter()
@@ -410,7 +450,7 @@ def test_a_compiled_step_waits(tmp_path, held_background, when, backend):
         before = parameter.detach().clone()
         pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
         assert begun.wait(60)
-        threading.Timer(0.2, release.set).start()
+        when_waited_for(release.set)
         step()
         pending.result(60)
         assert torch.equal(fastckpt.load(tmp_path / "c")["w"], before)
@@ -460,7 +500,7 @@ class Engine(torch.nn.Module):
     ids=["accelerate", "scaled", "nested", "engine"],
 )
 @pytest.mark.parametrize("once", [True, False])
-def test_a_wrapped_optimizer_waits(tmp_path, held_background, wrap, once):
+def test_a_wrapped_optimizer_waits(tmp_path, held_background, when_waited_for, wrap, once):
     release, begun = held_background
     parameter, optimizer = one_parameter()
     wrapped = wrap(optimizer)
@@ -468,14 +508,16 @@ def test_a_wrapped_optimizer_waits(tmp_path, held_background, wrap, once):
         guard = fastckpt.guard(wrapped)
     pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
     assert begun.wait(60)
-    if not once and isinstance(wrapped, Engine):  # it waits for the engine's buffers, at once
-        threading.Timer(0.2, release.set).start()
+    at_once = not once and isinstance(wrapped, Engine)  # it waits for the engine's buffers
+    if at_once:
+        when_waited_for(release.set)
     if not once:
         guard = fastckpt.guard(wrapped, pending)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     if not isinstance(wrapped, Engine):
         assert fastckpt.guard(optimizer) is guard
-    threading.Timer(0.2, release.set).start()
+    if not at_once:
+        when_waited_for(release.set)
     wrapped.step()
     pending.result(60)
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
@@ -493,13 +535,15 @@ def test_a_wrapper_of_nothing_is_told():
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_guard_that_comes_after_the_save_waits_for_the_buffers_at_once(tmp_path, held_background, given):
+def test_a_guard_that_comes_after_the_save_waits_for_the_buffers_at_once(
+    tmp_path, held_background, when_waited_for, given
+):
     release, begun = held_background
     model = norm()
     before = clone(model.state_dict())
     pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
     assert begun.wait(60)
-    threading.Timer(0.2, release.set).start()
+    when_waited_for(release.set)
     fastckpt.guard(model, pending if given else None)
     assert pending.progress().phase != "staging"
     model(torch.randn(5, 4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 import fastckpt
 from fastckpt._background import save_async as _async
+from harness import strace, zygote
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[os.uname().machine]
 TASKS = Path("/proc/self/task")
@@ -55,18 +55,25 @@ def io_priority(thread):
 )
 def test_only_the_writing_threads_stand_back(tmp_path, settings, nice, priority):
     before = os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)
-    pending = fastckpt.save_async({"w": np.zeros(1 << 18)}, tmp_path / "c", bandwidth_limit=2e6, threads=2, **settings)
-    time.sleep(0.15)
-    found = workers()
-    assert found
-    for thread, niceness in found.items():
-        assert niceness == (before[0] if nice is None else nice)
-        if priority is not None:
-            assert io_priority(thread) == priority
+    # At a byte a second the workers stay until the save is cancelled.
+    state = {"w": np.zeros(2 << 20)}
+    pending = fastckpt.save_async(state, tmp_path / "c", bandwidth_limit=1, threads=2, **settings)
+    wanted = (before[0] if nice is None else nice, before[1] if priority is None else priority)
+    deadline = time.monotonic() + 60
+    while True:
+        found = workers()
+        # A thread has its name before it has its priority.
+        if [(niceness, io_priority(thread)) for thread, niceness in found.items()] == [wanted] * 2:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
     # Neither the thread that called, nor the one that may hold the GIL.
     everybody = {int(task.name) for task in TASKS.iterdir()}
+    assert len(everybody - set(found)) >= 2
     assert all(os.getpriority(os.PRIO_PROCESS, thread) == before[0] for thread in everybody - set(found))
-    pending.result(60)
+    assert pending.cancel()
+    assert (os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)) == before
+    fastckpt.save_async(state, tmp_path / "c", threads=2, **settings).result(60)
     assert (os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)) == before
 
 
@@ -84,63 +91,46 @@ def test_a_priority_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monke
     ]
 
 
-def at_once(action):
-    """How many of the core's threads of one kind, that copy or that write, ran at once while ``action`` did.
+@pytest.fixture(scope="module")
+def children():
+    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
+        yield running
 
-    That is the most in a fifth of the looks at that kind: a thread that has ended may show beside the next one for a
-    while, so the most ever seen, or the two kinds together, say nothing.
-    """
-    seen = {"copy": [], "write": []}
 
-    def watch():
-        while not done.is_set():
-            names = []
-            for task in TASKS.iterdir():
-                with contextlib.suppress(OSError):  # it ended
-                    names.append((task / "comm").read_text().strip())
-            copying = sum(name.startswith("fastckpt-copy-") for name in names)
-            writing = sum(name.removeprefix("fastckpt-").isdigit() for name in names)
-            for kind, number in (("copy", copying), ("write", writing)):
-                if number:
-                    seen[kind].append(number)
-
-    done = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        action()
-    finally:
-        done.set()
-        watcher.join()
-    assert all(seen.values()), "never seen at work"
-    return {
-        kind: max(number for number in set(looks) if sum(each >= number for each in looks) * 5 >= len(looks))
-        for kind, looks in seen.items()
-    }
+def threads_started(children, directory, **options):
+    """How many threads one asynchronous save starts to copy, to write, and for all else; they may not even overlap."""
+    child = children.start("snapshot_of_floats", path=str(directory / "c"), count=8 << 20, **options)
+    child.next()
+    with strace.attached(child.pid, directory / "log", "clone,clone3,prctl") as trace:
+        child.go()
+        report = child.outcome()
+        calls = trace.calls()
+    assert not isinstance(report, zygote.Raised), report
+    names = [name for call in calls if "PR_SET_NAME" in call.arguments for name in call.strings()]
+    copying = [name for name in names if name.startswith("fastckpt-copy-")]
+    writing = [name for name in names if name.removeprefix("fastckpt-").isdigit()]
+    started = [call for call in calls if call.name.startswith("clone") and call.ok]
+    assert report["threads"] == len(writing)
+    return {"copy": len(copying), "write": len(writing), "more": len(started) - len(copying) - len(writing)}
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_threads_are_a_budget(tmp_path, lazy, strided):
-    import torch
-
-    state = {"w": torch.zeros(8 << 20, 2)[:, 0] if strided else torch.zeros(8 << 20)}
-
-    def save():
-        for _ in range(4):
-            assert fastckpt.save_async(state, tmp_path / "c", threads=1, lazy=lazy).result(60).threads == 1
-
-    assert at_once(save) == {"copy": 1, "write": 1}
+def test_threads_are_a_budget(children, tmp_path, lazy, strided):
+    # One more is that of Python, which waits for the others.
+    assert threads_started(children, tmp_path, threads=1, lazy=lazy, strided=strided) == {
+        "copy": 1,
+        "write": 1,
+        "more": 1,
+    }
 
 
-def test_threads_beyond_a_budget_are_noticed(tmp_path):
-    state = {"w": np.zeros((32 << 20, 2), np.uint8)[:, 0]}  # strided bytes take long
-
-    def save():
-        for _ in range(4):
-            fastckpt.save_async(state, tmp_path / "c", threads=2, bandwidth_limit=3e8).result(60)
-
-    assert at_once(save) == {"copy": 2, "write": 2}
+def test_threads_beyond_a_budget_are_noticed(children, tmp_path):
+    assert threads_started(children, tmp_path, threads=2, lazy=False, strided=True) == {
+        "copy": 2,
+        "write": 2,
+        "more": 1,
+    }
 
 
 def held(name, action):

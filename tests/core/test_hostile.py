@@ -1,9 +1,10 @@
 """Checkpoints made to harm: forged behind a correct checksum, so that nothing is refused for the wrong reason
 (RELIABILITY.md 3).
 
-Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds,
-in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening anything outside of its
-directory. Where a path is tempting, what lies there is a valid shard: following it would succeed.
+Each is refused in every way there is to load (:mod:`harness.ways`), with fastckpt's own error, in under two seconds of
+the processor's time, in bounded memory, without executing anything, hanging, writing beyond a tensor, or opening
+anything outside of its directory. Where a path is tempting, what lies there is a valid shard: following it would
+succeed.
 """
 
 from __future__ import annotations
@@ -80,14 +81,15 @@ def shard(body):
 
 def check_end(end, *, kinds=("CorruptCheckpointError",), bound=GROWTH):
     assert end["kind"] in kinds, end
-    assert end["seconds"] < SECONDS, end
+    # Of the processor: others may want it too, and whatever hangs meets the parent's patience.
+    assert end["processor"] < SECONDS, end
     assert end["grown"] < bound, end
     assert end["kind"] == "loaded" or end["text"], end
 
 
 def refused(children, path, *, kinds=("CorruptCheckpointError",)):
     for operation in ways.WAYS:
-        end = children.run("load_timed", path=str(path), headroom=HEADROOM, operation=operation, timeout=20)
+        end = children.run("load_timed", path=str(path), headroom=HEADROOM, operation=operation)
         assert not isinstance(end, zygote.Raised), end
         if operation == "verify" and end["kind"] == "loaded" and end["ok"] is False:
             continue  # it has listed the damage
@@ -716,7 +718,7 @@ def test_sparse_giant_shard(children, forged):
     body["tensors"] = [entry]
     body["structure"] = [["array", 0]]
     manifest.forge(path, body)
-    end = children.run("load_timed", path=str(path), headroom=HEADROOM, timeout=20)
+    end = children.run("load_timed", path=str(path), headroom=HEADROOM)
     assert not isinstance(end, zygote.Raised), end
     check_end(end, kinds=("CorruptCheckpointError", "MemoryError", "OSError"))
 

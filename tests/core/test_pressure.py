@@ -87,7 +87,7 @@ def test_an_allocation_that_signals_always_interrupt_is_given_up(children, tmp_p
     inject = strace.injection("fallocate", "error=EINTR", "1+")
     with strace.attached(child.pid, tmp_path / "log", "fallocate,ftruncate", inject) as trace:
         child.go()
-        report = child.outcome(timeout=20)
+        report = child.outcome()
         calls = [call for call in trace.calls() if ".safetensors" in call.arguments]
     assert not isinstance(report, zygote.Raised), report
     names = [call.name for call in calls]
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_an_allocation(children, tmp_path):
     inject = strace.injection("fallocate", "error=EINTR:signal=SIGINT", "1+")
     with strace.attached(child.pid, tmp_path / "log", "fallocate", inject):
         child.go()
-        end = child.outcome(timeout=20)
+        end = child.outcome()
     assert isinstance(end, zygote.Raised)
     assert end.kind == "KeyboardInterrupt"
     assert manifest.listing(tmp_path / "parent") == []

@@ -104,7 +104,7 @@ class Trace:
     def calls(self) -> list[Call]:
         """The calls so far; all of them once the traced process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
         return parse(self.log.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -134,14 +134,14 @@ def attached(
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
 def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:
     assert process.stderr is not None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     seen = ""
     descriptor = process.stderr.fileno()
     while f"Process {pid} attached" not in seen:

@@ -104,7 +104,7 @@ class Child:
         """Let a job that was started with ``hold=True`` begin."""
         self.channel.send("go")
 
-    def next(self, timeout: float = 30.0) -> Any:
+    def next(self, timeout: float = 60.0) -> Any:
         """The next thing the job reports."""
         message = self._message(timeout)
         assert "report" in message, message
@@ -133,7 +133,7 @@ class Child:
         """All reports of a child that has been killed, those it sent unread before its death among them."""
         with contextlib.suppress(EOFError):
             while True:
-                message = self.channel.receive(30)
+                message = self.channel.receive(60)
                 if "report" in message:
                     self.reports.append(message["report"])
         return self.reports
@@ -187,10 +187,10 @@ class Zygote:
         with theirs:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
             # A descriptor rides on a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
-            if self.control.receive(30) != "socket":
+            if self.control.receive(60) != "socket":
                 raise AssertionError("the zygote is out of step")
             socket.send_fds(self.control.sock, [b"\n"], [theirs.fileno()])
-            inner = self.control.receive(30)
+            inner = self.control.receive(60)
         return Child(self._outer(inner), inner, Channel(ours), self)
 
     def _outer(self, inner: int) -> int:
@@ -225,7 +225,7 @@ def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]
             yield zygote
         finally:
             zygote.control.sock.close()
-            zygote.process.wait(timeout=30)
+            zygote.process.wait(timeout=60)
 
 
 def _child(request: dict[str, Any], channel: Channel) -> NoReturn:

@@ -661,12 +661,13 @@ def test_100_000_small_tensors(tmp_path):
     from safetensors.torch import load_file, save_file
 
     def seconds(call):
-        began = time.perf_counter()
-        value = call()
-        return time.perf_counter() - began, value
+        # Of the processor, which others may want too: all threads of both.
+        began = time.process_time()
+        call()
+        return time.process_time() - began
 
     def best(call):
-        return min(seconds(call)[0] for _ in range(2))
+        return min(seconds(call) for _ in range(2))
 
     tensors = [torch.full((1,), float(i)) for i in range(100_000)]
     theirs = {str(i): tensor for i, tensor in enumerate(tensors)}

@@ -15,14 +15,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import fastckpt
 from fastckpt._tools import cli
-from harness import mounts, needs, zygote
+from harness import mounts, needs, strace, zygote
 
 SETTING = Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -305,16 +304,14 @@ def test_exit_status_screen_and_json(tmp_path):
     (tmp_path / "here").mkdir()
     environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": str(counters)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.monotonic()
     done = run(cwd=tmp_path / "here", env=environment)
-    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     for topic in ("kernel", "io_uring", "engine", "directory", "direct I/O", "memory", "cores", "plain", "fastckpt"):
         assert any(line.startswith(topic) for line in done.stdout.splitlines()), topic
     assert done.stdout.splitlines()[-1].startswith("all well")
-    # It takes three seconds here; the machine may be busy, so what is bounded is its own work, and a hang.
+    # It takes three seconds here, and more on a busy machine: its own work has a bound, and a hang ends with `run`.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    assert wall < 30
     assert os.listdir(tmp_path / "here") == []
     assert not counters.exists(), "a command that is over leaves no counters"
 
@@ -339,35 +336,50 @@ def test_a_bad_engine_in_the_environment_is_an_error(tmp_path, monkeypatch, caps
     assert "FASTCKPT_IO" in json.loads(capsys.readouterr().out)["error"]
 
 
+# `fastckpt`, once it is told to go on: so that a tracer has the time to attach, where Yama allows only ancestors, too.
+HELD = """
+import ctypes, runpy, sys
+ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+print("ready", flush=True)
+sys.stdin.readline()
+runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("moment", ["made", "saving"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
     """As soon as there is something to leave, and in the middle of the saves."""
-    command = [sys.executable, "-m", "fastckpt", "doctor", str(tmp_path)]
+    directory = tmp_path / "here"
+    directory.mkdir()
+    command = [sys.executable, "-c", HELD, "doctor", str(directory)]
     # A test run in the background inherits SIGINT ignored; restore what a user's program has.
     restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     child = subprocess.Popen(
         command,
         env=zygote.environment(),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=restore,  # noqa: PLW1509 - this process has no thread that holds a lock
     )
     try:
-        while child.poll() is None:
-            found = [path for scratch in tmp_path.glob(".fastckpt-doctor-*") for path in (scratch, *scratch.glob("*"))]
-            names = [path.name.lstrip(".") for path in found if path.parent != tmp_path]
-            if found and (moment == "made" or any(name.startswith("round-") for name in names)):
-                break
-            time.sleep(0.001)
-        assert child.poll() is None, "it was over before it could be interrupted"
-        child.send_signal(number)
-        out, err = child.communicate(timeout=30)
+        assert child.stdout.readline() == b"ready\n"
+        # The first call that comes after the directory is made, and the first that only a save makes.
+        call = {"made": "fallocate", "saving": "fsync"}[moment]
+        with strace.stopping(child.pid, tmp_path / "log", call) as stop:
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            stop.wait()
+            assert list(directory.glob(".fastckpt-doctor-*"))
+            assert moment == "made" or list(directory.glob(".fastckpt-doctor-*/.round-*"))
+            child.send_signal(number)
+        out, err = child.communicate(timeout=60)
     finally:
         child.kill()
         child.communicate()
     assert child.returncode == (130 if number == signal.SIGINT else -number), (out, err)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(directory) == []
 
 
 def test_torch_is_not_imported(tmp_path):

@@ -90,7 +90,7 @@ def producer(place):
 def top(place):
     """Runs the command as users do, without a terminal."""
 
-    def run(*args, timeout=20, **options):
+    def run(*args, timeout=60, **options):
         env = os.environ | {"FASTCKPT_TOP_DIR": str(place), "PYTHONIOENCODING": "utf-8"} | options.pop("env", {})
         command = [sys.executable, "-m", "fastckpt_top", *map(str, args)]
         return subprocess.run(
@@ -107,7 +107,7 @@ def top(place):
     return run
 
 
-def eventually(probe, seconds=5.0):
+def eventually(probe, seconds=60.0):
     """Poll until `probe` returns something true, and return that."""
     ends = time.monotonic() + seconds
     while True:

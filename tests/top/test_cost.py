@@ -27,9 +27,9 @@ def test_less_than_a_tenth_of_a_core_for_8_ranks_of_4_threads():
         async with app.run_test(size=(160, 50)):
             await asyncio.sleep(0.5)
             looks = app.session.model.mono
-            begin = time.process_time()
+            begin, used = time.monotonic(), time.process_time()
             await asyncio.sleep(5)
-            used = (time.process_time() - begin) / 5
+            used = (time.process_time() - used) / (time.monotonic() - begin)
             assert app.session.model.mono - looks > 4, "it went on looking"
         return used
 
@@ -70,7 +70,7 @@ def test_the_first_picture_is_there_within_a_second(producer, place):
         )
         os.close(slave)
         seen = b""
-        while b"WRITE" not in seen and time.monotonic() - begin < 10:
+        while b"WRITE" not in seen and time.monotonic() - begin < 60:
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536)
         # What it waited for a processor is the other tests' time.

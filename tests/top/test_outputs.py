@@ -132,7 +132,8 @@ def test_nothing_found_is_3(top):
 def test_check_judges_the_running_operation(producer, top):
     producer("--rate", 1e9)
     time.sleep(0.5)
-    good = top("--check", "--target", "0.5")
+    # Far less than its rate: it writes down what it has done when the processor is its own.
+    good = top("--check", "--target", "0.1")
     assert (good.returncode, good.stdout[:3]) == (0, "ok:")
     bad = top("--check", "--target", "high")
     assert (bad.returncode, bad.stdout.split(":")[0]) == (1, "BELOW TARGET")
@@ -209,7 +210,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(producer, place):
             check=False,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=60,
             env=env,
             stdin=subprocess.DEVNULL,
         )

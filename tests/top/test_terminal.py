@@ -24,7 +24,7 @@ class Terminal:
 
     def tmux(self, *args):
         return subprocess.run(
-            ["tmux", "-L", self.socket, *args], capture_output=True, text=True, check=True, timeout=10
+            ["tmux", "-L", self.socket, *args], capture_output=True, text=True, check=True, timeout=60
         ).stdout
 
     def start(self, *args, env="", size=(100, 30)):
@@ -36,7 +36,7 @@ class Terminal:
     def screen(self, *args):
         return self.tmux("capture-pane", "-p", *args)
 
-    def wait(self, pattern, seconds=8.0):
+    def wait(self, pattern, seconds=60.0):
         found = eventually(lambda: re.search(pattern, self.screen()), seconds)
         assert found, f"{pattern!r} never came:\n{self.screen()}"
         return found
@@ -125,7 +125,7 @@ def test_a_dumb_terminal_gets_lines(terminal, producer):
 
 
 def test_inline_stays_under_the_prompt(terminal):
-    terminal.start("--demo", "--inline", "--duration", "1")
+    terminal.start("--demo", "--inline", "--duration", "5")
     terminal.wait("step-11800")
     assert terminal.tmux("display", "-p", "#{alternate_on}").strip() == "0"
     terminal.wait("EXIT=0")

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use fastckpt_core::engine::content::{Content, Destination};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
@@ -225,8 +226,13 @@ fn a_panic_is_an_error_and_leaves_nothing() {
 fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let parent = directory();
     let path = parent.path().join("c");
-    let slow: fastckpt_core::engine::content::Fill = Arc::new(|_, _| {
-        std::thread::sleep(std::time::Duration::from_millis(300));
+    // Held until the caller has been asked, so that the save cannot be over by then.
+    let asked = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&asked);
+    let slow: fastckpt_core::engine::content::Fill = Arc::new(move |_, _| {
+        while !seen.load(Ordering::Relaxed) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         Ok(())
     });
     let spec = TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape: vec![64 << 20], logical: None };
@@ -241,7 +247,10 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         shard_size: u64::MAX,
         steady: false,
     };
-    let outcome = save(&request, &options(Io::Threads), &mut |_, _| false);
+    let outcome = save(&request, &options(Io::Threads), &mut |_, _| {
+        asked.store(true, Ordering::Relaxed);
+        false
+    });
     assert!(matches!(outcome, Err(Error::Interrupted)));
     assert_eq!(names(parent.path()), [] as [PathBuf; 0]);
 }
