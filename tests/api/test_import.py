@@ -113,9 +113,9 @@ def test_doctests():
     import doctest
 
     from fastckpt._api import checkpoint as _checkpoint
-    from fastckpt._state import registry as _registry
+    from fastckpt._api import register as _register
 
-    for module in (_checkpoint, _registry):
+    for module in (_checkpoint, _register):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

@@ -88,6 +88,7 @@ def test_the_core_itself_refuses_a_tensor_of_another_size(tmp_path):
             [tensor],
             '[["array",0]]',
             "[null]",
+            model_prefix="",
             overwrite=True,
             shard_size=1 << 30,
             io="auto",

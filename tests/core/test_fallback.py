@@ -188,7 +188,15 @@ def test_suite_of_states_runs_without_io_uring(name, which):
     """The tests of states once more, those that ask for the ring, in a process tree that can have none."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", which]
     done = subprocess.run(
-        [sys.executable, "-m", "harness.seccomp", name, "--", *command, str(ROOT / "tests" / "test_state.py")],
+        [
+            sys.executable,
+            "-m",
+            "harness.seccomp",
+            name,
+            "--",
+            *command,
+            str(ROOT / "tests" / "state" / "test_state.py"),
+        ],
         cwd=ROOT,
         env=zygote.environment(),
         capture_output=True,

@@ -35,7 +35,7 @@ def save_changing(path, *, io, change=True):
     """Save two tensors of one block: the first is summed where it lies, then filling the second changes it, then both
     are written."""
     room = np.zeros((1 << 20) + 4096, np.uint8)
-    first = room[-room.ctypes.data % 4096 :][: 1 << 20]
+    first = room[(64 - room.ctypes.data) % 4096 :][: 1 << 20]
     first[:] = 1
 
     def fill(_, start, address, nbytes):
@@ -54,6 +54,7 @@ def save_changing(path, *, io, change=True):
         tensors,
         structure,
         "[null]",
+        model_prefix="",
         overwrite=True,
         shard_size=1 << 40,
         io=io,

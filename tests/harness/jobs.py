@@ -211,7 +211,14 @@ def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_pri
     channel.send({"report": "ready"})
     channel.receive()
     snapshot.stage(arena, b"\1", last=True, threads=None)
-    settings = {"overwrite": True, "shard_size": 1 << 40, "io": "threads", "threads": None, "bandwidth_limit": None}
+    settings = {
+        "model_prefix": "",
+        "overwrite": True,
+        "shard_size": 1 << 40,
+        "io": "threads",
+        "threads": None,
+        "bandwidth_limit": None,
+    }
     report = snapshot.save(arena, path, nice=nice, io_priority=io_priority, step=None, tick=None, **settings)
     return {**report, "nice": os.getpriority(os.PRIO_PROCESS, 0)}
 
@@ -228,7 +235,14 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
 
     def save() -> None:
         tensors = [("a", "U8", [12 << 20], 0, 12 << 20, None)]
-        settings = {"overwrite": True, "shard_size": 1 << 40, "threads": 1, "bandwidth_limit": None, "step": None}
+        settings = {
+            "model_prefix": "",
+            "overwrite": True,
+            "shard_size": 1 << 40,
+            "threads": 1,
+            "bandwidth_limit": None,
+            "step": None,
+        }
         fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
 
     def descriptors() -> list[str]:

@@ -243,6 +243,7 @@ def read(checkpoint: Path) -> dict[str, Stored]:
         _hex(shard["header_crc"], 1, f"{name}: header_crc")
         _need(shard["header_crc"] == digits(crc64(data[:begin])), f"{name}: header_crc differs")
         _need(shard["crc"] == digits(crc64(data[begin:], crc64(data[:begin]))), f"{name}: crc differs")
+        _need(type(shard.get("prefix", "")) is str and shard.get("prefix") != "", f"{name}: prefix")
         files.append((name, data, begin))
     _need(len({name for name, *_ in files}) == len(files), "two shards share a file")
     headers = [json.loads(data[8:begin]) for _, data, begin in files]
@@ -263,7 +264,9 @@ def read(checkpoint: Path) -> dict[str, Stored]:
         got = "".join(digits(crc64(data[start:stop])) for start, stop in parts)
         _need(got == tensor["crc"], f"{name}: crc differs")
         _need(name not in stored, f"{name} twice")
-        entry = headers[tensor["shard"]].pop(name, None)
+        prefix = body["shards"][tensor["shard"]].get("prefix", "")
+        _need(name.startswith(prefix), f"{name} in a shard of {prefix}")
+        entry = headers[tensor["shard"]].pop(name[len(prefix) :], None)
         want = {
             "dtype": tensor["dtype"],
             "shape": shape,
@@ -279,18 +282,20 @@ def read(checkpoint: Path) -> dict[str, Stored]:
             _need(start in (at, stop), f"{name}: hole or overlap at {at}")
             at = max(at, stop)
         _need(at == len(data), f"{name}: bytes after {at} belong to nobody")
-    _read_index(checkpoint, stored, len(files))
+    _read_index(checkpoint, stored, {shard["file"]: shard.get("prefix", "") for shard in body["shards"]})
     return stored
 
 
-def _read_index(checkpoint: Path, stored: dict[str, Stored], shards: int) -> None:
-    """Hugging Face's index exists when there is more than one shard, and says where each tensor is."""
+def _read_index(checkpoint: Path, stored: dict[str, Stored], prefixes: dict[str, str]) -> None:
+    """Hugging Face's index exists when there is more than one shard, and says where each tensor of the model is."""
     path = checkpoint / "model.safetensors.index.json"
-    _need(path.exists() == (shards > 1), f"index: {path.exists()}, shards: {shards}")
-    if shards > 1:
+    _need(path.exists() == (len(prefixes) > 1), f"index: {path.exists()}, shards: {len(prefixes)}")
+    if path.exists():
         index = json.loads(path.read_bytes())
-        _need(index["weight_map"] == {name: entry.shard for name, entry in stored.items()}, "weight_map")
-        _need(index["metadata"]["total_size"] == sum(len(entry.data) for entry in stored.values()), "total_size")
+        model = {name: entry for name, entry in stored.items() if entry.shard.startswith("model")}
+        names = {name[len(prefixes[entry.shard]) :]: entry.shard for name, entry in model.items()}
+        _need(index["weight_map"] == names, "weight_map")
+        _need(index["metadata"]["total_size"] == sum(len(entry.data) for entry in model.values()), "total_size")
 
 
 def listing(directory: Path) -> list[str]:

@@ -9,6 +9,15 @@ import numpy as np
 ROWS = 257  # odd, so that nothing but the large tensors ends on a page
 
 
+def congruent(array: np.ndarray) -> np.ndarray:
+    """The same where it can be written from where it lies: 64 bytes beyond a page, as data is in the file."""
+    memory = np.empty(array.nbytes + 8192, np.uint8)
+    skip = (64 - memory.ctypes.data) % 4096
+    moved = memory[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
 def numbered(index: int, nbytes: int = 1 << 20) -> dict[str, Any]:
     """State ``index``: a few large arrays, many small, Python leaves; no two indices share an array."""
     rng = np.random.default_rng(index)
@@ -16,7 +25,7 @@ def numbered(index: int, nbytes: int = 1 << 20) -> dict[str, Any]:
     return {
         "step": index,
         "model": {
-            "big": rng.integers(0, 256, third // 4096 * 4096 + 4096, dtype=np.uint8),
+            "big": congruent(rng.integers(0, 256, third // 4096 * 4096 + 4096, dtype=np.uint8)),
             "odd": rng.integers(0, 256, third + 13, dtype=np.uint8),
             "rows": rng.standard_normal((ROWS, max(1, third // 8 // ROWS))),
             "small": [np.full(3, index, dtype=np.int64), np.array(index, dtype=np.int32), np.zeros((0, 4), np.float32)],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._state.flatten import flatten
-from fastckpt._state.groups import model_prefix
+from fastckpt._state.groups import split_model
 
 from . import in_flight
 from .options import check_bandwidth, check_engine, check_shard_size, path_of
@@ -52,8 +52,8 @@ def save(
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
             under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
             Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
-            ``state_dict`` and ``model_state_dict`` that leads to a mapping; without one, or with None, the whole state
-            is written as the model.
+            ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it; without one, or with
+            None, the whole state is written as the model.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report tells which ran.
@@ -83,8 +83,8 @@ def save(
     check_shard_size("save", shard_size)
     check_bandwidth("save", bandwidth_limit)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
-    prefix = model_prefix("save", state, model_key)
     flat = flatten(state)
+    prefix = split_model("save", state, flat, model_key)
     try:
         in_flight.wait_for_path(target)
         with ticker("save", target, shown=progress) as tick:

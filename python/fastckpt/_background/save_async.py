@@ -21,7 +21,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of
 from fastckpt._state.flatten import Flat, flatten
-from fastckpt._state.groups import model_prefix
+from fastckpt._state.groups import split_model
 
 from . import arenas as _arenas
 from . import guard as _guard
@@ -262,7 +262,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
     flat = flatten(state, operation="save_async")
     settings = {
-        "model_prefix": model_prefix("save_async", state, model_key),
+        "model_prefix": split_model("save_async", state, flat, model_key),
         "overwrite": bool(overwrite),
         "shard_size": shard_size,
         "io": io,

@@ -25,7 +25,7 @@ from . import hashes as _hashes
 from . import registry as _registry
 from . import values as _values
 from .collector import paused
-from .key_paths import THROUGH, KeyText, Place, Places, part_of, place_of, show
+from .key_paths import THROUGH, KeyText, Place, Places, name_of, place_of, prefix_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +52,7 @@ class Flat:
     Attributes:
         tokens: JSON text of each structure token.
         tensors: what ``_core.save`` takes: name, dtype, shape, address, bytes, true dtype and shape.
+        ties: number and name of each further place of a tensor.
         movers: by tensor number, what brings the bytes of those without an address.
         keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
@@ -59,11 +60,12 @@ class Flat:
         places: with ``observe``, all of these places.
     """
 
-    __slots__ = ("keep", "movers", "occurrences", "places", "problems", "tensors", "tokens")
+    __slots__ = ("keep", "movers", "occurrences", "places", "problems", "tensors", "ties", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.tensors: list[tuple[str, str, Sequence[int], int, int, As]] = []
+        self.ties: list[tuple[int, str]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
         self.occurrences: list[Occurrence] = []
@@ -352,6 +354,8 @@ class _Flattener:
             flat.keep.append(value)
             if mover is not None:
                 flat.movers[index] = mover
+        elif not self.keys_in_keys:
+            flat.ties.append((index, self.place_name(frame)))
         flat.tokens.append(f"{head}{index}{tail}")
 
     def check_size(self) -> None:
@@ -359,21 +363,15 @@ class _Flattener:
         if len(self.flat.tokens) > TOKEN_LIMIT:
             raise UnsupportedTypeError(f"{self.operation}: the state has more than {TOKEN_LIMIT} values")
 
+    def place_name(self, frame: _Frame) -> str:
+        """The name that the key path of the child at hand makes."""
+        if frame.prefix is None:
+            frame.prefix = prefix_of(parent.key for parent in self.stack[:-1])
+        return name_of(frame.prefix, frame.key)
+
     def name(self, frame: _Frame) -> str:
-        """A tensor's name: the keys on the way, made unique."""
-        prefix = frame.prefix
-        if prefix is None:
-            parts = [part for parent in self.stack[:-1] if (part := part_of(parent.key)) is not None]
-            prefix = frame.prefix = ".".join([*parts, ""])
-        part = part_of(frame.key)
-        if part is not None:
-            name = prefix + part
-        elif prefix:
-            name = prefix[:-1]
-        else:
-            name = "tensor"
-        if not name.isascii():
-            name = name.encode("utf-8", "replace").decode()
+        """A tensor's name: that of its key path, made unique."""
+        name = self.place_name(frame)
         taken = self.names.get(name)
         if taken is None:
             self.names[name] = 1

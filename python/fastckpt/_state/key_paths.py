@@ -129,12 +129,27 @@ def part_of(key: Any) -> str | None:
     """What ``key`` adds to a tensor's name, or None for nothing."""
     kind = type(key)
     if kind is str:
-        return key  # type: ignore[no-any-return]
-    if kind is _Through:
+        part: str = key
+    elif kind is _Through:
         return None
-    if kind is Part or kind is KeyText:
-        return key.name  # type: ignore[no-any-return]
-    return _digits(key) if kind is int else str(key)
+    elif kind is Part or kind is KeyText:
+        part = key.name
+    else:
+        part = _digits(key) if kind is int else str(key)
+    return part if part.isascii() else part.encode("utf-8", "replace").decode()
+
+
+def prefix_of(keys: Iterable[Any]) -> str:
+    """What the names of all tensors below the key path ``keys`` start with."""
+    return "".join(f"{part}." for key in keys if (part := part_of(key)) is not None)
+
+
+def name_of(prefix: str, key: Any) -> str:
+    """The name of the tensor to which ``key`` leads from where ``prefix`` does (docs/format.md, section 5)."""
+    part = part_of(key)
+    if part is not None:
+        return prefix + part
+    return prefix[:-1] if prefix else "tensor"
 
 
 def _digits(value: int) -> str:

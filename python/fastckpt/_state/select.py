@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,7 @@ from fastckpt._tensors.described import Part
 
 from . import registry as _registry
 from .flatten import canonical
-from .key_paths import THROUGH, KeyText, part_of
+from .key_paths import THROUGH, KeyText, name_of, part_of, prefix_of
 from .unflatten import Token, arity, is_tensor
 from .values import DECODERS
 
@@ -153,47 +154,55 @@ def _name(stack: Sequence[_Frame], most: int) -> str | None:
 
     None, too, where names and keys on the way have more than ``most`` characters.
     """
-    parts = []
     for frame in stack:
         part = part_of(frame.key)
         most -= 1 if part is None else 1 + len(part)
         if part is _NAMELESS or most < 0:
             return None
-        if part is not None:
-            parts.append(part)
-    return (".".join(parts) if parts else "tensor").encode("utf-8", "replace").decode()
+    return name_of(prefix_of(frame.key for frame in stack[:-1]), stack[-1].key)
 
 
 def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Position, number and name of each place of a tensor: the first has the stored name.
+    """Position, number and name of each place of a tensor.
 
-    The others have the name that their place makes, unless a tensor is stored under it, or it tells none: then they go
-    with the first. So do those beyond what docs/format.md, section 3.4, has for these names.
+    A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or it tells
+    none: then it has the stored name. So do those beyond what docs/format.md, section 3.4, has for these names. Where
+    the stored name is left without a place, the first has it; and so has the only place of a tensor.
     """
+    uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
-    seen: set[int] = set()
-    out = []
+    out: list[tuple[int, int, str]] = []
+    # Where the first place of a tensor is in `out`, as long as no place has had its stored name; then -1.
+    without: dict[int, int] = {}
     left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
     for position, stack, in_key in _walk(tokens):
-        token = tokens[position]
-        if not is_tensor(token):
+        if not is_tensor(tokens[position]):
             continue
-        index = token[1]
+        index = tokens[position][1]
         name = None
-        if index in seen and not in_key:
+        if uses[index] > 1 and not in_key:
             name = _name(stack, left)
             left -= len(stack) if name is None else len(stack) + len(name)
-        seen.add(index)
-        out.append((position, index, stored[index] if name is None or name in taken else name))
+        if name is None or name in taken:
+            name = stored[index]
+        if name == stored[index]:
+            without[index] = -1
+        else:
+            without.setdefault(index, len(out))
+        out.append((position, index, name))
+    for first in without.values():
+        if first >= 0:
+            position, index, _ = out[first]
+            out[first] = (position, index, stored[index])
     return out
 
 
 def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
 
-    A value has the name that a tensor in its place would have; the root has none. Containers are chosen by what is in
-    them, empty ones as values. What is made of several values (a sparse tensor, a registered object) has a name, too,
-    and so has each part of it.
+    A value has the name that a tensor in its place would have. Containers are chosen by what is in them, empty ones as
+    values. What is made of several values (a sparse tensor, a registered object) has a name, too, and so has each part
+    of it.
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
@@ -209,10 +218,10 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
             del path[lengths.pop() :]
         if len(lengths) < len(stack):
             lengths.append(len(path))
-            path.extend(_part(stack[-2].key))
+            path.append(prefix_of((_shown(stack[-2].key),)))
         token = tokens[position]
         if not is_tensor(token) and not _filled(token):
-            yield position, ".".join((*path, *_part(stack[-1].key)))
+            yield position, name_of("".join(path), _shown(stack[-1].key))
 
 
 def _filled(token: Token) -> bool:
@@ -223,12 +232,9 @@ def _filled(token: Token) -> bool:
     return (tag in _MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
-def _part(key: Any) -> tuple[str, ...]:
-    """What a key adds to a value's name; one that only the program that saved it could name, as it is in the file."""
-    part = part_of(key)
-    if part is None:
-        return ()
-    return (key.text if part is _NAMELESS else part,)
+def _shown(key: Any) -> Any:
+    """A key; one that only the program that saved it could name, as it is in the file."""
+    return key.text if type(key) is KeyText and key.name is _NAMELESS else key
 
 
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:

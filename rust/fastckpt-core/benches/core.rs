@@ -7,7 +7,8 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum_combine;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use fastckpt_core::engine::options::{BLOCK_SIZE, Options};
-use fastckpt_core::format::layout::{TensorSpec, groups, plan};
+use fastckpt_core::format::groups;
+use fastckpt_core::format::layout::{TensorSpec, plan};
 use fastckpt_core::format::{checksum, manifest};
 use fastckpt_core::telemetry::{Kind, Operation};
 use safetensors::Dtype;
@@ -47,7 +48,7 @@ fn planning(c: &mut Criterion) {
         let tensors = tensors(count);
         group.throughput(Throughput::Elements(count));
         group.bench_function(count.to_string(), |b| {
-            b.iter(|| plan(black_box(&tensors), &groups(""), 5_000_000_000, BLOCK_SIZE));
+            b.iter(|| plan(black_box(&tensors), &groups::of(""), 5_000_000_000, BLOCK_SIZE));
         });
     }
     group.finish();
@@ -56,7 +57,7 @@ fn planning(c: &mut Criterion) {
 fn manifests(c: &mut Criterion) {
     const COUNT: u64 = 10_000;
     let specs = tensors(COUNT);
-    let plan = plan(&specs, &groups(""), u64::MAX, BLOCK_SIZE).expect("a plan");
+    let plan = plan(&specs, &groups::of(""), u64::MAX, BLOCK_SIZE).expect("a plan");
     let shard = &plan.shards[0];
     let hex = checksum::to_hex(1);
     let body = manifest::Body {

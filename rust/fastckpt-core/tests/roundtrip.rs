@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use fastckpt_core::engine::content::{Content, Destination};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
-use fastckpt_core::format::layout::{self, TensorSpec};
+use fastckpt_core::format::groups;
+use fastckpt_core::format::layout::TensorSpec;
 use fastckpt_core::format::manifest::TensorEntry;
 use fastckpt_core::read::{Checkpoint, Request as Read};
 use fastckpt_core::save::{Request, save};
@@ -49,7 +50,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
     let request = Request {
         path,
         tensors: &specs,
-        groups: &layout::groups(""),
+        groups: &groups::of(""),
         contents: &contents,
         structure: "[null]",
         metadata: "[null]",
@@ -239,7 +240,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let request = Request {
         path: &path,
         tensors: &[spec],
-        groups: &layout::groups(""),
+        groups: &groups::of(""),
         contents: &[Content::Pull(slow)],
         structure: "[null]",
         metadata: "[null]",
@@ -302,7 +303,7 @@ fn more_shards_than_open_files() {
     let request = Request {
         path: &path,
         tensors: &specs,
-        groups: &layout::groups(""),
+        groups: &groups::of(""),
         contents: &contents,
         structure: "[null]",
         metadata: "[null]",

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Options;
+use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
 use fastckpt_core::telemetry;
@@ -58,7 +59,7 @@ fn save<'py>(
         let request = Request {
             path: &path,
             tensors: &specs,
-            groups: &layout::groups(model_prefix),
+            groups: &groups::of(model_prefix),
             contents: &contents,
             structure,
             metadata,

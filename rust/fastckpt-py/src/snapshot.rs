@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use fastckpt_core::engine::content::Content;
+use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Request, save as core_save};
 use fastckpt_core::snapshot::{self, Layout, Progress};
@@ -202,7 +203,7 @@ impl Snapshot {
             let request = Request {
                 path: &path,
                 tensors: &specs,
-                groups: &layout::groups(model_prefix),
+                groups: &groups::of(model_prefix),
                 contents: &contents,
                 structure: &structure,
                 metadata: &metadata,

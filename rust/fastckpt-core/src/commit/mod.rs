@@ -34,7 +34,7 @@ pub use self::recovery::open_checkpoint;
 use self::takeover::Step;
 use self::target::{Old, look, look_at_name};
 use crate::error::{Error, OPEN_PARENT, Result};
-use crate::format::{layout, manifest};
+use crate::format::{groups, index, manifest};
 use crate::sys::file::{open_directory, start_write_back};
 use crate::sys::fork::Note;
 use crate::sys::lock;
@@ -57,7 +57,7 @@ fn split(path: &Path) -> Result<(PathBuf, OsString)> {
 /// Whether `name` inside a checkpoint is one that fastckpt writes.
 fn is_ours(name: &[u8]) -> bool {
     let Ok(name) = std::str::from_utf8(name) else { return false };
-    layout::is_shard_name(name) || [manifest::FILE, manifest::INDEX_FILE].contains(&name)
+    groups::is_shard_name(name) || [manifest::FILE, index::FILE].contains(&name)
 }
 
 /// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name that stays.
@@ -172,8 +172,8 @@ impl Workspace {
 
     /// Writes the index, and begins to write it back.
     pub fn write_index(&self, bytes: &[u8]) -> Result<Index> {
-        let path = self.path_of(manifest::INDEX_FILE);
-        let file = create(self.directory(), manifest::INDEX_FILE).map_err(Error::io("create", &path))?;
+        let path = self.path_of(index::FILE);
+        let file = create(self.directory(), index::FILE).map_err(Error::io("create", &path))?;
         fill(&file, &path, bytes)?;
         Ok(Index { file, path })
     }

@@ -79,6 +79,9 @@ fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
     digest.finalize()
 }
 
+/// Digits of a CRC in the manifest.
+pub const HEX: usize = 16;
+
 /// Sixteen lower-case hexadecimal digits.
 #[must_use]
 pub fn to_hex(crc: u64) -> String {
@@ -90,7 +93,7 @@ pub fn to_hex(crc: u64) -> String {
 pub fn from_hex(digits: &[u8]) -> Option<u64> {
     let lower = digits.iter().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
     let text = std::str::from_utf8(digits).ok()?;
-    (lower && digits.len() == 16).then(|| u64::from_str_radix(text, 16).ok()).flatten()
+    (lower && digits.len() == HEX).then(|| u64::from_str_radix(text, 16).ok()).flatten()
 }
 
 #[cfg(test)]

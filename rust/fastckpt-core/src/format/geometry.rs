@@ -79,7 +79,19 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// Which part of `placement` lies in the block that begins at `block` and is `block_size` long.
+/// How many blocks a file of `bytes` has.
+#[must_use]
+pub const fn block_count(bytes: u64, block_size: u64) -> u64 {
+    bytes.div_ceil(block_size)
+}
+
+/// Length of the block that starts at `offset` of a file of `bytes`: the last one is short.
+#[must_use]
+pub fn block_len(offset: u64, bytes: u64, block_size: u64) -> u64 {
+    bytes.saturating_sub(offset).min(block_size)
+}
+
+/// Which part of `placement` lies in the block that starts at `block` and is `block_size` long.
 #[must_use]
 pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Extent> {
     let from = placement.offset.max(block);
@@ -97,6 +109,20 @@ pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Exte
 #[must_use]
 pub const fn extent_count(offset: u64, bytes: u64, block_size: u64) -> u64 {
     if bytes == 0 { 0 } else { (offset + bytes - 1) / block_size - offset / block_size + 1 }
+}
+
+/// The extents that `range` touches, counted in the tensor, in order: each with the part of it that lies in the range.
+pub fn extents(
+    placement: Placement,
+    range: Range<u64>,
+    block_size: u64,
+) -> impl Iterator<Item = (Extent, Range<u64>)> {
+    let (from, to) = (placement.offset + range.start, placement.offset + range.end);
+    let first = down(from, block_size);
+    (0..extent_count(from, to - from, block_size)).filter_map(move |index| {
+        let extent = extent(&placement, first + index * block_size, block_size)?;
+        Some((extent, range.start.max(extent.start)..range.end.min(extent.start + extent.len)))
+    })
 }
 
 /// The placements, sorted by offset and not overlapping, that touch `range`.
@@ -118,6 +144,31 @@ mod tests {
         assert_eq!((down(4097, PAGE), up(4097, PAGE)), (4096, 8192));
         assert!(is_aligned(8192, PAGE) && !is_aligned(8191, PAGE));
     }
+
+    #[test]
+    fn the_last_block_of_a_file_is_short() {
+        for (bytes, count, last) in [(1, 1, 1), (4096, 1, 4096), (4097, 2, 1), (12_000, 3, 3808)] {
+            assert_eq!(block_count(bytes, PAGE), count);
+            assert_eq!(block_len((count - 1) * PAGE, bytes, PAGE), last);
+        }
+        assert_eq!((block_count(0, PAGE), block_len(0, 0, PAGE)), (0, 0));
+    }
+
+    #[test]
+    fn a_range_is_cut_at_blocks() {
+        let placement = Placement { tensor: 7, offset: 4096 + 64, bytes: 10_000 };
+        let cut = |range: Range<u64>| {
+            let found = extents(placement, range, PAGE);
+            found.map(|(extent, part)| (extent.index, part, extent.len)).collect::<Vec<_>>()
+        };
+        assert_eq!(cut(0..10_000), [(0, 0..4032, 4032), (1, 4032..8128, 4096), (2, 8128..10_000, 1872)]);
+        assert_eq!(cut(4031..8129), [(0, 4031..4032, 4032), (1, 4032..8128, 4096), (2, 8128..8129, 1872)]);
+        assert_eq!(cut(5000..5001), [(1, 5000..5001, 4096)]);
+        assert_eq!(cut(4032..4032), []);
+        let none = Placement { bytes: 0, ..placement };
+        assert_eq!(extents(none, 0..0, PAGE).count(), 0);
+    }
+
     #[test]
     fn whole_pages_that_lie_alike_move_straight() {
         let len = 1 << 20;

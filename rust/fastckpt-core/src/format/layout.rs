@@ -9,14 +9,12 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use crate::engine::options::SINGLE;
 use crate::error::{Error, Result};
 use crate::format::geometry::{self, PAGE, Placement};
+use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
 /// Data begins so many bytes beyond a whole page: where torch's allocator lets large tensors begin, so that those of a training state
 /// are congruent with their place in the file.
 pub const RESIDUE: u64 = 64;
-/// The name that safetensors keeps for itself.
-pub const RESERVED_NAME: &str = "__metadata__";
-
 /// The dtype that safetensors calls `name`.
 #[must_use]
 pub fn dtype(name: &str) -> Option<Dtype> {
@@ -32,7 +30,7 @@ pub struct TensorSpec {
     pub dtype: Dtype,
     /// The shape under which it is stored.
     pub shape: Vec<u64>,
-    /// True dtype and shape, where safetensors cannot name them.
+    /// Logical dtype and shape, where safetensors cannot name the dtype.
     pub logical: Option<(String, Vec<u64>)>,
 }
 
@@ -43,7 +41,7 @@ impl TensorSpec {
         byte_size(self.dtype, &self.shape)
     }
 
-    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose true elements
+    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose logical elements
     /// are not known here, the largest power of two up to 16 that divides its size.
     fn element(&self) -> u64 {
         if self.logical.is_some() {
@@ -65,35 +63,6 @@ pub fn byte_size(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     let elements = shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size))?;
     let bits = elements.checked_mul(dtype.bitsize() as u64)?;
     (bits.is_multiple_of(8) && i64::try_from(bits / 8).is_ok()).then_some(bits / 8)
-}
-
-/// The group of files that Hugging Face's readers look for.
-pub const MODEL: &str = "model";
-/// The group of everything else, where a model is told apart.
-pub const TRAINING: &str = "training";
-
-/// A family of files: the tensors whose names begin with its prefix, which the files' own headers leave out.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Group {
-    /// What the names of its files begin with.
-    pub stem: String,
-    /// What the names of its tensors begin with.
-    pub prefix: String,
-}
-
-/// The groups of a state whose model's names begin with `prefix`: all of it is the model where that is empty.
-#[must_use]
-pub fn groups(prefix: &str) -> Vec<Group> {
-    let group = |stem: &str, prefix: &str| Group { stem: stem.to_owned(), prefix: prefix.to_owned() };
-    let rest = (!prefix.is_empty()).then(|| group(TRAINING, ""));
-    [group(MODEL, prefix)].into_iter().chain(rest).collect()
-}
-
-impl Group {
-    /// Whether a tensor called `name` belongs here.
-    fn holds(&self, name: &str) -> bool {
-        name.strip_prefix(&self.prefix).is_some_and(|name| !name.is_empty() && name != RESERVED_NAME)
-    }
 }
 
 /// One file.
@@ -152,8 +121,8 @@ pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_siz
         *bytes += sizes[tensor];
         *header += entry;
     }
-    // An empty state has a file, too.
-    if let Some(first) = families.first_mut().filter(|_| tensors.is_empty()) {
+    // The model has a file, even one without tensors.
+    if let Some(first) = families.first_mut().filter(|first| first.is_empty()) {
         first.push(Vec::new());
     }
     let count = families.iter().map(Vec::len).sum();
@@ -219,26 +188,6 @@ fn header_entry(tensor: &TensorSpec) -> u64 {
     100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }
 
-/// The name that Hugging Face gives shard `index` of `count`.
-fn shard_name(stem: &str, index: usize, count: usize) -> String {
-    if count == 1 {
-        format!("{stem}.safetensors")
-    } else {
-        format!("{stem}-{:05}-of-{count:05}.safetensors", index + 1)
-    }
-}
-
-/// Whether `name` is one that [`shard_name`] gives.
-#[must_use]
-pub fn is_shard_name(name: &str) -> bool {
-    let Some(name) = name.strip_suffix(".safetensors") else { return false };
-    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    [MODEL, TRAINING].iter().filter_map(|stem| name.strip_prefix(stem)).any(|rest| {
-        let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
-        rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
-    })
-}
-
 /// Orders the tensors of one shard, which come by name, places them and builds the header (`docs/format.md`, 2.1).
 fn lay_out(
     tensors: &[TensorSpec],
@@ -301,14 +250,15 @@ mod tests {
 
     use super::*;
     use crate::engine::options::BLOCK_SIZE as BLOCK;
-    use crate::format::geometry::{extent, extent_count};
+    use crate::format::geometry::{block_count, extent, extent_count};
+    use crate::format::groups::{self, RESERVED_NAME};
 
     fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
         TensorSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), logical: None }
     }
 
     fn whole(tensors: &[TensorSpec], shard_size: u64) -> Result<Plan> {
-        plan(tensors, &groups(""), shard_size, BLOCK)
+        plan(tensors, &groups::of(""), shard_size, BLOCK)
     }
 
     #[test]
@@ -329,9 +279,9 @@ mod tests {
 
     #[test]
     fn the_order_of_the_state_has_no_say() {
-        let names = ["b.w", "a.w", "m.w", "c", "m.", "m.__metadata__", "m"];
+        let names = ["b.w", "a.w", "m.w", "c", "", "m.__metadata__", "m"];
         let tensors: Vec<_> = names.iter().map(|name| spec(name, Dtype::F32, &[1024])).collect();
-        let groups = groups("m.");
+        let groups = groups::of("m.");
         let files = |tensors: &[TensorSpec]| {
             let plan = plan(tensors, &groups, 3 * 4096, BLOCK).unwrap();
             plan.shards.into_iter().map(|shard| (shard.file, shard.header)).collect::<Vec<_>>()
@@ -418,7 +368,7 @@ mod tests {
                     prop_assert_eq!(p.offset, at);
                     prop_assert_eq!(p.bytes, tensors[p.tensor].bytes().unwrap());
                     prop_assert!(p.bytes == 0 || p.offset % tensors[p.tensor].element() == 0);
-                    let extents: Vec<_> = (0..shard.bytes.div_ceil(4096))
+                    let extents: Vec<_> = (0..block_count(shard.bytes, 4096))
                         .filter_map(|k| extent(p, k * 4096, 4096)).collect();
                     prop_assert_eq!(extents.len() as u64, extent_count(p.offset, p.bytes, 4096));
                     prop_assert_eq!(extents.iter().map(|e| e.len).sum::<u64>(), p.bytes);

@@ -2,6 +2,10 @@
 
 pub mod checksum;
 pub mod geometry;
+pub mod groups;
+pub mod index;
 pub mod layout;
 pub mod limits;
 pub mod manifest;
+pub mod tokens;
+mod validate;

@@ -17,9 +17,12 @@ use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
 use crate::engine::worker::{self, Job as _, TICK, Tick};
 use crate::error::{Error, Result};
-use crate::format::layout::{self, Group, Plan, TensorSpec};
+use crate::format::groups::Group;
+use crate::format::index;
+use crate::format::layout::{self, Plan, TensorSpec};
 use crate::format::limits::MAX_BYTES;
 use crate::format::manifest::{self, Saved};
+use crate::format::tokens;
 use crate::sys::file::DataFile;
 use crate::telemetry::{self, Kind, Operation, Phase};
 
@@ -104,7 +107,7 @@ fn write(
     }
     let index = match body.shards.len() {
         0 | 1 => None,
-        _ => Some(workspace.write_index(&manifest::encode_index(&body)?)?),
+        _ => Some(workspace.write_index(&index::encode(&body)?)?),
     };
     workspace.write_manifest(&manifest::encode(&body)?)?;
     let rest = Instant::now();
@@ -163,7 +166,7 @@ fn allocate(plan: &Plan, workspace: &Workspace, begin: Instant, tick: Tick<'_>) 
 }
 
 fn tokens(what: &str, json: &str) -> Result<Box<RawValue>> {
-    manifest::check_tokens(what, json).map_err(Error::Invalid)?;
+    tokens::check(what, json).map_err(Error::Invalid)?;
     RawValue::from_string(json.to_owned()).map_err(|error| Error::Invalid(format!("{what}: {error}")))
 }
 
@@ -176,6 +179,7 @@ mod tests {
 
     use super::*;
     use crate::format::geometry::PAGE;
+    use crate::format::groups;
 
     /// Tensors whose names need escapes, of several extents, and of a type that has to be told; and how often one was read.
     fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
@@ -207,7 +211,7 @@ mod tests {
         let request = Request {
             path: &path,
             tensors: &tensors,
-            groups: &layout::groups(""),
+            groups: &groups::of(""),
             contents: &contents,
             structure: r#"[["list",1],"0123456789"]"#,
             metadata: "[null]",
@@ -251,7 +255,7 @@ mod tests {
             let request = Request {
                 path: &path,
                 tensors,
-                groups: &layout::groups(""),
+                groups: &groups::of(""),
                 contents,
                 structure,
                 metadata,
@@ -261,7 +265,7 @@ mod tests {
             };
             let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
             save(&request, &options, &mut |_, _| true).unwrap();
-            let plan = layout::plan(tensors, &layout::groups(""), shard_size, block_size).unwrap();
+            let plan = layout::plan(tensors, &groups::of(""), shard_size, block_size).unwrap();
             let bound = manifest::at_most(tensors, &plan, structure, metadata);
             assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
         }

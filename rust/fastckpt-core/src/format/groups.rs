@@ -1,0 +1,52 @@
+//! Groups: families of files, by the names of their tensors (`docs/format.md`, 2).
+
+/// The name that safetensors keeps for itself.
+pub const RESERVED_NAME: &str = "__metadata__";
+/// The group of files that Hugging Face's readers look for.
+pub const MODEL: &str = "model";
+/// The group of everything else, where a model is told apart.
+pub const TRAINING: &str = "training";
+
+/// A family of files: the tensors whose names begin with its prefix, which the files' own headers leave out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// What the names of its files begin with.
+    pub stem: String,
+    /// What the names of its tensors begin with.
+    pub prefix: String,
+}
+
+/// The groups of a state whose model's names begin with `prefix`: all of it is the model where that is empty.
+#[must_use]
+pub fn of(prefix: &str) -> Vec<Group> {
+    let group = |stem: &str, prefix: &str| Group { stem: stem.to_owned(), prefix: prefix.to_owned() };
+    let rest = (!prefix.is_empty()).then(|| group(TRAINING, ""));
+    [group(MODEL, prefix)].into_iter().chain(rest).collect()
+}
+
+impl Group {
+    /// Whether a tensor called `name` belongs here.
+    pub(super) fn holds(&self, name: &str) -> bool {
+        name.strip_prefix(&self.prefix).is_some_and(|name| name != RESERVED_NAME)
+    }
+}
+
+/// The name that Hugging Face gives shard `index` of `count`.
+pub(super) fn shard_name(stem: &str, index: usize, count: usize) -> String {
+    if count == 1 {
+        format!("{stem}.safetensors")
+    } else {
+        format!("{stem}-{:05}-of-{count:05}.safetensors", index + 1)
+    }
+}
+
+/// Whether `name` is one that [`shard_name`] gives.
+#[must_use]
+pub fn is_shard_name(name: &str) -> bool {
+    let Some(name) = name.strip_suffix(".safetensors") else { return false };
+    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    [MODEL, TRAINING].iter().filter_map(|stem| name.strip_prefix(stem)).any(|rest| {
+        let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
+        rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
+    })
+}

@@ -1,0 +1,177 @@
+//! What a manifest must hold beyond its JSON types (`docs/format.md`, 3.4).
+
+use std::collections::HashSet;
+
+use safetensors::Dtype;
+
+use crate::format::checksum::{self, HEX};
+use crate::format::geometry::{self, PAGE};
+use crate::format::groups::RESERVED_NAME;
+use crate::format::layout;
+use crate::format::limits::{MAX_BLOCK, MAX_HEADER};
+use crate::format::manifest::{Body, ShardEntry, TensorEntry};
+use crate::format::tokens;
+
+/// Refuses a manifest that no save writes, and says why.
+pub(super) fn check(body: &Body) -> Result<(), String> {
+    let block = body.block_size;
+    if !(PAGE..=MAX_BLOCK).contains(&block) || !geometry::is_aligned(block, PAGE) {
+        return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
+    }
+    tokens::check("structure", body.structure.get())?;
+    tokens::check("metadata", body.metadata.get())?;
+    let mut files = HashSet::new();
+    for shard in &body.shards {
+        check_shard(shard)?;
+        if !files.insert(shard.file.as_str()) {
+            return Err(format!("shard `{}` is named twice", shard.file));
+        }
+    }
+    let mut names = HashSet::with_capacity(body.tensors.len());
+    let mut ranges: Vec<Vec<(u64, u64)>> = vec![Vec::new(); body.shards.len()];
+    for tensor in &body.tensors {
+        let name = &tensor.name;
+        if name == RESERVED_NAME || !names.insert(name.as_str()) {
+            return Err(format!("tensor name `{name}` is taken"));
+        }
+        let (from, to) = check_tensor(tensor, body).map_err(|what| format!("tensor `{name}`: {what}"))?;
+        ranges[tensor.shard].push((from, to));
+    }
+    for (shard, mut ranges) in body.shards.iter().zip(ranges) {
+        ranges.sort_unstable();
+        let mut at = shard.data_offset;
+        for (from, to) in ranges {
+            if from != at {
+                let what = if from < at { "overlap" } else { "leave a hole" };
+                return Err(format!("tensors in shard `{}` {what} at byte {}", shard.file, from.min(at)));
+            }
+            at = to;
+        }
+        if at != shard.bytes {
+            return Err(format!("tensors in shard `{}` end at byte {at} of {}", shard.file, shard.bytes));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a shard's own fields are possible.
+fn check_shard(shard: &ShardEntry) -> Result<(), String> {
+    let file = &shard.file;
+    let stem = file.strip_suffix(".safetensors").unwrap_or_default();
+    if stem.is_empty() || file.len() > 255 || file.contains(['/', '\\', '\0']) || file.starts_with('.') {
+        return Err(format!("shard name `{}` is not a plain file name", file.escape_debug()));
+    }
+    if shard.bytes > i64::MAX as u64 || !(10..=shard.bytes.min(MAX_HEADER + 8)).contains(&shard.data_offset) {
+        return Err(format!("shard `{file}` has impossible sizes"));
+    }
+    for crc in [&shard.header_crc, &shard.crc] {
+        checksum::from_hex(crc.as_bytes()).ok_or_else(|| format!("shard `{file}` has no checksum"))?;
+    }
+    Ok(())
+}
+
+/// Whether a tensor's own fields are possible, and the bytes of the file that it takes.
+fn check_tensor(tensor: &TensorEntry, body: &Body) -> Result<(u64, u64), String> {
+    let shard = body.shards.get(tensor.shard).ok_or("its shard does not exist")?;
+    let bytes = layout::byte_size(tensor.dtype, &tensor.shape).ok_or("impossible shape")?;
+    let end = tensor.offset.checked_add(bytes).filter(|&end| end <= shard.bytes);
+    let end = end.ok_or_else(|| format!("it ends beyond shard `{}`", shard.file))?;
+    if tensor.name.strip_prefix(&shard.prefix).is_none_or(|name| name == RESERVED_NAME) {
+        return Err(format!("its name does not belong into shard `{}`", shard.file));
+    }
+    if tensor.offset < shard.data_offset {
+        return Err(format!("it begins inside the header of shard `{}`", shard.file));
+    }
+    if tensor.logical.is_some() && (tensor.dtype != Dtype::U8 || tensor.shape.len() != 1) {
+        return Err("only a vector of bytes can stand for another type".to_owned());
+    }
+    if tensor.logical.as_ref().is_some_and(|t| !t.dtype.bytes().all(|byte| byte.is_ascii_graphic())) {
+        return Err("the name of its logical dtype is not printable ASCII".to_owned());
+    }
+    let extents = geometry::extent_count(tensor.offset, bytes, body.block_size);
+    let digits = tensor.crc.bytes().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));
+    if extents.checked_mul(HEX as u64) != Some(tensor.crc.len() as u64) || !digits {
+        return Err(format!("it needs the checksums of {extents} extents"));
+    }
+    Ok((tensor.offset, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::value::RawValue;
+
+    use super::*;
+    use crate::format::manifest::tests::body;
+    use crate::format::manifest::{FILE, Logical, decode, encode};
+
+    fn refusal(change: impl FnOnce(&mut Body)) -> String {
+        let mut body = body();
+        change(&mut body);
+        decode(encode(&body).unwrap(), Path::new(FILE)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn each_impossible_field_is_refused() {
+        type Change = fn(&mut Body);
+        let cases: Vec<(&str, Change)> = vec![
+            ("block_size", |b| b.block_size = 0),
+            ("block_size", |b| b.block_size = 4097),
+            ("plain file name", |b| b.shards[0].file = "../model.safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "/model.safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = ".safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "model.bin".to_owned()),
+            ("twice", |b| b.shards.push(b.shards[0].clone())),
+            ("impossible sizes", |b| b.shards[0].bytes = u64::MAX),
+            ("impossible sizes", |b| b.shards[0].data_offset = 9),
+            ("no checksum", |b| b.shards[0].crc = "xyz".to_owned()),
+            ("taken", |b| b.tensors.push(b.tensors[0].clone())),
+            ("taken", |b| b.tensors[0].name = RESERVED_NAME.to_owned()),
+            ("does not exist", |b| b.tensors[0].shard = 1),
+            ("beyond", |b| b.tensors[0].shape = vec![3]),
+            ("beyond", |b| b.tensors[0].offset = u64::MAX),
+            ("impossible shape", |b| b.tensors[0].shape = vec![1 << 62, 4]),
+            ("at most 64", |b| b.tensors[0].shape = vec![1; 65]),
+            ("does not belong", |b| b.shards[0].prefix = "model.".to_owned()),
+            ("does not belong", |b| {
+                b.shards[0].prefix = "a.".to_owned();
+                b.tensors[0].name = "a.__metadata__".to_owned();
+            }),
+            ("header", |b| b.tensors[0].offset = 4092),
+            ("hole", |b| {
+                b.tensors[0].offset = 4100;
+                b.tensors[0].shape = vec![1];
+            }),
+            ("end at byte", |b| b.tensors[0].shape = vec![1]),
+            ("checksums", |b| b.tensors[0].crc = String::new()),
+            ("checksums", |b| b.tensors[0].crc = "Z".repeat(16)),
+            ("vector of bytes", |b| {
+                b.tensors[0].logical = Some(Logical { dtype: "torch.bits8".to_owned(), shape: vec![8] });
+            }),
+            ("logical dtype", |b| {
+                b.tensors[0].dtype = Dtype::U8;
+                b.tensors[0].shape = vec![8];
+                b.tensors[0].logical = Some(Logical { dtype: "torch.\x1b[2J".to_owned(), shape: vec![8] });
+            }),
+            ("object", |b| b.structure = RawValue::from_string("[{}]".to_owned()).unwrap()),
+            ("deeper", |b| b.metadata = RawValue::from_string("[[[[]]]]".to_owned()).unwrap()),
+            ("more than one list", |b| {
+                b.metadata = RawValue::from_string(r#"[["size",[1],[]]]"#.to_owned()).unwrap();
+            }),
+            ("not an array", |b| b.metadata = RawValue::from_string("1".to_owned()).unwrap()),
+        ];
+        for (word, change) in cases {
+            let refusal = refusal(change);
+            assert!(refusal.contains(word), "{word}: {refusal}");
+        }
+        let overlap = refusal(|b| {
+            let mut second = b.tensors[0].clone();
+            second.name = "b".to_owned();
+            second.offset += 4;
+            second.shape = vec![1];
+            b.tensors.push(second);
+        });
+        assert!(overlap.contains("overlap"), "{overlap}");
+    }
+}

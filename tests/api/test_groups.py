@@ -1,0 +1,288 @@
+"""Groups of files: the directory of a full training state is a model that others open as it lies."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import fastckpt
+from harness import manifest as oracle
+from harness import needs
+from harness.same import same
+
+INDEX = "model.safetensors.index.json"
+
+
+def names(path):
+    return sorted(each.name for each in path.iterdir())
+
+
+def headers(path, pattern="*.safetensors"):
+    """Each file's own names."""
+    found = {}
+    for file in path.glob(pattern):
+        with safetensors.safe_open(file, "pt") as shard:
+            found[file.name] = sorted(shard.keys())
+    return found
+
+
+def as_vllm_does(path):
+    """The tensors of the files that vLLM keeps: all of them, without those that an index leaves out."""
+    chosen = sorted(path.glob("*.safetensors"))
+    if (path / INDEX).exists():
+        listed = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+        chosen = [file for file in chosen if file.name in listed]
+    return {name: tensor for file in chosen for name, tensor in safetensors.torch.load_file(file).items()}
+
+
+def model_of(family, *, tied):
+    try:
+        import transformers
+    except ImportError as error:
+        needs.missing(str(error))
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            tie_word_embeddings=tied,
+        )
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=tied
+        )
+    torch.manual_seed(3)
+    return config, transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("shard_size", [20_000, 5 * 10**9])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_state_opens_as_a_model(family, tied, shard_size, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config, model = model_of(family, tied=tied)
+    import transformers
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8)[None]
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    state = {"step": 3, "optimizer": optimizer.state_dict(), "model": model.state_dict(), "rng": torch.get_rng_state()}
+    path = tmp_path / "step-3"
+    fastckpt.save(state, path, shard_size=shard_size)
+    config.save_pretrained(path)
+
+    opened, about = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(about[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs, ours = opened.state_dict(), model.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert torch.equal(opened.eval()(tokens).logits, model(tokens).logits)
+    # vLLM takes the embeddings under the name of the input's, where they are tied.
+    read = as_vllm_does(path)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in read.items())
+    assert ours.keys() - read.keys() == ({"lm_head.weight"} if tied else set())
+    index = json.loads((path / INDEX).read_bytes())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read.values())
+    # What fastckpt gives back is the whole state, and every rule of the format holds.
+    assert same(fastckpt.load(path), state)
+    oracle.read(path)
+
+
+def test_one_shard_of_the_model_is_found_with_and_without_the_index(tmp_path):
+    state = {"optimizer": {"m": torch.ones(3)}, "model": {"a": torch.ones(2), "b": {"c": torch.zeros(4)}}, "step": 5}
+    fastckpt.save(state, tmp_path / "c")
+    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors", INDEX, "training.safetensors"]
+    assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"], "training.safetensors": ["optimizer.m"]}
+    assert json.loads((tmp_path / "c" / INDEX).read_bytes()) == {
+        "metadata": {"total_size": 24},
+        "weight_map": {"a": "model.safetensors", "b.c": "model.safetensors"},
+    }
+    assert as_vllm_does(tmp_path / "c").keys() == {"a", "b.c"}
+    # A model alone needs none.
+    fastckpt.save({"model": state["model"]}, tmp_path / "c")
+    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors"]
+    assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"]}
+
+
+def test_several_shards_of_each_group(tmp_path):
+    layers = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
+    fastckpt.save({"model": layers, "optimizer": dict(layers)}, tmp_path / "tied", shard_size=800)
+    copies = {name: tensor.clone() for name, tensor in layers.items()}
+    fastckpt.save({"model": layers, "optimizer": copies}, tmp_path / "c", shard_size=800)
+    assert headers(tmp_path / "c") == {
+        "model-00001-of-00002.safetensors": ["w0", "w1"],
+        "model-00002-of-00002.safetensors": ["w2", "w3"],
+        "training-00001-of-00002.safetensors": ["optimizer.w0", "optimizer.w1"],
+        "training-00002-of-00002.safetensors": ["optimizer.w2", "optimizer.w3"],
+    }
+    index = json.loads((tmp_path / "c" / INDEX).read_bytes())
+    assert index["metadata"]["total_size"] == 1600
+    assert index["weight_map"] == {f"w{i}": f"model-0000{i // 2 + 1}-of-00002.safetensors" for i in range(4)}
+    # What both hold is stored once, and is the model's.
+    assert [name for name in headers(tmp_path / "tied") if name.startswith("training")] == []
+
+
+@pytest.mark.parametrize("key", ["model", "module", "state_dict", "model_state_dict"])
+def test_the_key_is_found_by_convention(key, tmp_path):
+    fastckpt.save({"epoch": 1, "optimizer": {"m": torch.ones(3)}, key: {"w": torch.ones(2)}}, tmp_path / "c")
+    assert headers(tmp_path / "c") == {"model.safetensors": ["w"], "training.safetensors": ["optimizer.m"]}
+    assert fastckpt.open(tmp_path / "c").keys() == ["optimizer.m", f"{key}.w"]
+
+
+ONE, TWO = torch.ones(2), torch.ones(3)
+CASES = {
+    # state, model_key, names in the files of the model, and in the others
+    "named": ({"net": {"w": ONE}, "model": {"w": TWO}}, "net", ["w"], ["model.w"]),
+    "none": ({"model": {"w": ONE}, "o": TWO}, None, ["model.w", "o"], None),
+    "no-convention": ({"net": {"w": ONE}, "o": TWO}, "auto", ["net.w", "o"], None),
+    "first-convention": ({"state_dict": {"w": ONE}, "model": {"w": TWO}}, "auto", ["w"], ["state_dict.w"]),
+    "no-mapping": ({"model": [ONE], "o": TWO}, "auto", ["model.0", "o"], None),
+    "a-tensor": ({"model": ONE, "module": {"w": TWO}}, "auto", ["w"], ["model"]),
+    "only-inside": ({"a": {"model": {"w": ONE}}, "o": TWO}, "auto", ["a.model.w", "o"], None),
+    "deeper": ({"model": {"model": {"w": ONE}, "b": TWO}}, "auto", ["b", "model.w"], None),
+    "a-list": ([{"model": {"w": ONE}}], "auto", ["0.model.w"], None),
+    "a-tensor-alone": (ONE, "auto", ["tensor"], None),
+    "empty-by-convention": ({"model": {"name": "gpt"}, "module": {"w": ONE}, "o": TWO}, "auto", ["w"], ["o"]),
+    "none-by-convention": ({"model": {}, "o": TWO}, "auto", ["o"], None),
+    "empty-by-name": ({"model": {}, "o": TWO}, "model", [], ["o"]),
+    "reserved": ({"model": {"__metadata__": ONE, "w": TWO}}, "auto", ["w"], ["model.__metadata__"]),
+    "reserved-outside": ({"model": {"w": ONE}, "__metadata__": TWO}, "auto", ["w"], ["__metadata__~1"]),
+    "no-name": ({"model": {"": ONE}, "": TWO}, "auto", [""], [""]),
+    "key-without-a-name": ({"": {"w": ONE}, "o": TWO}, "", ["w"], ["o"]),
+    "dots": ({"a.b": {"w": ONE}, "a": {"b": {"v": TWO}}, "o": torch.zeros(1)}, "a.b", ["v", "w"], ["o"]),
+    "clash": ({"model": {"w": ONE}, "model.w": TWO}, "auto", ["w", "w~1"], None),
+    "not-utf-8": ({"\ud800": {"w": ONE}, "o": TWO}, "\ud800", ["w"], ["o"]),
+    "a-number": ({7: {"w": ONE}, "o": TWO}, 7, ["w"], ["o"]),
+    "no-tensors": ({"model": {"w": 1}, "o": 2}, "model", [], None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_the_model(case, tmp_path, save):
+    state, key, model, others = CASES[case]
+    save(state, tmp_path / "c", model_key=key)
+    expected = {"model.safetensors": model} | ({} if others is None else {"training.safetensors": others})
+    assert headers(tmp_path / "c") == expected
+    assert (tmp_path / "c" / INDEX).exists() == (others is not None)
+    oracle.read(tmp_path / "c")
+    assert same(fastckpt.load(tmp_path / "c"), state)
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+@pytest.fixture(params=["save", "async"])
+def save(request):
+    if request.param == "save":
+        return fastckpt.save
+    return lambda *given, **named: fastckpt.save_async(*given, **named).result(60)
+
+
+@pytest.mark.parametrize(
+    ("state", "key", "remedy"),
+    [
+        ({"model": {"w": ONE}, "optimizer": {}}, "modle", "give one of 'model', 'optimizer', or None"),
+        ({"model": ONE}, "model", "give None"),
+        ({"a": {"model": {"w": ONE}}}, "a.model", "give one of 'a', or None"),
+        ([ONE], "model", "give None"),
+    ],
+)
+def test_a_key_that_leads_to_no_mapping_is_refused(state, key, remedy, tmp_path, save):
+    with pytest.raises(ValueError, match=r"save(_async)?: model_key=") as caught:
+        save(state, tmp_path / "c", model_key=key)
+    assert str(caught.value).endswith(f"the state has no mapping under that key: {remedy}")
+    assert names(tmp_path) == []
+
+
+def test_a_refused_key_holds_no_buffer(tmp_path, save):
+    raw = bytearray(5000)
+    with pytest.raises(ValueError, match="model_key") as caught:
+        save({"raw": raw}, tmp_path / "c", model_key="model")
+    raw.append(1)  # BufferError, if somebody still looked there
+    assert caught.value
+
+
+def test_tensors_shared_with_the_model_are_the_models(tmp_path, save):
+    """Whatever comes first in the state: a model's file has all of its tensors."""
+    w, b = torch.ones(3), torch.zeros(2)
+    state = {"ema": {"w": w, "b": b.clone()}, "also": w, "model": {"first": w, "second": w, "b": b}}
+    save(state, tmp_path / "c")
+    found = headers(tmp_path / "c")
+    assert found == {"model.safetensors": ["b", "first"], "training.safetensors": ["ema.b"]}
+    loaded = fastckpt.load(tmp_path / "c")
+    assert same(loaded, state)
+    pointers = {loaded["ema"]["w"].data_ptr(), loaded["also"].data_ptr(), loaded["model"]["second"].data_ptr()}
+    assert len(pointers) == 1
+    # Each place is found under its own name.
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.keys() == ["model.first", "ema.b", "model.b"]
+        for name in ("ema.w", "also", "model.first", "model.second"):
+            assert checkpoint.info(name).name == "model.first"
+    assert same(fastckpt.load(tmp_path / "c", keys="ema.*"), {"ema": state["ema"]})
+    assert same(fastckpt.load(tmp_path / "c", keys="also"), {"also": w})
+    assert same(fastckpt.load(tmp_path / "c", keys="model.*"), {"model": state["model"]})
+    into = {"ema": {"w": torch.empty(3), "b": torch.empty(2)}}
+    fastckpt.load(tmp_path / "c", keys="ema.*", into=into)
+    assert same(into, {"ema": state["ema"]})
+
+
+def test_readers_of_fastckpt_see_whole_names(tmp_path, capsys):
+    from fastckpt._tools.cli import main
+
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optimizer": {"m": np.arange(4)}, "step": 9}
+    fastckpt.save(state, tmp_path / "c")
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert checkpoint.keys() == ["model.w", "optimizer.m"]
+        assert checkpoint.info("model.w").shard == "model.safetensors"
+        assert torch.equal(checkpoint["model.w"], state["model"]["w"])
+        assert checkpoint.slice("model.w", (1, 2)).item() == 5.0
+        assert "w" not in checkpoint
+    assert same(fastckpt.load(tmp_path / "c", keys="model.*"), {"model": state["model"]})
+    into = {"model": {"w": torch.empty(2, 3)}, "optimizer": {"m": np.empty(4, np.int64)}}
+    fastckpt.load(tmp_path / "c", into=into)
+    assert torch.equal(into["model"]["w"], state["model"]["w"])
+    assert main(["ls", str(tmp_path / "c")]) == 0
+    listed = capsys.readouterr().out
+    assert "model.w" in listed
+    assert "optimizer.m" in listed
+    assert main(["info", str(tmp_path / "c")]) == 0
+    assert "2" in capsys.readouterr().out
+
+
+def test_damage_names_the_tensor_by_its_whole_name(tmp_path):
+    fastckpt.save({"model": {"w": torch.ones(5000)}, "o": torch.ones(3)}, tmp_path / "c")
+    with (tmp_path / "c" / "model.safetensors").open("r+b") as file:
+        file.seek(9000)
+        file.write(b"\xff")
+    report = fastckpt.verify(tmp_path / "c")
+    assert [(each.file, each.tensor) for each in report.damage] == [("model.safetensors", "model.w")]
+
+
+def test_a_group_that_is_gone_leaves_no_file(tmp_path):
+    path = tmp_path / "c"
+    model = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
+    fastckpt.save({"model": model, "optimizer": {"m": torch.zeros(500)}}, path, shard_size=800)
+    (path / "config.json").write_text("{}")
+    assert len(names(path)) == 6
+    fastckpt.save(model, path)
+    assert names(path) == ["config.json", "fastckpt.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["training.safetensors", "training-00001-of-00002.safetensors", INDEX])
+def test_a_file_of_somebody_else_is_not_replaced(name, tmp_path, save):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / name).write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=f"it holds `{name}` and is not a checkpoint"):
+        save({"model": {"w": ONE}, "o": TWO}, tmp_path / "c")
+    assert (tmp_path / "c" / name).read_bytes() == b"mine"
+    # A name that only looks like it is carried over.
+    (tmp_path / "c" / name).rename(tmp_path / "c" / "training_args.bin")
+    save({"model": {"w": ONE}, "o": TWO}, tmp_path / "c")
+    assert (tmp_path / "c" / "training_args.bin").read_bytes() == b"mine"
