@@ -6,9 +6,8 @@ use std::collections::HashMap;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use crate::engine::options::SINGLE;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE, Placement};
+use crate::format::geometry::{self, PAGE, Placement, SINGLE};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
 /// Data begins so many bytes beyond a whole page: where torch's allocator lets large tensors begin, so that those of a training state
@@ -300,8 +299,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::engine::options::BLOCK_SIZE as BLOCK;
-    use crate::format::geometry::{extent, extent_count};
+    use crate::format::geometry::{BLOCK_SIZE as BLOCK, extent, extent_count};
 
     fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
         TensorSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), logical: None }
