@@ -82,13 +82,13 @@ def settings(chosen: argparse.Namespace) -> list[dict[str, Any]]:
 def table(results: dict[str, Any], titles: dict[str, str]) -> list[list[str]]:
     """Return the table, head first; what ran is what the save's report says."""
     operations = report.operations_of(results)
-    rows = [["", "engine", "threads", "files", "ways"]]
+    rows = [["", "engine", "threads", "files", "blocks"]]
     for operation in operations:
         rows[0] += [f"{OPERATION_TITLES[operation]}, GB/s", "of raw", "CPU s/GB"]
     for name, pair in results.items():
         notes = next(iter(pair.values()))["samples"][-1]["notes"] if pair else {}
-        ways = " ".join(f"{way} {count}" for way, count in notes.get("blocks", {}).items() if count)
-        row = [titles[name], *(str(notes.get(key, "-")) for key in ("engine", "threads", "shards")), ways or "-"]
+        paths = " ".join(f"{path} {count}" for path, count in notes.get("blocks", {}).items() if count)
+        row = [titles[name], *(str(notes.get(key, "-")) for key in ("engine", "threads", "shards")), paths or "-"]
         for operation in operations:
             figures = pair.get(operation, {})
             row += [report.number(figures.get(key)) for key in ("gigabytes_per_second", "of_raw")]

@@ -220,6 +220,7 @@ def report_notes(report: Any) -> Notes:
         "engine": report.engine,
         "fallback": report.fallback,
         "threads": report.threads,
+        "thread_bytes": list(getattr(report, "thread_bytes", ())),
         "shards": report.shards,
         "phases": dict(report.phases),
         "blocks": dict(report.blocks),

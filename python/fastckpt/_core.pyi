@@ -40,8 +40,9 @@ class Report(TypedDict):
     engine: str
     fallback: str | None
     warnings: tuple[str, ...]
+    thread_bytes: tuple[int, ...]
     blocks: dict[str, int]
-    ways: dict[str, int]
+    paths: dict[str, int]
     copied: int
     shards: int
     tensors: int

@@ -64,7 +64,7 @@ def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved,
     assert lies_in(path, loaded["w"].data_ptr())
     assert lies_in(path, loaded["n"].ctypes.data)
     report = last_report(caplog)
-    assert (set(report.ways), report.copied, report.engine) == ({"buffered: mapped"}, 0, "buffered")
+    assert (set(report.paths), report.copied, report.engine) == ({"buffered: mapped"}, 0, "buffered")
     assert report.bytes == sum(info.bytes for info in map(fastckpt.open(path).info, fastckpt.open(path).keys()))
     # One tensor alone keeps its shard mapped, and the last one takes the mapping with it.
     kept = loaded["n"][3]
@@ -129,7 +129,7 @@ def test_without_a_check_nothing_is_read_until_it_is_touched(tmp_path, caplog):
     before = read()
     loaded = fastckpt.load(tmp_path / "c", mmap=True, verify=False)
     assert read() - before < 4 * MIB
-    assert (last_report(caplog).bytes, last_report(caplog).ways) == (0, {})
+    assert (last_report(caplog).bytes, last_report(caplog).paths) == (0, {})
     assert same(loaded, wanted)
     if read() == before:
         needs.missing("a temporary directory on a disk")

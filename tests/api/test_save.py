@@ -31,7 +31,7 @@ def test_report(tmp_path, engine, caplog):
     assert list(report.phases) == ["plan", "write", "fsync", "commit"]
     assert sum(report.phases.values()) == pytest.approx(report.seconds)
     assert report.gigabytes_per_second == report.bytes / report.seconds / 1e9
-    assert set(report.blocks) == {"direct", "staged", "buffered"}
+    assert set(report.blocks) == {"zero-copy", "staged", "buffered"}
     assert str(report).startswith("saved 4.04 kB in ")
     assert str(report) in caplog.messages
     with pytest.raises(dataclasses.FrozenInstanceError):

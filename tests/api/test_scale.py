@@ -107,13 +107,13 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     loaded = fastckpt.load(tmp_path / name, **options)
     assert all(np.array_equal(loaded[key], array) for key, array in wanted.items())
     report = caplog.records[-1].args[0]
-    assert (set(report.ways) == {SHARED}) == shared, report.ways
-    assert (SHARED in report.ways) == shared
+    assert (set(report.paths) == {SHARED}) == shared, report.paths
+    assert (SHARED in report.paths) == shared
     if shared:
         assert (report.engine, report.fallback) == ("buffered", None)
     # Verifying is to see the disk, and writing is each rank's own.
-    assert SHARED not in fastckpt.verify(tmp_path / name, **options).ways
-    assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).ways
+    assert SHARED not in fastckpt.verify(tmp_path / name, **options).paths
+    assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).paths
 
 
 def test_buffered_that_was_asked_for_is_not_called_shared(tmp_path, caplog, monkeypatch):
@@ -121,7 +121,7 @@ def test_buffered_that_was_asked_for_is_not_called_shared(tmp_path, caplog, monk
     fastckpt.save(state(MIB), tmp_path / "c")
     caplog.set_level("INFO", "fastckpt")
     fastckpt.load(tmp_path / "c", io="buffered")
-    assert set(caplog.records[-1].args[0].ways) == {"buffered: as asked"}
+    assert set(caplog.records[-1].args[0].paths) == {"buffered: as asked"}
 
 
 # Descriptors

@@ -72,9 +72,9 @@ def test_every_way_brings_the_same_bytes(tmp_path, monkeypatch, zero_copy, engin
     stored = manifest.read(tmp_path / "c")  # an independent reader
     assert all(stored[name].data == array.tobytes() for name, array in state.items())
     assert fastckpt.verify(tmp_path / "c").ok
-    straight = report.blocks["direct"]
+    straight = report.blocks["zero-copy"]
     if engine == "buffered":
-        assert set(report.ways) == {"buffered: as asked"}
+        assert set(report.paths) == {"buffered: as asked"}
     else:
         assert (straight > 0) == (zero_copy == "1"), report
     for reader in ENGINES:
@@ -95,7 +95,7 @@ def test_files_end_anywhere(tmp_path, monkeypatch, beyond, engine):
     (shard,) = (tmp_path / "c").glob("*.safetensors")
     assert shard.stat().st_size == 3 * block + beyond
     assert manifest.read(tmp_path / "c")["a"].data == array.tobytes()
-    assert report.ways.get("buffered: less than a page", 0) == (engine != "buffered" and beyond in (1, 4095))
+    assert report.paths.get("buffered: less than a page", 0) == (engine != "buffered" and beyond in (1, 4095))
     assert np.array_equal(fastckpt.load(tmp_path / "c", io=engine)["a"], array)
 
 
@@ -105,7 +105,7 @@ def test_what_lies_right_is_not_copied(tmp_path, monkeypatch):
     report = fastckpt.save(state, tmp_path / "c", io="threads")
     # Some pages at the edges of each, and the header.
     assert report.copied < 64 * 1024, report
-    assert set(report.ways) <= {"direct: zero-copy", "staged: small tensors"}
+    assert set(report.paths) <= {"zero-copy", "staged: small tensors"}
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "0")
     assert fastckpt.save(state, tmp_path / "c", io="threads").copied >= 64 * MIB
 
@@ -121,14 +121,14 @@ def test_rule_writes_huge_pages_as_they_lie_and_small_ones_through_slabs(tmp_pat
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii"):
         needs.missing("needs huge pages (transparent_hugepage is set to never)")
     report = fastckpt.save({"w": huge(16 * MIB)}, tmp_path / "h", io="threads")
-    assert report.ways["direct: zero-copy"] >= 3, report
+    assert report.paths["zero-copy"] >= 3, report
     # A mapping that was told to have none: the default is not the same on every machine.
     mapping = mmap.mmap(-1, 17 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     small = np.frombuffer(mapping, np.uint8)[64 : 64 + 16 * MIB]
     small[:] = huge(16 * MIB)
     report = fastckpt.save({"w": small}, tmp_path / "s", io="threads")
-    assert report.ways["staged: memory in small pages"] >= 3, report
+    assert report.paths["staged: memory in small pages"] >= 3, report
     into = fastckpt.load(tmp_path / "s", io="threads", into={"w": small.copy()})
     assert np.array_equal(into["w"], small)
 
@@ -150,7 +150,7 @@ def test_hot_checkpoint_comes_from_the_page_cache_and_a_cold_one_does_not(tmp_pa
     assert (cold.blocks["buffered"], cold.engine) == (0, "uring"), cold
     (tmp_path / "c" / "model.safetensors").read_bytes()
     hot = ways()
-    assert set(hot.ways) == {"buffered: in the page cache"}, hot
+    assert set(hot.paths) == {"buffered: in the page cache"}, hot
     assert (hot.engine, hot.fallback) == ("buffered", None)
     # A verification is to see the disk, not what the cache remembers of it.
     assert fastckpt.verify(tmp_path / "c").blocks["buffered"] == 0
@@ -258,7 +258,7 @@ def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
     whole = memory(size * count, 64)
     state = {f"t.{i:03}": whole[i * size : (i + 1) * size] for i in range(count)}
     report = fastckpt.save(state, tmp_path / "c", io=engine)
-    assert report.blocks == {"direct": 1, "staged": 0, "buffered": 0}
+    assert report.blocks == {"zero-copy": 1, "staged": 0, "buffered": 0}
     assert report.fallback is None
     assert same(fastckpt.load(tmp_path / "c", io=engine), state)
     blank = np.zeros_like(whole)

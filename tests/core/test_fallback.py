@@ -88,9 +88,9 @@ def test_engine_chosen_by_hand(children, tmp_path, engine, how):
     blocks = result["reports"][0]["blocks"]
     if engine == "buffered":
         assert blocks["buffered"] > 0
-        assert blocks["direct"] + blocks["staged"] == 0
+        assert blocks["zero-copy"] + blocks["staged"] == 0
     else:
-        assert blocks["direct"] + blocks["staged"] > 0
+        assert blocks["zero-copy"] + blocks["staged"] > 0
 
 
 def test_the_engine_reported_is_the_engine_that_ran(children, tmp_path):
@@ -147,7 +147,7 @@ def test_direct_refused_goes_buffered_and_counts_it(children, engine):
         result = outcome(children, directory=str(point), io=engine)
         manifest.read(point / "step-1")
     for report in result["reports"]:
-        assert report["blocks"]["direct"] + report["blocks"]["staged"] == 0
+        assert report["blocks"]["zero-copy"] + report["blocks"]["staged"] == 0
         assert report["blocks"]["buffered"] > 0
         if engine != "buffered":
             assert report["fallback"], "direct I/O was refused, and nobody was told"

@@ -75,7 +75,7 @@ def test_memory_that_changes_while_it_is_written_leaves_a_sound_checkpoint(tmp_p
     loaded = fastckpt.load(tmp_path / "c")
     assert (set(loaded["a"]), set(loaded["b"])) == ({2}, {9})
     assert fastckpt.verify(tmp_path / "c").ok
-    assert report["ways"] == {CHANGED: 1}
+    assert report["paths"] == {CHANGED: 1}
 
 
 # --- allocation ------------------------------------------------------------------------------------------------------

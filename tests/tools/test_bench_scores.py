@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 
-from fastckpt._tools.bench import counters, room, scores, shapes, text
+from fastckpt._tools.bench import room, scores, shapes, text
 from fastckpt._tools.tiers import TIERS, WORKLOADS
 
 GB, GIB = 10**9, 2**30
 
 
 def sample(seconds, size=GB, **others):
-    how = {"engine": "uring", "fallback": None, "threads": 2, "ways": {}, "copied": 0, "thread_bytes": None}
+    how = {"engine": "uring", "fallback": None, "threads": 2, "paths": {}, "copied": 0, "thread_bytes": None}
     return {"bytes": size, "seconds": seconds, **how, **others}
 
 
@@ -91,13 +89,13 @@ def test_the_verdict_of_a_tier(tier, gpus, save, load, met):
 
 
 def test_how_it_ran_is_added_up():
-    one = sample(1.0, ways={"direct: zero-copy": 3, "staged: small": 1}, resident=0.25)
-    other = sample(1.0, engine="threads", fallback="no io_uring", threads=1, ways={"staged: small": 4}, resident=1.0)
+    one = sample(1.0, paths={"zero-copy": 3, "staged: small": 1}, resident=0.25)
+    other = sample(1.0, engine="threads", fallback="no io_uring", threads=1, paths={"staged: small": 4}, resident=1.0)
     found = scores.engine([[one, other], [one, other]])
     assert found["engines"] == {"uring": 2, "threads": 2}
     assert found["fallbacks"] == ["no io_uring"]
     assert found["threads"] == [1, 2]
-    assert found["ways"] == {"staged: small": 10, "direct: zero-copy": 6}
+    assert found["paths"] == {"staged: small": 10, "zero-copy": 6}
     assert found["resident"] == {"min": 0.25, "median": 0.625, "max": 1.0}
     assert scores.engine([[one, {**one, "resident": None}]])["resident"] is None
 
@@ -221,22 +219,3 @@ def test_hot_loads_are_left_out_where_the_files_would_not_stay_cached(tmp_path, 
     assert room.check(tmp_path, [shapes.Share(0, GB, 512)], hot=False) is None
     with_memory(monkeypatch, 4 * GB)
     assert room.check(tmp_path, [shapes.Share(0, GB, 512)], hot=True) is None
-
-
-# -- counters ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_counters_of_the_last_operation_alone():
-    segment = bytearray(0x9000)
-    segment[:8] = b"FCKTTOP\0"
-    struct.pack_into("<HH", segment, 8, 1, 0)
-    struct.pack_into("<6I", segment, 0x20, 0x200, 512, 7, 0x1000, 256, 64)
-    for number, op in ((0, 4), (3, 5)):
-        struct.pack_into("<Q", segment, 0x200 + number * 512 + 8, op)
-    for number, op, moved in ((0, 5, 100), (1, 4, 70), (2, 5, 30)):
-        struct.pack_into("<Q", segment, 0x1000 + number * 256 + 0x68, op)
-        struct.pack_into("<Q", segment, 0x1000 + number * 256 + 0x78, moved)
-    assert counters.read(bytes(segment)) == [100, 30]
-    struct.pack_into("<H", segment, 8, 2)
-    assert counters.read(bytes(segment)) is None
-    assert counters.read(b"") is None

@@ -78,10 +78,11 @@ class Report:
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why it is not the engine that was asked for, or None.
         warnings: what else the caller should know, in words; mostly empty.
-        blocks: blocks by their way: ``direct`` (straight between the tensor and the disk), ``staged``
-            (direct I/O through a staging slab), ``buffered`` (through the page cache).
-        ways: the same blocks by kind and reason, those that occurred: ``{"direct: zero-copy": 480}``.
-        copied: bytes that the processor copied: through slabs, and between memory and the page cache.
+        thread_bytes: bytes that each of those threads moved.
+        blocks: blocks by I/O path: ``zero-copy`` (direct I/O between the tensor and the disk), ``staged`` (direct I/O
+            through a staging buffer), ``buffered`` (through the page cache).
+        paths: the same blocks by I/O path and reason, those that occurred: ``{"staged: small tensors": 12}``.
+        copied: bytes that the processor copied: through staging buffers, and between memory and the page cache.
         shards: number of shards touched.
         tensors: number of tensors.
     """
@@ -94,14 +95,15 @@ class Report:
     engine: str
     fallback: str | None
     warnings: tuple[str, ...] = ()
+    thread_bytes: tuple[int, ...] = ()
     blocks: Mapping[str, int]
-    ways: Mapping[str, int]
+    paths: Mapping[str, int]
     copied: int
     shards: int
     tensors: int
 
     def __post_init__(self) -> None:
-        for name in ("phases", "blocks", "ways"):
+        for name in ("phases", "blocks", "paths"):
             object.__setattr__(self, name, Fixed(getattr(self, name)))
 
     @property

@@ -6,11 +6,12 @@ use std::path::Path;
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum_combine;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fastckpt_core::engine::options::{BLOCK_SIZE, Options};
+use fastckpt_core::Environment;
+use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::{TensorSpec, plan};
 use fastckpt_core::format::{checksum, manifest};
-use fastckpt_core::telemetry::{Kind, Operation};
+use fastckpt_core::telemetry::{Kind, Lane, Operation};
 use safetensors::Dtype;
 use serde_json::value::RawValue;
 
@@ -26,11 +27,11 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
 
 /// One completion: everything that a worker writes for a block. The bar is 50 ns.
 fn counters(c: &mut Criterion) {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), &Options::default());
-    let mut lane = operation.lane();
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), None, &Environment::default());
+    let mut lane = Lane::new(&operation);
     c.bench_function("counters/completion", |b| {
         b.iter(|| {
-            lane.landed(black_box(1_000));
+            lane.completed(black_box(1_000));
             lane.moved(black_box(4 << 20));
         });
     });

@@ -34,12 +34,14 @@ pub enum Error {
         path: PathBuf,
     },
     /// The manifest names a format version that this release does not read.
-    #[error("`{}` has format version {found}, this release reads version {}: use a newer fastckpt", Visible(&path.display()), crate::format::manifest::VERSION)]
+    #[error("`{}` has format version {found}, this release reads version {known}: use a newer fastckpt", Visible(&path.display()))]
     Version {
         /// The manifest.
         path: PathBuf,
         /// The version it names.
         found: String,
+        /// The version that this release reads.
+        known: u64,
     },
     /// The target exists and must not be replaced.
     #[error("cannot save to `{}`: {why}", Visible(&path.display()))]

@@ -15,15 +15,16 @@ use rustix::fs::{self, AtFlags, FallocateFlags, Mode, OFlags, RenameFlags, Statx
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use crate::commit::{Reach, reach};
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::io::uring;
-use crate::engine::options::{self, Options, STAGING_BUDGET};
+use crate::engine::options::{Options, STAGING_BUDGET};
 use crate::engine::report::Fallback;
 use crate::sys::buf::{Slab, give_slabs, take_slab};
 use crate::sys::cachestat::cached_pages;
 use crate::sys::file::{DataFile, open_directory};
 use crate::sys::lock;
 use crate::sys::probe::{memory_advice, ring_calls};
+use crate::sys::thread::builder;
 use crate::telemetry::layout::Segment;
 
 /// Bytes of the trial file: enough for a few large pages.
@@ -97,7 +98,7 @@ pub struct Probe {
     /// The ring.
     pub ring: Ring,
     /// Who would run a save, as far as the ring decides.
-    pub crew: Crew,
+    pub choice: Choice,
     /// Cores this process may use.
     pub cores: usize,
     /// `MADV_HUGEPAGE`.
@@ -119,7 +120,7 @@ pub fn run(directory: &Path, options: &Options) -> Probe {
     let [huge_pages, populate] = memory_advice();
     Probe {
         ring: Ring { refused: uring::open().err(), setup, enter, register },
-        crew: Crew::choose(options, u64::MAX),
+        choice: Choice::new(options, u64::MAX),
         cores: options.cores(),
         huge_pages,
         populate,
@@ -263,7 +264,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
             }
         };
         // Without a thread, only what is left in the cache is seen.
-        let watched = options::thread_builder().spawn_scoped(scope, watch).is_ok();
+        let watched = builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();
         }
@@ -305,7 +306,7 @@ mod tests {
         for tried in [files.uncached, files.reflink, files.rename_exchange, files.lock] {
             assert!(tried.is_some());
         }
-        assert_eq!(probe.ring.refused.is_some(), probe.crew.fallback.is_some());
+        assert_eq!(probe.ring.refused.is_some(), probe.choice.fallback.is_some());
         assert!(probe.cores > 0 && probe.counters > 0 && probe.staging > 0);
     }
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use fastckpt_core::engine::content::{Content, Destination};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
+use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::TensorSpec;
 use fastckpt_core::format::manifest::TensorEntry;
@@ -111,7 +112,7 @@ fn the_engine_asked_for_is_the_one_that_runs() {
     let parent = directory();
     for (io, name) in ENGINES.into_iter().zip(["uring", "threads", "buffered"]) {
         let report = save_all(&parent.path().join("c"), &tensors(1), &options(io)).unwrap();
-        assert!(report.engine.name() == name || report.fallback.is_some(), "{report:?}");
+        assert!(report.ran.engine.name() == name || report.ran.fallback.is_some(), "{report:?}");
     }
 }
 
@@ -203,8 +204,11 @@ fn direct_operations_that_are_refused_go_through_the_page_cache() {
     for io in [Io::Uring, Io::Threads] {
         let plan = FaultPlan::new(1, Fault::Errno(libc::EINVAL), false);
         let report = save_all(&path, &tensors, &Options { faults: Some(plan), ..options(io) }).unwrap();
-        if report.engine.name() != "buffered" {
-            assert!(report.blocks.kind("buffered") > 0 && report.blocks.kind("staged") > 0, "{report:?}");
+        if report.ran.engine.name() != "buffered" {
+            assert!(
+                report.ran.blocks.on(IoPath::Buffered) > 0 && report.ran.blocks.on(IoPath::Staged) > 0,
+                "{report:?}"
+            );
         }
         let loaded = load_all(&path, &options(io)).unwrap();
         assert!(loaded.iter().zip(&tensors).all(|(found, (_, written))| found == written));

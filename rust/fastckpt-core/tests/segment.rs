@@ -45,6 +45,7 @@ fn fill(segment: &Segment) {
         (&header.hist_count, 64),
         (&header.pid, 4242),
         (&header.uid, 1000),
+        (&header.generation, 1),
     ] {
         field.store(value, Relaxed);
     }
@@ -192,7 +193,7 @@ fn fill(segment: &Segment) {
 #[test]
 fn the_segment_is_what_it_was() {
     let directory = tempfile::tempdir().expect("a directory");
-    shm::publish(&directory.path().join("top"), "4242-123456.seg", 1, fill).expect("a segment");
+    shm::publish(&directory.path().join("top"), "4242-123456.seg", layout::empty(), fill).expect("a segment");
     let bytes = std::fs::read(directory.path().join("top/4242-123456.seg")).expect("its bytes");
     golden("segment-1.0.seg", &bytes);
 }

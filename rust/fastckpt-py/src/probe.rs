@@ -25,9 +25,9 @@ fn to_dict<'py>(py: Python<'py>, found: &Probe) -> PyResult<Bound<'py, PyDict>> 
     ring.set_item("register", found.ring.register)?;
     let dict = PyDict::new(py);
     dict.set_item("ring", ring)?;
-    dict.set_item("engine", found.crew.engine.name())?;
-    dict.set_item("fallback", found.crew.fallback.as_ref().map(|fallback| &fallback.reason))?;
-    dict.set_item("threads", found.crew.threads)?;
+    dict.set_item("engine", found.choice.engine.name())?;
+    dict.set_item("fallback", found.choice.fallback.as_ref().map(|fallback| &fallback.reason))?;
+    dict.set_item("threads", found.choice.threads)?;
     dict.set_item("cores", found.cores)?;
     dict.set_item("huge_pages", found.huge_pages)?;
     dict.set_item("populate", found.populate)?;

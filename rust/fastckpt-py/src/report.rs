@@ -1,6 +1,6 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
-use fastckpt_core::engine::report::Way;
+use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::{Damage, Environment, Io, Options, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -34,30 +34,31 @@ pub(crate) fn tick<'a>(
 
 /// A report as the Python side expects it.
 pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let ran = &report.ran;
     let phases = PyDict::new(py);
     for (name, seconds) in &report.phases {
         phases.set_item(name, seconds)?;
     }
     let blocks = PyDict::new(py);
-    for kind in ["direct", "staged", "buffered"] {
-        blocks.set_item(kind, report.blocks.kind(kind))?;
+    for path in IoPath::ALL {
+        blocks.set_item(path.name(), ran.blocks.on(path))?;
     }
-    let ways = PyDict::new(py);
-    for way in Way::ALL.into_iter().filter(|&way| report.blocks.of(way) > 0) {
-        let (kind, reason) = way.words();
-        ways.set_item(format!("{kind}: {reason}"), report.blocks.of(way))?;
+    let paths = PyDict::new(py);
+    for (name, count) in ran.blocks.by_reason() {
+        paths.set_item(name, count)?;
     }
     let dict = PyDict::new(py);
     dict.set_item("bytes", report.bytes)?;
     dict.set_item("seconds", report.seconds)?;
     dict.set_item("phases", phases)?;
-    dict.set_item("threads", report.threads)?;
-    dict.set_item("engine", report.engine.name())?;
-    dict.set_item("fallback", report.fallback.as_ref().map(|fallback| &fallback.reason))?;
+    dict.set_item("threads", ran.threads)?;
+    dict.set_item("thread_bytes", PyTuple::new(py, &ran.thread_bytes)?)?;
+    dict.set_item("engine", ran.engine.name())?;
+    dict.set_item("fallback", ran.fallback.as_ref().map(|fallback| &fallback.reason))?;
     dict.set_item("warnings", PyTuple::new(py, &report.warnings)?)?;
     dict.set_item("blocks", blocks)?;
-    dict.set_item("ways", ways)?;
-    dict.set_item("copied", report.copied)?;
+    dict.set_item("paths", paths)?;
+    dict.set_item("copied", ran.copied)?;
     dict.set_item("shards", report.shards)?;
     dict.set_item("tensors", report.tensors)?;
     Ok(dict)

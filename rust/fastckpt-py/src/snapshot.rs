@@ -230,7 +230,7 @@ fn gone() -> PyErr {
 }
 
 fn priority(nice: Option<u8>, io: Option<&str>) -> PyResult<Priority> {
-    let io = io.map(str::parse).transpose();
+    let io = io.map(|text| text.parse().map_err(Error::Invalid)).transpose();
     Ok(Priority { nice, io: outcome_of(io, &Raised::default())? })
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fastckpt
 from fastckpt._api.reports import Report
 
-from . import caches, counters, raw, shapes
+from . import caches, raw, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -136,9 +136,9 @@ class _Rank:
             "engine": report.engine,
             "fallback": report.fallback,
             "threads": report.threads,
-            "thread_bytes": counters.thread_bytes(),
+            "thread_bytes": list(report.thread_bytes),
             "blocks": dict(report.blocks),
-            "ways": dict(report.ways),
+            "paths": dict(report.paths),
             "copied": report.copied,
         }
 

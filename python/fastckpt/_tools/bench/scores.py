@@ -39,7 +39,7 @@ def score(rounds: Rounds) -> dict[str, Any]:
         ``bytes`` of all ranks in a round, ``rounds``; ``seconds`` of the slowest rank and ``first_seconds``, that of
         the first round; ``gb_per_s``, all bytes over the slowest rank's seconds; ``slowest_rank_gb_per_s``, the least
         throughput of a rank; ``rank_gb_per_s``, the median of each rank, by rank; ``slowest_rank``, which was that
-        most often; ``thread_gb_per_s``, over all threads of all rounds, None where nobody counted them. Each spread
+        most often; ``thread_gb_per_s``, over all threads of all rounds, None where none ran. Each spread
         is over the rounds.
     """
     slowest = [max(samples, key=lambda sample: sample["seconds"]) for samples in rounds]
@@ -95,20 +95,20 @@ def engine(rounds: Rounds) -> dict[str, Any]:
 
     Returns:
         ``engines`` (how many times each), ``fallbacks`` (why it was not the one wanted, each once), ``threads`` (of a
-        rank), ``ways`` (blocks by the way they took, and why, in all), ``copied`` (bytes that the CPU copied, in all),
+        rank), ``paths`` (blocks by I/O path and reason, in all), ``copied`` (bytes that the CPU copied, in all),
         ``resident`` (the share of the files that was in the page cache before, or None).
     """
     every = [sample for samples in rounds for sample in samples]
-    ways: Counter[str] = Counter()
+    paths: Counter[str] = Counter()
     for sample in every:
-        ways.update(sample["ways"])
+        paths.update(sample["paths"])
     resident = [sample.get("resident") for sample in every]
     known = [share for share in resident if share is not None]
     return {
         "engines": dict(Counter(sample["engine"] for sample in every)),
         "fallbacks": sorted({sample["fallback"] for sample in every if sample["fallback"]}),
         "threads": sorted({sample["threads"] for sample in every}),
-        "ways": dict(ways.most_common()),
+        "paths": dict(paths.most_common()),
         "copied": sum(sample["copied"] for sample in every),
         "resident": spread(known) if len(known) == len(resident) else None,
     }

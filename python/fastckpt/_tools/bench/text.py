@@ -75,8 +75,8 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         engines = ", ".join(one["engines"])
         threads = " to ".join(map(str, sorted({one["threads"][0], one["threads"][-1]})))
         why = f" ({'; '.join(one['fallbacks'])})" if one["fallbacks"] else ""
-        ways = ", ".join(f"{number} {way}" for way, number in one["ways"].items())
-        rows.append((TITLES[name], f"engine {engines}, threads a rank {threads}{why}; blocks: {ways or 'none'}"))
+        paths = ", ".join(f"{number} {path}" for path, number in one["paths"].items())
+        rows.append((TITLES[name], f"engine {engines}, threads a rank {threads}{why}; blocks: {paths or 'none'}"))
     rows.append(("cold", f"caches {document['caches']}{_resident(how['load'])}"))
     if "hot" in how:
         rows.append(("hot", f"files read through the page cache before{_resident(how['hot'])}"))

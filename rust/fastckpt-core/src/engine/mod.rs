@@ -1,9 +1,12 @@
-//! What moves blocks: the workers, the choice of an engine for them, their backends, and what they report.
+//! What moves blocks: the choice of an engine, the run of its workers, their backends, and what they report.
 
 pub mod choice;
 pub mod content;
 pub mod io;
+pub mod job;
 pub mod limiter;
 pub mod options;
+pub mod path;
 pub mod report;
-pub mod worker;
+pub mod run;
+mod worker;

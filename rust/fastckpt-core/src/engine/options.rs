@@ -4,17 +4,15 @@ use std::path::Path;
 use std::str::FromStr;
 use std::thread;
 
-use crate::engine::io::fault::FaultPlan;
+use super::io::fault::FaultPlan;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::format::geometry::{self, PAGE};
 use crate::format::limits;
 use crate::sys::priority::Priority;
 
-/// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
-pub const BLOCK_SIZE: u64 = 4 << 20;
-/// What is smaller than this, in bytes, and lies together is one block, or nearly so.
-pub const SINGLE: u64 = BLOCK_SIZE / 2;
+pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
+
 /// Default size above which a checkpoint is split, in bytes: what the Hugging Face hub uses.
 pub const SHARD_SIZE: u64 = 5_000_000_000;
 /// Operations a ring keeps in flight, as far as slabs allow: those that go straight between memory and file need none.
@@ -196,12 +194,6 @@ fn setting(environment: &Environment, name: &str, good: impl Fn(&u64) -> bool) -
     number.map(Some).ok_or_else(|| {
         Error::Invalid(format!("environment variable {name}: `{}` is out of range", text.to_string_lossy()))
     })
-}
-
-/// A thread to be started, with the stack that std gives: std looks for another size in the environment unless it is told one.
-pub fn thread_builder() -> thread::Builder {
-    #[expect(clippy::disallowed_methods, reason = "the one place")]
-    thread::Builder::new().stack_size(2 << 20)
 }
 
 #[cfg(test)]

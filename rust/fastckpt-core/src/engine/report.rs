@@ -1,6 +1,37 @@
-//! What an operation tells about itself.
+//! What an operation reports about itself.
 
-use crate::engine::io::Engine;
+use std::fmt;
+
+use super::path::Blocks;
+
+/// The engine that runs, as opposed to the one that is asked for. The numbers are those of `docs/telemetry.md`, 5.3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// `io_uring`, direct where the file system does it.
+    Uring = 1,
+    /// Blocking calls, direct where the file system does it.
+    Threads = 2,
+    /// Blocking calls through the page cache.
+    Buffered = 3,
+}
+
+impl Engine {
+    /// The name in reports, manifests and settings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Uring => "uring",
+            Self::Threads => "threads",
+            Self::Buffered => "buffered",
+        }
+    }
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// Why the engine that ran is not the one that was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,110 +42,32 @@ pub struct Fallback {
     pub reason: String,
 }
 
-/// How a block moved, and why so.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Way {
-    /// Direct I/O straight between the caller's memory and the file, but for the edges.
-    Straight,
-    /// Direct I/O through a slab: its tensors are small.
-    Small,
-    /// Likewise: the tensor's address and its place in the file differ modulo a page.
-    Incongruent,
-    /// Likewise: a tensor is not contiguous host memory.
-    Elsewhere,
-    /// Likewise: its memory is in small pages, which devices take in short stretches.
-    SmallPages,
-    /// Likewise: asked for.
-    Preferred,
-    /// Likewise: only the checksum is wanted.
-    Checked,
-    /// Likewise, after it was written straight: somebody changed its memory meanwhile.
-    Changed,
-    /// Through the page cache: asked for.
-    Asked,
-    /// Likewise: other ranks of this node read the same, which is to come from the storage once.
-    Shared,
-    /// Likewise: it was there.
-    Cached,
-    /// Likewise: mapped, and not moved at all.
-    Mapped,
-    /// Likewise: this file, or an operation on it, refuses direct I/O.
-    Refused,
-    /// Likewise: it is less than a page, or what a short direct operation left of it.
-    Remainder,
-}
-
-impl Way {
-    /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 14] = [
-        Self::Straight,
-        Self::Small,
-        Self::Incongruent,
-        Self::Elsewhere,
-        Self::SmallPages,
-        Self::Preferred,
-        Self::Checked,
-        Self::Changed,
-        Self::Asked,
-        Self::Shared,
-        Self::Cached,
-        Self::Mapped,
-        Self::Refused,
-        Self::Remainder,
-    ];
-
-    /// Kind and reason, as reports show them.
+impl Fallback {
+    /// One more thing that is not as asked for, after what there was `before`, whose number stays.
     #[must_use]
-    pub const fn words(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Straight => ("direct", "zero-copy"),
-            Self::Small => ("staged", "small tensors"),
-            Self::Incongruent => ("staged", "address not congruent"),
-            Self::Elsewhere => ("staged", "not contiguous host memory"),
-            Self::SmallPages => ("staged", "memory in small pages"),
-            Self::Preferred => ("staged", "as asked"),
-            Self::Checked => ("staged", "only checked"),
-            Self::Changed => ("staged", "its memory changed while it was written"),
-            Self::Asked => ("buffered", "as asked"),
-            Self::Shared => ("buffered", "shared by the ranks of this node"),
-            Self::Cached => ("buffered", "in the page cache"),
-            Self::Mapped => ("buffered", "mapped"),
-            Self::Refused => ("buffered", "direct I/O refused"),
-            Self::Remainder => ("buffered", "less than a page"),
+    pub fn after(before: Option<Self>, errno: i32, reason: &str) -> Self {
+        match before {
+            None => Self { errno, reason: reason.to_owned() },
+            Some(before) => Self { reason: format!("{}; {reason}", before.reason), ..before },
         }
     }
 }
 
-/// Blocks by the way they took.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Blocks([u64; Way::ALL.len()]);
-
-impl Blocks {
-    /// Counts one.
-    pub const fn count(&mut self, way: Way) {
-        self.0[way as usize] += 1;
-    }
-
-    /// How many took `way`.
-    #[must_use]
-    pub const fn of(&self, way: Way) -> u64 {
-        self.0[way as usize]
-    }
-
-    /// How many are of a kind: `direct`, `staged` or `buffered`.
-    #[must_use]
-    pub fn kind(&self, kind: &str) -> u64 {
-        Way::ALL.into_iter().filter(|way| way.words().0 == kind).map(|way| self.of(way)).sum()
-    }
-}
-
-impl std::ops::AddAssign for Blocks {
-    fn add_assign(&mut self, other: Self) {
-        for (sum, more) in self.0.iter_mut().zip(other.0) {
-            *sum += more;
-        }
-    }
+/// What ran: how the workers of one operation moved its blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ran {
+    /// The engine.
+    pub engine: Engine,
+    /// Why it is not the one that was asked for.
+    pub fallback: Option<Fallback>,
+    /// Worker threads.
+    pub threads: usize,
+    /// Bytes that each of them moved, padding not counted.
+    pub thread_bytes: Vec<u64>,
+    /// Blocks by I/O path and reason.
+    pub blocks: Blocks,
+    /// Bytes that the processor copied, by us or between memory and the page cache.
+    pub copied: u64,
 }
 
 /// What one save, load or verification did.
@@ -126,18 +79,10 @@ pub struct Report {
     pub phases: Vec<(&'static str, f64)>,
     /// Wall-clock seconds in all.
     pub seconds: f64,
-    /// Worker threads.
-    pub threads: usize,
-    /// The engine that ran.
-    pub engine: Engine,
-    /// Why it is not the one that was asked for.
-    pub fallback: Option<Fallback>,
+    /// How the blocks moved.
+    pub ran: Ran,
     /// What else the caller should know, in words.
     pub warnings: Vec<String>,
-    /// Blocks by the way they took.
-    pub blocks: Blocks,
-    /// Bytes that the processor copied on the way, by us or between memory and the page cache.
-    pub copied: u64,
     /// Shards touched.
     pub shards: usize,
     /// Tensors moved.
@@ -157,22 +102,4 @@ pub struct Damage {
     pub tensor: Option<String>,
     /// What was found.
     pub reason: String,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ways_are_counted_apart_and_by_kind() {
-        assert!(Way::ALL.iter().enumerate().all(|(number, &way)| way as usize == number));
-        let mut blocks = Blocks::default();
-        blocks.count(Way::Cached);
-        let mut more = Blocks::default();
-        more.count(Way::Cached);
-        more.count(Way::Asked);
-        blocks += more;
-        assert_eq!((blocks.of(Way::Cached), blocks.of(Way::Asked)), (2, 1));
-        assert_eq!(["direct", "staged", "buffered"].map(|kind| blocks.kind(kind)), [0, 0, 3]);
-    }
 }

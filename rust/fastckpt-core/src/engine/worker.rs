@@ -2,276 +2,112 @@
 
 use std::any::Any;
 use std::io;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::engine::choice::Crew;
-use crate::engine::io::blocking::Blocking;
-use crate::engine::io::fault::Faulty;
-use crate::engine::io::files::OpenFile;
-use crate::engine::io::{Backend, Engine, Op, uring};
-use crate::engine::limiter::Limiter;
-use crate::engine::options::{self, Io, LOAD_STAGING_BUDGET, Options, STAGING_BUDGET};
-use crate::engine::report::{Blocks, Fallback, Way};
+use super::io::backend::{Backend, Completed};
+use super::io::transfer::Transfer;
+use super::job::{Job, TICK};
+use super::limiter::Limiter;
+use super::options::{Io, Options, STAGING_BUDGET};
+use super::path::{Blocks, IoPath, Reason};
+use super::report::Fallback;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::sys::buf::{self, Slab};
-use crate::sys::gather::Buf;
 use crate::sys::priority::Priority;
-use crate::telemetry::{Lane, Operation, Phase, Planned, State};
+use crate::telemetry::{Lane, Operation, State};
 
 /// How long a worker waits that can do nothing before another one closes a file.
 const NO_FILE: Duration = Duration::from_millis(1);
 
-/// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
-pub(crate) const TICK: Duration = Duration::from_millis(100);
-
-/// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
-pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
-
-/// One block on its way.
-#[derive(Debug)]
-pub struct Transfer {
-    /// The file.
-    pub file: Arc<OpenFile>,
-    /// Where in the file the transfer begins.
-    pub offset: u64,
-    /// Which bytes of the buffer move. For direct I/O, offset and range are aligned.
-    pub range: Range<usize>,
-    /// How many of them must: fewer at the end of a file.
-    pub need: usize,
-    /// How many have.
-    pub moved: usize,
-    /// The memory.
-    pub buf: Buf,
-    /// Past the page cache, or through it.
-    pub direct: bool,
-    /// The way it takes.
-    pub way: Way,
-    /// Bytes that were copied for it.
-    pub copied: u64,
-}
+/// Makes a backend for the calling thread; the reason, where it is not the one that was chosen.
+pub(super) type Open<'a> = &'a (dyn Fn() -> (Box<dyn Backend>, Option<Fallback>) + Sync);
 
 /// What the workers of a job moved, and how.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Moved {
-    /// Blocks by the way they took.
-    pub blocks: Blocks,
+#[derive(Debug, Default)]
+pub(super) struct Moved {
+    pub(super) blocks: Blocks,
     /// Bytes that the processor copied.
-    pub copied: u64,
-}
-
-/// What workers do, block by block.
-pub trait Job: Sync {
-    /// Whether blocks go to the disk or come from it.
-    const WRITE: bool;
-
-    /// Number of blocks.
-    fn blocks(&self) -> usize;
-
-    /// Number of files.
-    fn files(&self) -> usize;
-
-    /// Bytes to move, padding not counted.
-    fn total(&self) -> u64;
-
-    /// The file that a block belongs to.
-    fn file(&self, block: usize) -> usize;
-
-    /// Bytes of the largest slab that [`Job::start`] asks for.
-    fn largest(&self) -> usize;
-
-    /// Makes a block ready to move, unless its file has to wait until another one is closed. `slab` hands out a slab of at least so
-    /// many bytes.
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>>;
-
-    /// Takes the block after it moved, or failed to, and tells `lane` how many of the total bytes it had.
-    fn finish(
-        &self,
-        block: usize,
-        transfer: &mut Transfer,
-        moved: io::Result<()>,
-        lane: &Lane<'_>,
-    ) -> Result<()>;
-}
-
-/// Bytes of staging slabs for the workers of a save, or of a load.
-const fn budget(write: bool) -> u64 {
-    if write { STAGING_BUDGET } else { LOAD_STAGING_BUDGET }
+    pub(super) copied: u64,
+    /// Bytes by worker.
+    pub(super) thread_bytes: Vec<u64>,
+    /// Why a worker has no backend of the kind that was chosen.
+    pub(super) refused: Option<Fallback>,
 }
 
 /// What the workers of one job share.
-struct Shared<'a, J> {
+pub(super) struct Shared<'a, J> {
     job: &'a J,
-    depth: usize,
-    /// Bytes of slabs that one worker may have in flight, and that one block may need.
+    open: Open<'a>,
+    pub(super) operation: &'a Operation,
+    pub(super) threads: usize,
+    queue_depth: usize,
+    /// Bytes of staging buffers that one worker may have in flight, and that one block may need.
     room: usize,
     largest: usize,
+    /// Whether direct I/O was demanded.
+    strict: bool,
+    limiter: Option<Limiter>,
     next: AtomicUsize,
     stop: AtomicBool,
-    limiter: Option<Limiter>,
-    operation: &'a Operation,
     failure: Mutex<Option<Error>>,
     moved: Mutex<Moved>,
-    strict: bool,
-    fallback: Mutex<Option<Fallback>>,
-    running: AtomicUsize,
+    /// Workers that have not ended.
+    pub(super) running: AtomicUsize,
 }
 
-impl<J> Shared<'_, J> {
+impl<'a, J: Job> Shared<'a, J> {
+    /// For so many workers, each with so many operations in flight; `budget` is for the staging buffers of all of them.
+    pub(super) fn new(
+        job: &'a J,
+        open: Open<'a>,
+        options: &Options,
+        operation: &'a Operation,
+        (threads, queue_depth): (usize, usize),
+        (budget, largest): (usize, usize),
+    ) -> Self {
+        Self {
+            job,
+            open,
+            operation,
+            threads,
+            queue_depth,
+            room: budget / threads,
+            largest,
+            strict: options.io == Io::Direct,
+            limiter: options.bandwidth_limit.map(Limiter::new),
+            next: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            moved: Mutex::default(),
+            running: AtomicUsize::new(threads),
+        }
+    }
+
     /// Keeps the first failure and stops everybody.
-    fn fail(&self, error: Error) {
+    pub(super) fn fail(&self, error: Error) {
         lock(&self.failure).get_or_insert(error);
         self.stop.store(true, Ordering::Relaxed);
     }
+
+    pub(super) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// What was moved, or the failure, when all workers have ended.
+    pub(super) fn outcome(self) -> Result<Moved> {
+        lock(&self.failure).take().map_or(Ok(()), Err)?;
+        Ok(std::mem::take(&mut *lock(&self.moved)))
+    }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Runs `job` to its end; on the first failure all workers stop and that failure is returned.
-/// The crew is corrected to what really ran.
-pub fn run<J: Job>(
-    job: &J,
-    crew: &mut Crew,
-    options: &Options,
-    block_size: u64,
-    operation: &Operation,
-    tick: Tick<'_>,
-) -> Result<Moved> {
-    // A few bytes may lie far apart.
-    if job.blocks() > 1 && crew.threads == 1 {
-        crew.staff(options);
-    }
-    let slab = buf::slab_size(job.largest()) as u64;
-    let slabs = budget(J::WRITE) / slab;
-    crew.threads = crew.threads.min(job.blocks()).clamp(1, slabs.max(1) as usize);
-    let depth = match crew.engine {
-        // Whoever waits for the limit should not have completions lie unreaped meanwhile.
-        Engine::Uring if options.bandwidth_limit.is_some() => 1,
-        Engine::Uring => options.queue_depth.clamp(1, options::MOST_DEPTH),
-        Engine::Threads | Engine::Buffered => 1,
-    };
-    let total = job.total();
-    let planned = Planned { bytes: total, files: job.files(), block_size, threads: crew.threads, depth };
-    let phase = if J::WRITE { Phase::Write } else { Phase::Read };
-    operation.start(&planned, crew.engine, crew.errno(), phase);
-    let shared = Shared {
-        job,
-        depth,
-        room: budget(J::WRITE) as usize / crew.threads,
-        largest: slab as usize,
-        next: AtomicUsize::new(0),
-        stop: AtomicBool::new(false),
-        limiter: options.bandwidth_limit.map(Limiter::new),
-        operation,
-        failure: Mutex::new(None),
-        moved: Mutex::new(Moved::default()),
-        strict: options.io == Io::Direct,
-        fallback: Mutex::new(None),
-        running: AtomicUsize::new(crew.threads),
-    };
-    let stands_back = options.priority != Priority::default();
-    let mut refused = None;
-    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a limit).
-    // A priority stays with the thread that takes it, and the caller goes on to other things.
-    let inline =
-        job.blocks() <= 1 && crew.engine != Engine::Uring && shared.limiter.is_none() && !stands_back;
-    let mut started = 0;
-    if !inline {
-        (started, refused) = staff(&shared, crew, options, total, tick);
-    }
-    if started == 0 {
-        let mut last = Instant::now();
-        attempt(&shared, crew.engine, options, Priority::default(), &mut || {
-            if last.elapsed() >= TICK {
-                watch(&shared, total, tick);
-                last = Instant::now();
-            }
-        });
-        if !shared.stop.load(Ordering::Relaxed) && !tick(operation.done.load(Ordering::Relaxed), total) {
-            shared.fail(Error::Interrupted);
-        }
-    }
-    if let Some(error) = lock(&shared.failure).take() {
-        return Err(error);
-    }
-    crew.threads = started.max(1);
-    if let Some(reason) = lock(&shared.fallback).take() {
-        crew.engine = Engine::Threads;
-        crew.fallback = Some(reason);
-    }
-    if let Some(error) = refused.filter(|_| started == 0) {
-        let priority = if stands_back { ", without its priority" } else { "" };
-        let reason = format!(
-            "no worker thread can be started ({error}): the calling thread did the work{priority}; \
-             see `ulimit -u` and the cgroup's pids.max"
-        );
-        crew.note(error.raw_os_error().unwrap_or(libc::EAGAIN), &reason);
-    }
-    let moved = *lock(&shared.moved);
-    let past = moved.blocks.kind("direct") + moved.blocks.kind("staged");
-    let through = moved.blocks.kind("buffered");
-    if crew.direct() && through > 0 && past == 0 {
-        crew.engine = Engine::Buffered;
-        if moved.blocks.of(Way::Refused) > 0 {
-            crew.note(libc::EINVAL, "direct I/O: refused by this file system");
-        }
-    }
-    operation.ran(crew.engine, crew.errno(), through > 0 && past > 0);
-    Ok(moved)
-}
-
-/// Starts the workers and waits for them. Returns how many there were, and why not more.
-fn staff<J: Job>(
-    shared: &Shared<'_, J>,
-    crew: &Crew,
-    options: &Options,
-    total: u64,
-    tick: Tick<'_>,
-) -> (usize, Option<io::Error>) {
-    let caller = thread::current();
-    let (mut started, mut refused) = (0, None);
-    thread::scope(|scope| {
-        for number in 0..crew.threads {
-            let (caller, engine) = (&caller, crew.engine);
-            let body = move || {
-                attempt(shared, engine, options, options.priority, &mut || {});
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                caller.unpark();
-            };
-            let name = format!("fastckpt-{number}");
-            if let Err(error) = options::thread_builder().name(name).spawn_scoped(scope, body) {
-                // Fewer workers do as well.
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                refused = Some(error);
-            } else {
-                started += 1;
-            }
-        }
-        while shared.running.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(TICK);
-            watch(shared, total, tick);
-        }
-    });
-    (started, refused)
-}
-
-/// What the calling thread does now and then: it reports progress, and notices an interrupt.
-fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
-    let done = shared.operation.done.load(Ordering::Relaxed);
-    if J::WRITE && done == total {
-        shared.operation.phase(Phase::Fsync);
-    }
-    shared.operation.tick();
-    if !shared.stop.load(Ordering::Relaxed) && !tick(done, total) {
-        shared.fail(Error::Interrupted);
-    }
 }
 
 /// What a panic said.
@@ -280,32 +116,15 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
-/// A block in flight; its buffer travels with the operation.
-struct Flight {
-    block: usize,
-    submitted: u64,
-    offset: u64,
-    range: Range<usize>,
-    need: usize,
-    moved: usize,
-    /// Bytes of its slab.
-    staged: usize,
-    way: Way,
-    copied: u64,
-    /// The rest goes through the page cache, which takes any length.
-    cached: bool,
-}
-
-/// The life of one worker, whose failure, be it a panic, is everybody's. `beat` is called between blocks.
-fn attempt<J: Job>(
+/// The life of worker `number`, whose failure, be it a panic, is everybody's. `between` is called between blocks.
+pub(super) fn attempt<J: Job>(
     shared: &Shared<'_, J>,
-    engine: Engine,
-    options: &Options,
+    number: usize,
     priority: Priority,
-    beat: &mut dyn FnMut(),
+    between: &mut dyn FnMut(),
 ) {
     // The job's state is not used after a panic: the failure ends the operation.
-    match catch_unwind(AssertUnwindSafe(|| work(shared, engine, options, priority, beat))) {
+    match catch_unwind(AssertUnwindSafe(|| work(shared, number, priority, between))) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => shared.fail(error),
         Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
@@ -315,45 +134,34 @@ fn attempt<J: Job>(
 /// The life of one worker.
 fn work<J: Job>(
     shared: &Shared<'_, J>,
-    engine: Engine,
-    options: &Options,
+    number: usize,
     priority: Priority,
-    beat: &mut dyn FnMut(),
+    between: &mut dyn FnMut(),
 ) -> Result<()> {
     let _ = priority.apply(); // whoever sets one has probed it
-    let mut depth = 1;
-    let mut backend: Box<dyn Backend> = match engine {
-        Engine::Uring => match uring::open() {
-            Ok(ring) => {
-                depth = shared.depth;
-                Box::new(ring)
-            }
-            Err(reason) => {
-                lock(&shared.fallback).get_or_insert(reason);
-                Box::new(Blocking::default())
-            }
-        },
-        Engine::Threads | Engine::Buffered => Box::new(Blocking::default()),
-    };
-    if let Some(plan) = &options.faults {
-        backend = Box::new(Faulty::new(backend, plan.clone()));
-    }
+    let (backend, refused) = (shared.open)();
     let mut worker = Worker {
         shared,
-        lane: shared.operation.lane(),
+        lane: Lane::new(shared.operation),
+        queue_depth: shared.queue_depth.min(backend.queue_depth()),
         backend,
-        flights: (0..depth).map(|_| None).collect(),
+        in_flight: 0,
         staged: 0,
         waiting: None,
         slabs: Vec::new(),
-        moved: Moved::default(),
-        beat,
+        blocks: Blocks::default(),
+        copied: 0,
+        between,
     };
     let outcome = worker.run();
     {
         let mut all = lock(&shared.moved);
-        all.blocks += worker.moved.blocks;
-        all.copied += worker.moved.copied;
+        all.blocks += worker.blocks;
+        all.copied += worker.copied;
+        all.refused = all.refused.take().or(refused);
+        let threads = all.thread_bytes.len().max(number + 1);
+        all.thread_bytes.resize(threads, 0);
+        all.thread_bytes[number] = worker.lane.bytes();
     }
     // Dropping the backend first waits for what a failure left in flight.
     drop(worker.backend);
@@ -365,88 +173,71 @@ struct Worker<'a, 'b, J> {
     shared: &'a Shared<'b, J>,
     lane: Lane<'b>,
     backend: Box<dyn Backend>,
-    flights: Vec<Option<Flight>>,
-    /// Bytes of slabs in flight.
+    /// The most operations in flight, and how many are.
+    queue_depth: usize,
+    in_flight: usize,
+    /// Bytes of staging buffers in flight.
     staged: usize,
     /// The block that is next when a file can be opened again.
     waiting: Option<usize>,
-    /// Free slabs, for the next blocks.
+    /// Free staging buffers, for the next blocks.
     slabs: Vec<Slab>,
-    moved: Moved,
+    blocks: Blocks,
+    copied: u64,
     /// Called between blocks.
-    beat: &'a mut dyn FnMut(),
+    between: &'a mut dyn FnMut(),
 }
 
 impl<J: Job> Worker<'_, '_, J> {
     fn run(&mut self) -> Result<()> {
         loop {
-            while let Some(token) = self.flights.iter().position(Option::is_none).filter(|_| self.has_room())
-            {
+            while self.in_flight < self.queue_depth && self.has_room() {
                 let next = || self.shared.next.fetch_add(1, Ordering::Relaxed);
                 let block = self.waiting.take().unwrap_or_else(next);
-                if block >= self.shared.job.blocks() || self.shared.stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                if !self.start(token, block)? {
+                if block >= self.shared.job.blocks() || self.shared.stopped() || !self.start(block)? {
                     break;
                 }
             }
             match self.backend.wait().map_err(backend_failed)? {
-                Some(done) => self.land(done)?,
+                Some(completed) => self.complete(completed)?,
                 None if self.waiting.is_some() => thread::sleep(NO_FILE),
                 None => return Ok(()),
             }
-            (self.beat)();
+            (self.between)();
         }
     }
 
-    /// Whether the slabs of one more block stay within the budget. Blocks that move straight need next to none, so that more of
-    /// them are in flight.
+    /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need next to none, so that more of them
+    /// are in flight.
     fn has_room(&self) -> bool {
         self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
     }
 
     /// Starts a block, and tells whether another one may follow at once. Not if this one has run already: what it read is to be
     /// summed while it is in cache. Nor if it has to wait for a file: what is in flight may close one.
-    fn start(&mut self, token: usize, block: usize) -> Result<bool> {
-        let begin = self.lane.begin(self.shared.job.file(block));
+    fn start(&mut self, block: usize) -> Result<bool> {
+        let began = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
-        let mut slab = |len: usize| {
+        let mut staging = |len: usize| {
             buf::smallest_fit(slabs, len).map_or_else(
                 || {
                     // The free ones are too small: they go, so that no more is held than was in flight.
                     slabs.clear();
-                    buf::take_slab(len)
-                        .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+                    buf::take_slab(len).map_err(Error::io("map memory for staging", Path::new("memory")))
                 },
                 Ok,
             )
         };
-        let started = shared.job.start(block, &mut slab)?;
-        self.lane.starved(begin);
+        let started = shared.job.start(block, &mut staging)?;
+        self.lane.starved(began);
         let Some(transfer) = started else {
             self.waiting = Some(block);
             return Ok(false);
         };
-        let Transfer { file, offset, range, need, buf, direct, way, copied, .. } = transfer;
-        let staged = buf.slab().len();
-        self.staged += staged;
-        self.pace(need);
-        let submitted = self.lane.submitted(need as u64);
-        self.flights[token] = Some(Flight {
-            block,
-            submitted,
-            offset,
-            range: range.clone(),
-            need,
-            moved: 0,
-            staged,
-            way,
-            copied,
-            cached: !direct,
-        });
-        let op = Op { token, file, direct, write: J::WRITE, offset, range, buf };
-        self.backend.submit(op).map_err(backend_failed)?;
+        self.staged += transfer.buf.slab().len();
+        self.pace(transfer.need + transfer.tail.len());
+        let direct = transfer.is_direct();
+        self.submit(transfer)?;
         Ok(direct)
     }
 
@@ -457,36 +248,52 @@ impl<J: Job> Worker<'_, '_, J> {
         self.lane.state(State::Limit);
         self.lane.limited(left);
         // In steps, so that a stop is noticed.
-        while !left.is_zero() && !self.shared.stop.load(Ordering::Relaxed) {
+        while !left.is_zero() && !self.shared.stopped() {
             let step = left.min(TICK);
             thread::sleep(step);
             left -= step;
-            (self.beat)();
+            (self.between)();
         }
     }
 
-    /// Takes a finished operation: submits again what is left of it, or hands the block to the job.
-    fn land(&mut self, done: crate::engine::io::Done) -> Result<()> {
-        let crate::engine::io::Done { mut op, result } = done;
-        let Some(mut flight) = self.flights[op.token].take() else { return Ok(()) };
-        self.lane.landed(flight.submitted);
-        let outcome = match result {
-            Ok(0) if flight.need > flight.moved => Err(nothing_moved::<J>()),
+    fn submit(&mut self, mut transfer: Transfer) -> Result<()> {
+        transfer.submitted = self.lane.submitted(transfer.missing() as u64);
+        self.in_flight += 1;
+        self.backend.submit(transfer).map_err(backend_failed)
+    }
+
+    /// Takes a finished operation: submits what is left of its block, or hands the block to the job.
+    fn complete(&mut self, (mut transfer, result): Completed) -> Result<()> {
+        self.in_flight -= 1;
+        self.lane.completed(transfer.submitted);
+        match self.advance(&mut transfer, result) {
+            Ok(false) if self.shared.stopped() => Ok(()), // another failure is on its way to the caller
+            Ok(false) => {
+                transfer.resume();
+                self.submit(transfer)
+            }
+            outcome => self.finish(transfer, outcome.map(drop)),
+        }
+    }
+
+    /// Adds what an operation moved to its block, and tells whether that is all of it. An error is one that no retry can help.
+    fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
+        let (direct, missing) = (transfer.is_direct(), transfer.missing());
+        match result {
+            Ok(0) if missing > 0 => Err(nothing_moved::<J>()),
             Ok(moved) => {
-                // A short direct transfer that did not get past a page would be the same again for ever.
-                let stuck = op.direct && moved < flight.need - flight.moved && moved < PAGE as usize;
-                if stuck && !self.shared.strict {
-                    (flight.cached, flight.way) = (true, Way::Remainder);
-                }
-                flight.moved += moved;
-                if flight.moved < flight.need {
+                transfer.advance(moved);
+                if moved < missing {
                     self.lane.short();
                 }
-                if stuck && self.shared.strict {
-                    Err(nothing_moved::<J>())
-                } else {
-                    Ok(flight.moved >= flight.need)
+                // A short direct transfer that did not get past a page would be the same again for ever.
+                if direct && moved < missing.min(PAGE as usize) {
+                    if self.shared.strict {
+                        return Err(nothing_moved::<J>());
+                    }
+                    transfer.go_buffered(Reason::Remainder);
                 }
+                Ok(transfer.missing() == 0)
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => {
@@ -494,46 +301,36 @@ impl<J: Job> Worker<'_, '_, J> {
                     thread::yield_now();
                     Ok(false)
                 }
-                Some(libc::EINVAL) if op.direct && !self.shared.strict => {
+                Some(libc::EINVAL) if direct && !self.shared.strict => {
                     // The file system takes the flag but not this operation, aligned as it is.
-                    op.file.refuse_direct();
+                    transfer.file.refuse_direct();
                     Ok(false)
                 }
                 _ => Err(error),
             },
-        };
-        let moved = match outcome {
-            Ok(false) if !self.shared.stop.load(Ordering::Relaxed) => {
-                op.direct = op.file.is_direct() && !flight.cached;
-                if op.direct {
-                    // The rest must begin aligned; moving some bytes twice does no harm.
-                    flight.moved = geometry::down(flight.moved as u64, PAGE) as usize;
-                }
-                op.offset = flight.offset + flight.moved as u64;
-                op.range = flight.range.start + flight.moved..flight.range.end;
-                flight.submitted = self.lane.submitted((flight.need - flight.moved) as u64);
-                self.flights[op.token] = Some(flight);
-                return self.backend.submit(op).map_err(backend_failed);
-            }
-            Ok(false) => return Ok(()), // stopped: another failure is on its way to the caller
-            Ok(true) => Ok(()),
-            Err(error) => {
-                self.lane.failed();
-                Err(error)
-            }
-        };
-        let Flight { block, offset, range, need, moved: so_far, staged, way, copied, .. } = flight;
-        self.staged -= staged;
-        let (file, buf, direct) = (op.file, op.buf, op.direct);
-        let way = if direct || way.words().0 == "buffered" { way } else { Way::Refused };
-        let mut transfer = Transfer { file, offset, range, need, moved: so_far, buf, direct, way, copied };
-        self.shared.job.finish(block, &mut transfer, moved, &self.lane)?;
-        self.moved.blocks.count(transfer.way);
+        }
+    }
+
+    /// Hands a block that moved, or failed to, to the job.
+    fn finish(&mut self, mut transfer: Transfer, outcome: io::Result<()>) -> Result<()> {
+        if outcome.is_err() {
+            self.lane.failed();
+        }
+        let again = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
+        self.staged -= transfer.buf.slab().len();
+        self.copied += transfer.copied;
         // Through the page cache the kernel copies too.
-        let by_kernel = if direct || way == Way::Mapped { 0 } else { so_far as u64 };
-        self.moved.copied += transfer.copied + by_kernel;
+        if transfer.path == IoPath::Buffered && transfer.reason != Reason::Mapped {
+            self.copied += transfer.done as u64;
+        }
+        if again.is_none() {
+            self.blocks.count(transfer.path, transfer.reason);
+        }
         self.slabs.extend(transfer.buf.into_slab());
-        Ok(())
+        again.map_or(Ok(()), |transfer| {
+            self.staged += transfer.buf.slab().len();
+            self.submit(transfer)
+        })
     }
 }
 

@@ -5,9 +5,12 @@ use std::ops::Range;
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("fastckpt needs 64-bit Linux");
 
-/// The alignment of address, offset and length that every file system met so far takes on its fast path:
-/// ext4 reports 512 and accepts it, but then serialises the writes.
-pub const PAGE: u64 = 4096;
+pub use crate::sys::file::PAGE;
+
+/// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
+pub const BLOCK_SIZE: u64 = 4 << 20;
+/// What is smaller than this, in bytes, and lies together is one block, or nearly so.
+pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
 /// Less than this is copied rather than moved straight: a stretch of its own in an operation costs about as much as copying
 /// so many bytes.

@@ -6,9 +6,8 @@ use std::collections::HashMap;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use crate::engine::options::SINGLE;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE, Placement};
+use crate::format::geometry::{self, PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
@@ -249,8 +248,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::engine::options::BLOCK_SIZE as BLOCK;
-    use crate::format::geometry::{block_count, extent, extent_count};
+
+    use crate::format::geometry::{BLOCK_SIZE as BLOCK, block_count, extent, extent_count};
     use crate::format::groups::{self, RESERVED_NAME};
 
     fn spec(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {

@@ -255,7 +255,7 @@ pub fn decode(mut bytes: Vec<u8>, path: &Path) -> Result<Body> {
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
     let version = String::from_utf8_lossy(&rest[..digits.min(20)]).into_owned();
     if digits > 0 && version != VERSION.to_string() {
-        return Err(Error::Version { path: path.to_path_buf(), found: version });
+        return Err(Error::Version { path: path.to_path_buf(), found: version, known: VERSION });
     }
     let body = rest[digits..]
         .strip_prefix(b",\"crc64nvme\":\"")

@@ -8,14 +8,16 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::{Checkpoint, Request};
 use crate::engine::content::{Destination, Drain};
 use crate::engine::io::files::OpenFiles;
+use crate::engine::io::transfer::Transfer;
+use crate::engine::job::{Job, Staging};
 use crate::engine::options::{Io, Options};
-use crate::engine::report::{Damage, Way};
-use crate::engine::worker::{Job, Transfer};
+use crate::engine::path::{IoPath, Reason};
+use crate::engine::report::Damage;
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, PAGE, STRAIGHT};
 use crate::format::manifest::ShardEntry;
-use crate::sys::buf::{Region, Slab};
+use crate::sys::buf::Region;
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::map::FileMap;
@@ -257,19 +259,19 @@ impl<'a> ReadJob<'a> {
         pieces: &mut [Piece],
         (start, end): (u64, u64),
         direct: bool,
-    ) -> (Vec<Part>, usize, Way) {
+    ) -> (Vec<Part>, usize, Reason) {
         let apart = pieces.is_sorted_by(|a, b| a.offset + a.len as u64 <= b.offset);
         let mut parts = Vec::new();
         // Up to where the parts reach, in the file and in the slab.
         let (mut at, mut staged) = (start, 0);
-        let mut reason = (0, Way::Small);
+        let mut reason = (0, Reason::Small);
         for piece in pieces {
             // One destination of bytes that are wanted twice gets them from the slab, as does the other.
-            let found = if apart { self.straight(piece, direct) } else { Err(Way::Small) };
+            let found = if apart { self.straight(piece, direct) } else { Err(Reason::Small) };
             let range = match found {
                 Ok(range) => range,
-                Err(way) => {
-                    reason = if piece.len > reason.0 { (piece.len, way) } else { reason };
+                Err(why) => {
+                    reason = if piece.len > reason.0 { (piece.len, why) } else { reason };
                     continue;
                 }
             };
@@ -300,30 +302,30 @@ impl<'a> ReadJob<'a> {
     }
 
     /// Which bytes of the file can be read straight into the memory of a piece, or why none.
-    fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Way> {
+    fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Reason> {
         let region = match &piece.destination {
             PieceDestination::Memory(region) => region,
-            PieceDestination::Nowhere => return Err(Way::Checked),
-            _ => return Err(Way::Elsewhere),
+            PieceDestination::Nowhere => return Err(Reason::Checked),
+            _ => return Err(Reason::Elsewhere),
         };
         if (piece.len as u64) < STRAIGHT {
-            return Err(Way::Small);
+            return Err(Reason::Small);
         }
         // A page fault for each page inside a read costs as much as the read.
         region.populate();
         if direct && self.zero_copy == Some(false) {
-            return Err(Way::Preferred);
+            return Err(Reason::Asked);
         }
         let range = geometry::straight(piece.offset, piece.len as u64, region.address(), direct);
         if range.is_empty() {
             let small = (piece.len as u64) < STRAIGHT + 2 * PAGE;
-            return Err(if small { Way::Small } else { Way::Incongruent });
+            return Err(if small { Reason::Small } else { Reason::Incongruent });
         }
         let huge = || {
             let map = self.pages.get_or_init(PageMap::open).as_ref();
             pagemap::is_huge(map, region.address(), region.len())
         };
-        if direct && !self.zero_copy.unwrap_or_else(huge) { Err(Way::SmallPages) } else { Ok(range) }
+        if direct && !self.zero_copy.unwrap_or_else(huge) { Err(Reason::SmallPages) } else { Ok(range) }
     }
 }
 
@@ -352,7 +354,7 @@ impl Job for ReadJob<'_> {
         spans.max().unwrap_or(0) as usize
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>> {
+    fn start(&self, block: usize, slab: Staging<'_>) -> Result<Option<Transfer>> {
         let read = &self.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
@@ -372,12 +374,9 @@ impl Job for ReadJob<'_> {
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         // All pieces of a block are mapped, or none.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
-            let need = (read.end - read.start) as usize;
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
-            let (offset, buf, way) = (read.start, Buf::new(None, vec![part]), Way::Mapped);
-            let direct = false;
-            let range = 0..need;
-            return Ok(Some(Transfer { file, offset, range, need, moved: 0, buf, direct, way, copied: 0 }));
+            let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
+            return Ok(Some(Transfer::new(block, false, (file, read.start), buf, path)));
         }
         // Where there is a choice, what the page cache holds comes from there; but a verification is to see the disk.
         let hot = matches!(self.outcome, Outcome::Raise)
@@ -392,30 +391,28 @@ impl Job for ReadJob<'_> {
         };
         let (parts, staged, reason) = self.lay_out(&mut pieces, (start, end), direct);
         let straight = parts.iter().any(|part| matches!(part, Part::Region(_)));
-        let way = match (direct, hot) {
-            (true, _) if straight => Way::Straight,
-            (true, _) => reason,
-            (_, true) => Way::Cached,
-            _ if self.direct => Way::Refused,
-            _ if self.io == Io::Auto => Way::Shared,
-            _ => Way::Asked,
+        let path = match (direct, hot) {
+            (true, _) if straight => (IoPath::ZeroCopy, Reason::Possible),
+            (true, _) => (IoPath::Staged, reason),
+            (_, true) => (IoPath::Buffered, Reason::Cached),
+            _ if self.direct => (IoPath::Buffered, Reason::Refused),
+            _ if self.io == Io::Auto => (IoPath::Buffered, Reason::Shared),
+            _ => (IoPath::Buffered, Reason::Asked),
         };
         let slab = if staged > 0 { Some(slab(staged)?) } else { None };
         // At the end of the file fewer bytes come than are asked for.
         let need = (end.min(shard.bytes) - start) as usize;
-        let range = 0..(end - start) as usize;
-        let buf = Buf::new(slab, parts);
-        Ok(Some(Transfer { file, offset: start, range, need, moved: 0, buf, direct, way, copied: 0 }))
+        let transfer = Transfer::new(block, false, (file, start), Buf::new(slab, parts), path);
+        Ok(Some(Transfer { need, ..transfer }))
     }
 
     fn finish(
         &self,
-        block: usize,
         transfer: &mut Transfer,
         moved: io::Result<()>,
         lane: &Lane<'_>,
-    ) -> Result<()> {
-        let read = &self.blocks[block];
+    ) -> Result<Option<Transfer>> {
+        let read = &self.blocks[transfer.block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
@@ -423,7 +420,7 @@ impl Job for ReadJob<'_> {
         let (end, reason) = match moved {
             Ok(()) => (u64::MAX, String::new()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                (transfer.offset + transfer.moved as u64, "the file is too short to hold it".to_owned())
+                (transfer.offset + transfer.done as u64, "the file is too short to hold it".to_owned())
             }
             Err(error) if matches!(self.outcome, Outcome::Collect(_)) && !self.refuses(&error) => {
                 (0, error.to_string())
@@ -449,6 +446,6 @@ impl Job for ReadJob<'_> {
         let bytes = pieces.iter().map(|piece| piece.len as u64).sum();
         lane.moved(bytes);
         lane.operation().checked(bytes, last);
-        Ok(())
+        Ok(None)
     }
 }

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
+use crate::engine::job::Tick;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::Report;
-use crate::engine::worker::Tick;
 use crate::error::{Error, MAP, Result};
 use crate::sys::map::FileMap;
 use crate::telemetry::{self, Kind, Operation};
@@ -41,7 +41,7 @@ impl Checkpoint {
     /// shard; the first difference is an error. Of `options` the engine does not count: a mapping's pages are the page cache's.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
-        let operation = Operation::begin(Kind::Load, &self.path, &options);
+        let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);
         let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
         let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
@@ -73,10 +73,10 @@ impl Checkpoint {
                 });
             }
         }
-        let mut crew = Crew::choose(options, bytes);
-        let job = ReadJob::new(self, requests, true, (crew.direct(), options), Outcome::Raise)?;
+        let choice = Choice::new(options, bytes);
+        let job = ReadJob::new(self, requests, true, (choice.direct(), options), Outcome::Raise)?;
         self.check_headers(&job.shards)?;
-        self.run(&job, &mut crew, options, begin, operation, tick)
+        self.run(&job, &choice, options, begin, operation, tick)
     }
 }
 

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use self::job::{Outcome, ReadJob};
 pub use self::map::Maps;
 use crate::commit;
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
+use crate::engine::job::Tick;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::{Damage, Report};
-use crate::engine::worker::{self, Tick};
+use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::manifest::{self, Body};
@@ -129,7 +130,7 @@ impl Checkpoint {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
-        let operation = Operation::begin(Kind::Load, &self.path, options);
+        let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);
         let outcome =
             self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
@@ -147,17 +148,17 @@ impl Checkpoint {
         let begin = Instant::now();
         let wanted = requests.iter().fold(0, |sum: u64, r| sum.saturating_add(r.end.saturating_sub(r.start)));
         let shared = options.io == Io::Auto && options.ranks().share(&self.path);
-        let mut crew = if shared {
+        let choice = if shared {
             // Past it, each rank would read all from the storage. Whoever comes first to a page reads it, the others wait for it.
-            Crew::choose(&Options { io: Io::Buffered, ..options.clone() }, wanted)
+            Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
-            Crew::choose(options, wanted)
+            Choice::new(options, wanted)
         };
-        let job = ReadJob::new(self, requests, verify, (crew.direct(), options), Outcome::Raise)?;
+        let job = ReadJob::new(self, requests, verify, (choice.direct(), options), Outcome::Raise)?;
         if verify {
             self.check_headers(&job.shards)?;
         }
-        self.run(&job, &mut crew, options, begin, operation, tick)
+        self.run(&job, &choice, options, begin, operation, tick)
     }
 
     /// Compares the headers of `shards` with their checksums, those that were not yet.
@@ -174,25 +175,21 @@ impl Checkpoint {
     fn run(
         &self,
         job: &ReadJob<'_>,
-        crew: &mut Crew,
+        choice: &Choice,
         options: &Options,
         begin: Instant,
         operation: &Operation,
         tick: Tick<'_>,
     ) -> Result<Report> {
         let planned = begin.elapsed().as_secs_f64();
-        let moved = worker::run(job, crew, options, self.body.block_size, operation, tick)?;
+        let ran = run(job, choice, options, self.body.block_size, operation, tick)?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok(Report {
             bytes: job.bytes,
             phases: vec![("plan", planned), ("read", seconds - planned)],
             seconds,
-            threads: crew.threads,
-            engine: crew.engine,
-            fallback: crew.fallback.clone(),
+            ran,
             warnings: Vec::new(),
-            blocks: moved.blocks,
-            copied: moved.copied,
             shards: job.shards.len(),
             tensors: job.tensors,
         })

@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use super::job::{Outcome, ReadJob};
 use super::{Checkpoint, Request};
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
+use crate::engine::job::Tick;
 use crate::engine::options::Options;
 use crate::engine::report::{Damage, Report};
-use crate::engine::worker::Tick;
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry;
@@ -21,7 +21,7 @@ use crate::telemetry::{self, Kind, Operation};
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all that differs.
     pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
-        let operation = Operation::begin(Kind::Verify, &self.path, options);
+        let operation = Operation::begin(Kind::Verify, &self.path, options.step, &options.environment);
         let outcome = self.compare_all(options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
@@ -35,7 +35,7 @@ impl Checkpoint {
     ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
         let bytes = self.body.shards.iter().fold(0, |sum: u64, shard| sum.saturating_add(shard.bytes));
-        let mut crew = Crew::choose(options, bytes);
+        let choice = Choice::new(options, bytes);
         let mut damage = Vec::new();
         let mut readable = vec![true; self.body.shards.len()];
         let mut tensors = vec![Vec::new(); self.body.shards.len()];
@@ -72,10 +72,10 @@ impl Checkpoint {
             self,
             requests.collect(),
             true,
-            (crew.direct(), options),
+            (choice.direct(), options),
             Outcome::Collect(Mutex::default()),
         )?;
-        let report = self.run(&job, &mut crew, options, begin, operation, tick)?;
+        let report = self.run(&job, &choice, options, begin, operation, tick)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));
         }

@@ -10,18 +10,19 @@ use serde_json::value::RawValue;
 
 use super::Request;
 use crate::commit::Workspace;
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::content::Content;
 use crate::engine::io::files::{OpenFile, OpenFiles};
-use crate::engine::options::{Io, Options, STAGING_BUDGET};
-use crate::engine::report::Way;
-use crate::engine::worker::{Job, Transfer};
+use crate::engine::io::transfer::Transfer;
+use crate::engine::job::{Job, Staging};
+use crate::engine::options::{Io, Options};
+use crate::engine::path::{IoPath, Reason};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
 use crate::format::layout::{Plan, Shard};
 use crate::format::manifest::{Body, Logical, Saved, ShardEntry, TensorEntry, Writer};
-use crate::sys::buf::{self, Slab, Source};
+use crate::sys::buf::{self, Source};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::pagemap::{self, PageMap};
@@ -54,8 +55,8 @@ struct Piece {
 /// A block that is ready to be written.
 struct Assembled {
     buf: Buf,
-    direct: bool,
-    way: Way,
+    path: IoPath,
+    reason: Reason,
     copied: u64,
 }
 
@@ -99,7 +100,7 @@ impl<'a> WriteJob<'a> {
         plan: &'a Plan,
         request: &'a Request<'a>,
         workspace: &'a Workspace,
-        crew: &Crew,
+        choice: &Choice,
         options: &Options,
         begin: Instant,
     ) -> Self {
@@ -116,7 +117,7 @@ impl<'a> WriteJob<'a> {
             plan,
             request,
             workspace,
-            direct: crew.direct(),
+            direct: choice.direct(),
             strict: options.io == Io::Direct,
             zero_copy: options.zero_copy,
             pages: OnceLock::new(),
@@ -144,15 +145,15 @@ impl<'a> WriteJob<'a> {
         shard: &Shard,
         extent: &Extent,
         direct: bool,
-    ) -> Result<std::result::Result<Straight, Way>> {
+    ) -> Result<std::result::Result<Straight, Reason>> {
         let Content::Memory(source) = &self.request.contents[extent.tensor] else {
-            return Ok(Err(Way::Elsewhere));
+            return Ok(Err(Reason::Elsewhere));
         };
         if extent.len < STRAIGHT || (direct && shard.is_short()) {
-            return Ok(Err(Way::Small));
+            return Ok(Err(Reason::Small));
         }
         if direct && self.zero_copy == Some(false) {
-            return Ok(Err(Way::Preferred));
+            return Ok(Err(Reason::Asked));
         }
         let memory = source.part(extent.start as usize, extent.len as usize).ok_or_else(too_short)?;
         let range = geometry::straight(extent.offset, extent.len, memory.address(), direct);
@@ -161,9 +162,9 @@ impl<'a> WriteJob<'a> {
         Ok(match memory {
             // Through the page cache the kernel copies in any case, and one copy is enough.
             Some(memory) if !direct || self.is_worth_it(&memory) => Ok(Straight { range, memory }),
-            Some(_) => Err(Way::SmallPages),
-            None if extent.len < STRAIGHT + 2 * PAGE => Err(Way::Small),
-            None => Err(Way::Incongruent),
+            Some(_) => Err(Reason::SmallPages),
+            None if extent.len < STRAIGHT + 2 * PAGE => Err(Reason::Small),
+            None => Err(Reason::Incongruent),
         })
     }
 
@@ -176,15 +177,14 @@ impl<'a> WriteJob<'a> {
     }
 
     /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written from where it
-    /// lies is copied to a slab, in file order; with `copy_all`, everything is. Direct I/O writes whole pages only, so the bytes
-    /// after the last whole page are written here, through the page cache.
+    /// lies is copied to a slab, in file order; with `copy_all`, everything is.
     fn assemble(
         &self,
         block: usize,
         (shard, offset): (&Shard, u64),
         (need, file): (usize, &DataFile),
         copy_all: bool,
-        slab: &mut dyn FnMut(usize) -> Result<Slab>,
+        slab: Staging<'_>,
     ) -> Result<Assembled> {
         let end = offset + need as u64;
         let past = file.is_direct();
@@ -193,18 +193,17 @@ impl<'a> WriteJob<'a> {
         let extents = placements.iter().filter_map(|p| geometry::extent(p, offset, self.plan.block_size));
         let mut pieces = Vec::with_capacity(placements.len());
         // Why the largest of what goes through the slab does.
-        let mut reason = (0, Way::Small);
+        let mut reason = (0, Reason::Small);
         for extent in extents {
-            let straight = if copy_all { Err(Way::Changed) } else { self.straight(shard, &extent, direct)? };
-            if let Err(way) = straight {
-                reason = if extent.len > reason.0 { (extent.len, way) } else { reason };
+            let straight =
+                if copy_all { Err(Reason::Changed) } else { self.straight(shard, &extent, direct)? };
+            if let Err(why) = straight {
+                reason = if extent.len > reason.0 { (extent.len, why) } else { reason };
             }
             pieces.push(Piece { extent, straight: straight.ok() });
         }
         let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
         let slab_bytes = need - straight as usize;
-        // Without what is beyond the last whole page, which lies at the slab's end.
-        let whole = if direct { slab_bytes - need % PAGE as usize } else { slab_bytes };
         let mut slab = if slab_bytes > 0 { Some(slab(slab_bytes)?) } else { None };
         let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..slab_bytes]);
 
@@ -246,22 +245,18 @@ impl<'a> WriteJob<'a> {
         crc = checksum::append(crc, &bytes[summed..at]);
         self.block_crcs[block].store(crc, Ordering::Relaxed);
         self.straight_crcs[block].store(straight_crc, Ordering::Relaxed);
-        let way = match (straight > 0, direct) {
-            (_, false) if past => Way::Remainder,
-            (_, false) if self.direct => Way::Refused,
-            (_, false) => Way::Asked,
-            (true, true) => Way::Straight,
-            (false, true) => reason.1,
+        let (path, reason) = match (straight > 0, direct) {
+            _ if copy_all => (if direct { IoPath::Staged } else { IoPath::Buffered }, Reason::Changed),
+            (_, false) if past => (IoPath::Buffered, Reason::Remainder),
+            (_, false) if self.direct => (IoPath::Buffered, Reason::Refused),
+            (_, false) => (IoPath::Buffered, Reason::Asked),
+            (true, true) => (IoPath::ZeroCopy, Reason::Possible),
+            (false, true) => (IoPath::Staged, reason.1),
         };
-        let copied = at as u64;
-        if whole > taken {
-            parts.push(Part::Slab(taken..whole));
+        if at > taken {
+            parts.push(Part::Slab(taken..at));
         }
-        // Now, so that it goes to the disk beside the rest, and the sync need not wait for it.
-        let tail = &bytes[whole..];
-        file.write_cached(tail, end - tail.len() as u64)
-            .map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
-        Ok(Assembled { buf: Buf::new(slab, parts), direct, way, copied })
+        Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: at as u64 })
     }
 
     /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no known sum.
@@ -275,25 +270,20 @@ impl<'a> WriteJob<'a> {
                 != self.straight_crcs[block].load(Ordering::Relaxed)
     }
 
-    /// Writes a block once more, from a copy.
-    fn write_copy(&self, block: usize, transfer: &mut Transfer) -> Result<()> {
+    /// A block that is ready to be written, or with `copy_all` to be written once more.
+    fn transfer(
+        &self,
+        block: usize,
+        file: Arc<OpenFile>,
+        copy_all: bool,
+        slab: Staging<'_>,
+    ) -> Result<Transfer> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
         let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
-        let mut slab = |len: usize| {
-            buf::take_slab(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
-        };
-        let Assembled { buf, copied, .. } =
-            self.assemble(block, (shard, offset), (need, &transfer.file), true, &mut slab)?;
-        for part in buf.parts() {
-            let Part::Slab(range) = part else { continue };
-            let written = transfer.file.write_cached(&buf.slab()[range.clone()], offset + range.start as u64);
-            written.map_err(|error| Error::io("write", &self.workspace.path_of(&shard.file))(error))?;
-        }
-        buf::give_slabs(buf.into_slab().into_iter().collect(), STAGING_BUDGET as usize);
-        transfer.way = Way::Changed;
-        transfer.copied += copied;
-        Ok(())
+        let Assembled { buf, path, reason, copied } =
+            self.assemble(block, (shard, offset), (need, &file), copy_all, slab)?;
+        Ok(Transfer { copied, ..Transfer::new(block, true, (file, offset), buf, (path, reason)) })
     }
 
     /// Copies bytes of an extent, from `skip` on, and returns their CRC.
@@ -402,8 +392,8 @@ impl Job for WriteJob<'_> {
         self.locate(block).0
     }
 
-    fn start(&self, block: usize, slab: &mut dyn FnMut(usize) -> Result<Slab>) -> Result<Option<Transfer>> {
-        let (index, offset) = self.locate(block);
+    fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>> {
+        let (index, _) = self.locate(block);
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
         let file = self.files.acquire(index, || {
@@ -411,27 +401,25 @@ impl Job for WriteJob<'_> {
             let file = file.map_err(|error| Error::io("open", &path())(error))?;
             if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
         })?;
-        let Some(file) = file else { return Ok(None) };
-        let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
-        let Assembled { buf, direct, way, copied } =
-            self.assemble(block, (shard, offset), (need, &file), false, slab)?;
-        let len = buf.parts().iter().map(Part::len).sum();
-        Ok(Some(Transfer { file, offset, range: 0..len, need: len, moved: 0, buf, direct, way, copied }))
+        file.map(|file| self.transfer(block, file, false, staging)).transpose()
     }
 
     fn finish(
         &self,
-        block: usize,
         transfer: &mut Transfer,
-        moved: io::Result<()>,
+        outcome: io::Result<()>,
         lane: &Lane<'_>,
-    ) -> Result<()> {
-        let (index, _) = self.locate(block);
+    ) -> Result<Option<Transfer>> {
+        let (index, _) = self.locate(transfer.block);
         let shard = &self.plan.shards[index];
         let path = || self.workspace.path_of(&shard.file);
-        moved.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
-        if self.has_changed(block, &transfer.buf) {
-            self.write_copy(block, transfer)?;
+        outcome.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
+        if self.has_changed(transfer.block, &transfer.buf) {
+            let mut slab = |len: usize| {
+                buf::take_slab(len)
+                    .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+            };
+            return self.transfer(transfer.block, Arc::clone(&transfer.file), true, &mut slab).map(Some);
         }
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
@@ -446,6 +434,6 @@ impl Job for WriteJob<'_> {
                 lane.operation().durable(shard.bytes);
             }
         }
-        Ok(())
+        Ok(None)
     }
 }

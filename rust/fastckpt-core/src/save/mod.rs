@@ -11,11 +11,12 @@ use serde_json::value::RawValue;
 
 use self::job::WriteJob;
 use crate::commit::{Index, Workspace};
-use crate::engine::choice::Crew;
+use crate::engine::choice::Choice;
 use crate::engine::content::Content;
+use crate::engine::job::{Job as _, TICK, Tick};
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
-use crate::engine::worker::{self, Job as _, TICK, Tick};
+use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::groups::Group;
 use crate::format::index;
@@ -53,7 +54,7 @@ pub struct Request<'a> {
 /// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory after the rename,
 /// the new checkpoint has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
-    let operation = Operation::begin(Kind::Save, request.path, options);
+    let operation = Operation::begin(Kind::Save, request.path, options.step, &options.environment);
     let outcome = write(request, options, &operation, tick, MAX_BYTES);
     operation.end(telemetry::outcome(&outcome));
     outcome
@@ -76,11 +77,11 @@ fn write(
     }
     let total =
         request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
-    let mut crew = Crew::choose(options, total);
+    let choice = Choice::new(options, total);
     let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
     let plan = layout::plan(request.tensors, request.groups, request.shard_size, block_size)?;
     let workspace = Workspace::create(request.path, request.overwrite)?;
-    let job = WriteJob::new(&plan, request, &workspace, &crew, options, begin);
+    let job = WriteJob::new(&plan, request, &workspace, &choice, options, begin);
     let at_most = manifest::at_most(request.tensors, &plan, request.structure, request.metadata);
     manifest::check_size(at_most, most, || {
         job.body(created, Saved::default(), structure.clone(), metadata.clone())
@@ -88,16 +89,16 @@ fn write(
     allocate(&plan, &workspace, begin, &mut *tick)?;
     let planned = begin.elapsed().as_secs_f64();
 
-    let moved = worker::run(&job, &mut crew, options, plan.block_size, operation, &mut *tick)?;
+    let ran = run(&job, &choice, options, plan.block_size, operation, &mut *tick)?;
     operation.phase(Phase::Fsync);
     let moving = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, moving);
 
     let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
     let saved = Saved {
-        engine: crew.engine.name().to_owned(),
-        fallback: crew.fallback.as_ref().map(|fallback| fallback.reason.clone()),
-        threads: crew.threads as u64,
+        engine: ran.engine.name().to_owned(),
+        fallback: ran.fallback.as_ref().map(|fallback| fallback.reason.clone()),
+        threads: ran.threads as u64,
         seconds: moving,
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
     };
@@ -135,12 +136,8 @@ fn write(
             ("commit", seconds - moving - rest),
         ],
         seconds,
-        threads: crew.threads,
-        engine: crew.engine,
-        fallback: crew.fallback,
+        ran,
         warnings: committed.warnings(),
-        blocks: moved.blocks,
-        copied: moved.copied,
         shards: plan.shards.len(),
         tensors: request.tensors.len(),
     })
@@ -221,7 +218,7 @@ mod tests {
         };
         let save = |most| {
             let options = Options { block_size: Some(PAGE), ..Options::default() };
-            let operation = Operation::begin(Kind::Save, &path, &Options::default());
+            let operation = Operation::begin(Kind::Save, &path, None, &options.environment);
             let outcome = write(&request, &options, &operation, &mut |_, _| true, most);
             operation.end(telemetry::outcome(&outcome));
             outcome

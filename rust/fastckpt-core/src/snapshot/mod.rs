@@ -7,9 +7,10 @@ use std::thread;
 use std::time::Duration;
 
 use crate::engine::content::Content;
-use crate::engine::options::{self, Options};
+use crate::engine::options::Options;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
+use crate::sys::thread::builder;
 
 /// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to go past the caches, small enough for
 /// the threads to end together and for a stop to be noticed soon.
@@ -127,7 +128,7 @@ pub fn copy(
                     caller.unpark();
                 };
                 let name = format!("fastckpt-copy-{number}");
-                if options::thread_builder().name(name).spawn_scoped(scope, body).is_err() {
+                if builder().name(name).spawn_scoped(scope, body).is_err() {
                     // Fewer threads do as well; the caller copies where there is none.
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                 } else {

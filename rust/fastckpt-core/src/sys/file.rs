@@ -11,7 +11,10 @@ use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
 use super::fork::Held;
-use crate::format::geometry::PAGE;
+
+/// The alignment of address, offset and length that every file system met so far takes on its fast path:
+/// ext4 reports 512 and accepts it, but then serialises the writes.
+pub const PAGE: u64 = 4096;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);

@@ -15,3 +15,4 @@ pub mod priority;
 pub mod probe;
 pub mod ring;
 pub mod shm;
+pub mod thread;

@@ -3,7 +3,7 @@
 use std::io;
 use std::str::FromStr;
 
-use crate::error::Error;
+use super::thread::builder;
 
 /// The class of I/O that a thread asks for (`ioprio_set(2)`). Schedulers that know no priorities ignore it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,18 +15,18 @@ pub enum IoPriority {
 }
 
 impl FromStr for IoPriority {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, Error> {
+    fn from_str(text: &str) -> Result<Self, String> {
         if text == "idle" {
             return Ok(Self::Idle);
         }
         let level = text.strip_prefix("best-effort:").and_then(|level| level.parse().ok());
         match level {
             Some(level @ 0..=7) => Ok(Self::BestEffort(level)),
-            _ => Err(Error::Invalid(format!(
+            _ => Err(format!(
                 "unknown I/O priority `{text}`: give `idle`, or `best-effort:0` (first) to `best-effort:7`"
-            ))),
+            )),
         }
     }
 }
@@ -71,7 +71,7 @@ impl Priority {
 
     /// Whether threads of this process may do that: tried in a thread that ends at once.
     pub fn probe(self) -> io::Result<()> {
-        crate::engine::options::thread_builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
+        builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
     }
 }
 
@@ -93,7 +93,7 @@ mod tests {
     fn only_the_calling_thread_stands_back() {
         let before = (niceness(), io_priority());
         let set = Priority { nice: Some(7), io: Some(IoPriority::BestEffort(6)) };
-        let thread = crate::engine::options::thread_builder().spawn(move || {
+        let thread = builder().spawn(move || {
             set.apply().unwrap();
             assert_eq!((niceness(), io_priority()), (7, 2 << 13 | 6));
             Priority { nice: None, io: Some(IoPriority::Idle) }.apply().unwrap();
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!("idle".parse::<IoPriority>().unwrap(), IoPriority::Idle);
         assert_eq!("best-effort:7".parse::<IoPriority>().unwrap(), IoPriority::BestEffort(7));
         for text in ["best-effort:8", "best-effort", "realtime:0", "best-effort:-1", ""] {
-            assert!(text.parse::<IoPriority>().unwrap_err().to_string().contains("`idle`"), "{text}");
+            assert!(text.parse::<IoPriority>().unwrap_err().contains("`idle`"), "{text}");
         }
     }
 }

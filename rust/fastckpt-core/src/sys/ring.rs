@@ -2,22 +2,39 @@
 
 use std::io;
 use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use io_uring::{IoUring, Probe, opcode, types};
 
 use super::fork::Note;
-use crate::engine::io::{Done, Op};
+use super::gather::Buf;
 
 /// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
-const ENTRIES: u32 = 32;
+pub const ENTRIES: u32 = 32;
 
 /// The most stretches of memory of one operation (`UIO_MAXIOV`).
 const MOST_VECTORS: usize = 1024;
 
+/// An operation for a ring, which owns it, its open file and its memory until it completes. That the memory is a [`Buf`] is what keeps
+/// the kernel from writing to something else: it does not move with its owner, and whoever made it vouched for it.
+pub trait Payload: 'static {
+    /// The open file.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Where in the file the operation begins.
+    fn file_offset(&self) -> u64;
+
+    /// To the file, or from it.
+    fn is_write(&self) -> bool;
+
+    /// The memory, and which of its bytes move.
+    fn memory(&mut self) -> (&mut Buf, Range<usize>);
+}
+
 /// An operation in flight, and the list of its stretches of memory where there are several.
-struct Flight {
-    op: Op,
+struct InFlight<T> {
+    payload: T,
     _vectors: Vec<libc::iovec>,
 }
 
@@ -25,14 +42,14 @@ struct Flight {
 ///
 /// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring goes,
 /// then the buffers (the order of the fields).
-pub struct Ring {
+pub struct Ring<T: Payload> {
     _note: Note,
     inner: IoUring,
-    flights: Vec<Option<Flight>>,
+    slots: Vec<Option<InFlight<T>>>,
     in_flight: usize,
 }
 
-impl Ring {
+impl<T: Payload> Ring<T> {
     /// Sets up a ring for the calling thread, and only for it, with the newest set of flags that the kernel takes.
     pub fn new() -> io::Result<Self> {
         let mut newest = IoUring::builder();
@@ -59,44 +76,41 @@ impl Ring {
         }
         // SAFETY: the ring is open, and nobody closes it while it is noted: the note goes first (the order of the fields).
         let note = Note::new(unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) });
-        Ok(Self { _note: note, inner: ring, flights: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
+        Ok(Self { _note: note, inner: ring, slots: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
     }
 
-    /// Hands `op` to the kernel.
+    /// Hands `payload` to the kernel.
     ///
     /// # Panics
     /// If more operations are in flight than the ring has entries: the worker's queue depth is lower.
-    pub fn submit(&mut self, mut op: Op) -> io::Result<()> {
-        let slot = self.flights.iter().position(Option::is_none).expect("queue depth below ring entries");
-        let fd = types::Fd(op.file.fd(op.direct).as_raw_fd());
-        let range = op.range.clone();
+    pub fn submit(&mut self, mut payload: T) -> io::Result<()> {
+        let slot = self.slots.iter().position(Option::is_none).expect("queue depth below ring entries");
+        let fd = types::Fd(payload.fd().as_raw_fd());
+        let (write, offset) = (payload.is_write(), payload.file_offset());
+        let (buf, range) = payload.memory();
         // More than the kernel takes at once are a short transfer, and the rest follows.
-        let vectors: Vec<libc::iovec> = if op.write {
-            let slices = op.buf.slices(range);
+        let vectors: Vec<libc::iovec> = if write {
+            let slices = buf.slices(range);
             slices.iter().take(MOST_VECTORS).map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
         } else {
-            let mut slices = op.buf.slices_mut(range);
+            let mut slices = buf.slices_mut(range);
             slices.iter_mut().take(MOST_VECTORS).map(|s| vector(s.as_mut_ptr(), s.len())).collect()
         };
         let count = u32::try_from(vectors.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let entry = match (op.write, vectors.as_slice()) {
-            (true, [one]) => {
-                opcode::Write::new(fd, one.iov_base.cast(), length(one)?).offset(op.offset).build()
-            }
-            (false, [one]) => {
-                opcode::Read::new(fd, one.iov_base.cast(), length(one)?).offset(op.offset).build()
-            }
-            (true, all) => opcode::Writev::new(fd, all.as_ptr(), count).offset(op.offset).build(),
-            (false, all) => opcode::Readv::new(fd, all.as_ptr(), count).offset(op.offset).build(),
+        let entry = match (write, vectors.as_slice()) {
+            (true, [one]) => opcode::Write::new(fd, one.iov_base.cast(), length(one)?).offset(offset).build(),
+            (false, [one]) => opcode::Read::new(fd, one.iov_base.cast(), length(one)?).offset(offset).build(),
+            (true, all) => opcode::Writev::new(fd, all.as_ptr(), count).offset(offset).build(),
+            (false, all) => opcode::Readv::new(fd, all.as_ptr(), count).offset(offset).build(),
         }
         .user_data(slot as u64);
-        self.flights[slot] = Some(Flight { op, _vectors: vectors });
+        self.slots[slot] = Some(InFlight { payload, _vectors: vectors });
         self.in_flight += 1;
-        // SAFETY: the descriptor, the memory and the list of its stretches belong to the flight now in `flights`, which stays
+        // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload now in `slots`, which stays
         // there until its completion was reaped, also when the ring is dropped; none of them moves with it (all are behind
         // pointers).
         if unsafe { self.inner.submission().push(&entry) }.is_err() {
-            self.flights[slot] = None;
+            self.slots[slot] = None;
             self.in_flight -= 1;
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -122,7 +136,7 @@ impl Ring {
     }
 
     /// The next completion, waiting for it if need be; none if nothing is in flight.
-    pub fn wait(&mut self) -> io::Result<Option<Done>> {
+    pub fn wait(&mut self) -> io::Result<Option<(T, io::Result<usize>)>> {
         if self.in_flight == 0 {
             return Ok(None);
         }
@@ -133,11 +147,11 @@ impl Ring {
                 continue;
             };
             let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX);
-            let Some(Flight { op, .. }) = self.flights.get_mut(slot).and_then(Option::take) else { continue };
+            let Some(done) = self.slots.get_mut(slot).and_then(Option::take) else { continue };
             self.in_flight -= 1;
             let result =
                 usize::try_from(entry.result()).map_err(|_| io::Error::from_raw_os_error(-entry.result()));
-            return Ok(Some(Done { op, result }));
+            return Ok(Some((done.payload, result)));
         }
     }
 }
@@ -152,19 +166,19 @@ fn length(vector: &libc::iovec) -> io::Result<u32> {
     u32::try_from(vector.iov_len).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
-impl Drop for Ring {
+impl<T: Payload> Drop for Ring<T> {
     fn drop(&mut self) {
         while self.in_flight > 0 {
             if self.wait().is_err() {
                 // The kernel no longer answers, so it may still write: these buffers must outlive the process's use of them.
-                let _ = ManuallyDrop::new(std::mem::take(&mut self.flights));
+                let _ = ManuallyDrop::new(std::mem::take(&mut self.slots));
                 return;
             }
         }
     }
 }
 
-impl std::fmt::Debug for Ring {
+impl<T: Payload> std::fmt::Debug for Ring<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ring").field("in_flight", &self.in_flight).finish_non_exhaustive()
     }

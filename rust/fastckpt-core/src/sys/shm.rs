@@ -1,34 +1,27 @@
 //! The memory of the live counters: shared through a file, or private where there can be none (`docs/telemetry.md`, 2 and 3).
 
 use std::io;
-use std::mem::size_of;
+use std::mem::{align_of, size_of};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering::Release;
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{self, AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use crate::telemetry::layout::Segment;
-
 /// Segments of the dead are kept this long for the post-mortem.
 const KEEP: Duration = Duration::from_secs(600);
 
-/// A segment that others can see, and the file it lies in.
-#[derive(Debug, Clone, Copy)]
-pub struct Shared {
+/// Memory that others can see, and the file it lies in.
+#[derive(Debug)]
+pub struct Shared<T: 'static> {
     /// The memory. Mapped until the process ends: a worker may hold it at any time.
-    pub segment: &'static Segment,
+    pub segment: &'static T,
     /// Device and inode of the file, by which it is known again.
     pub file: (u64, u64),
 }
-
-/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads it.
-// SAFETY: every field is an atomic number, for which zero is a value.
-pub static UNSEEN: Segment = unsafe { std::mem::zeroed() };
 
 /// Opens the directory, making it if need be, and refuses one that others could write to.
 fn open_directory(path: &Path) -> io::Result<OwnedFd> {
@@ -54,13 +47,13 @@ fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
     }
 }
 
-/// Makes a segment under `name` in `directory`. `fill` writes everything but the generation, which is stored last.
-pub fn publish(
+/// Makes a file of the name `name` in `directory` that is the memory of a `T`, at first `empty`. It gets its name after `fill`.
+pub fn publish<T: Sync + 'static>(
     directory: &Path,
     name: &str,
-    generation: u32,
-    fill: impl FnOnce(&Segment),
-) -> io::Result<Shared> {
+    empty: T,
+    fill: impl FnOnce(&T),
+) -> io::Result<Shared<T>> {
     let directory = open_directory(directory)?;
     sweep(directory.as_fd());
     let hidden = format!(".{name}");
@@ -69,9 +62,8 @@ pub fn publish(
     }
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = fs::openat(&directory, &hidden, flags, Mode::from_raw_mode(0o600))?;
-    let outcome = map(fd.as_fd()).and_then(|segment| {
+    let outcome = map(fd.as_fd(), empty).and_then(|segment| {
         fill(segment);
-        segment.header.generation.store(generation, Release);
         let stat = fs::fstat(&fd)?;
         give_name(directory.as_fd(), &hidden, name)?;
         Ok(Shared { segment, file: (stat.st_dev, stat.st_ino) })
@@ -83,10 +75,11 @@ pub fn publish(
     outcome
 }
 
-/// Locks, allocates and maps the file. The mapping keeps the lock when the descriptor is closed.
-fn map(fd: BorrowedFd<'_>) -> io::Result<&'static Segment> {
+/// Locks, allocates and maps the file, and puts `value` there. The mapping keeps the lock when the descriptor is closed.
+fn map<T: Sync + 'static>(fd: BorrowedFd<'_>, value: T) -> io::Result<&'static T> {
+    const { assert!(align_of::<T>() <= 4096) };
     fs::flock(fd, FlockOperation::NonBlockingLockExclusive)?;
-    let size = size_of::<Segment>();
+    let size = size_of::<T>();
     fs::ftruncate(fd, size as u64)?;
     // Without this a full tmpfs would be a SIGBUS at the first store.
     fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
@@ -101,8 +94,10 @@ fn map(fd: BorrowedFd<'_>) -> io::Result<&'static Segment> {
         let _ = unsafe { munmap(base, size) };
         return Err(error.into());
     }
-    let segment = NonNull::new(base.cast::<Segment>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    // SAFETY: page-aligned, zeroed, large enough, never unmapped; every field is an atomic, for which zero is a value.
+    let segment = NonNull::new(base.cast::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
+    // SAFETY: the mapping is page-aligned, which is enough for a `T`, large enough, and nobody else's yet.
+    unsafe { segment.write(value) };
+    // SAFETY: it holds a `T` now and is never unmapped. Other processes only look at it.
     Ok(unsafe { segment.as_ref() })
 }
 

@@ -74,151 +74,210 @@ impl<const N: usize> Text<N> {
     }
 }
 
-/// 5.1.
+/// What something is before anything is stored in it: all zeros.
+trait Zero {
+    const ZERO: Self;
+}
+
+impl<T: Zero, const N: usize> Zero for [T; N] {
+    const ZERO: Self = [const { T::ZERO }; N];
+}
+
+impl<const N: usize> Zero for Text<N> {
+    const ZERO: Self = Self(Zero::ZERO);
+}
+
+macro_rules! numbers {
+    ($($atomic:ident)*) => { $(impl Zero for $atomic { const ZERO: Self = Self::new(0); })* };
+}
+
+numbers! { AtomicI32 AtomicI64 AtomicU16 AtomicU32 AtomicU64 }
+
+macro_rules! structures {
+    ($($(#[$attribute:meta])* $name:ident { $($field:ident: $kind:ty,)* })*) => {
+        $(
+            $(#[$attribute])*
+            #[repr(C)]
+            #[derive(Debug)]
+            #[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
+            pub struct $name { $(pub $field: $kind),* }
+
+            impl Zero for $name {
+                const ZERO: Self = Self { $($field: Zero::ZERO),* };
+            }
+        )*
+
+        /// Every structure with the name and offset of each of its fields: what a test compares with the reader's view.
+        #[must_use]
+        pub fn offsets() -> Vec<(&'static str, Vec<(&'static str, usize)>)> {
+            let known = |&(name, _): &(&str, usize)| name != "reserved";
+            let fields = [$((stringify!($name), vec![$((stringify!($field), offset_of!($name, $field))),*])),*];
+            let fields = fields.into_iter();
+            fields.map(|(name, fields)| (name, fields.into_iter().filter(known).collect())).collect()
+        }
+    };
+}
+
+structures! {
+    /// 5.1.
+    Header {
+        magic: AtomicU64,
+        major: AtomicU16,
+        minor: AtomicU16,
+        header_size: AtomicU32,
+        total_size: AtomicU32,
+        endian_tag: AtomicU32,
+        features: AtomicU64,
+        op_off: AtomicU32,
+        op_stride: AtomicU32,
+        op_count: AtomicU32,
+        thr_off: AtomicU32,
+        thr_stride: AtomicU32,
+        thr_count: AtomicU32,
+        hist_off: AtomicU32,
+        hist_stride: AtomicU32,
+        hist_count: AtomicU32,
+        generation: AtomicU32,
+        pid: AtomicU32,
+        uid: AtomicU32,
+        start_ticks: AtomicU64,
+        pid_ns: AtomicU64,
+        mono0_ns: AtomicU64,
+        real0_ns: AtomicU64,
+        boot_id: [AtomicU64; 2],
+        rank: AtomicI32,
+        local_rank: AtomicI32,
+        world: AtomicI32,
+        local_world: AtomicI32,
+        gpu: AtomicI32,
+        numa: AtomicI32,
+        version: Text<3>,
+        job: Text<9>,
+        time_ns: AtomicU64,
+    }
+
+    /// 5.2.
+    Process {
+        heartbeat: AtomicU64,
+        state: AtomicU64,
+        bytes_written: AtomicU64,
+        bytes_read: AtomicU64,
+        saves_ok: AtomicU64,
+        saves_failed: AtomicU64,
+        loads_ok: AtomicU64,
+        loads_failed: AtomicU64,
+        hist_head: AtomicU64,
+        threads_used: AtomicU64,
+        verifies_ok: AtomicU64,
+        verifies_failed: AtomicU64,
+        target_save: AtomicU64,
+        target_load: AtomicU64,
+        ops_unslotted: AtomicU64,
+        reserved: [AtomicU64; 17],
+    }
+
+    /// 5.3.
+    OperationSlot {
+        seq: AtomicU64,
+        op_id: AtomicU64,
+        kind: AtomicU32,
+        phase: AtomicU32,
+        engine: AtomicU32,
+        flags: AtomicU32,
+        fallback_errno: AtomicU32,
+        threads: AtomicU32,
+        bytes_total: AtomicU64,
+        bytes_durable: AtomicU64,
+        files_total: AtomicU32,
+        files_done: AtomicU32,
+        t_start_mono_ns: AtomicU64,
+        t_phase_mono_ns: AtomicU64,
+        t_end_mono_ns: AtomicU64,
+        st_dev: AtomicU64,
+        step: AtomicI64,
+        block_size: AtomicU32,
+        queue_depth: AtomicU32,
+        target: AtomicU64,
+        error: AtomicU64,
+        label: Text<8>,
+        path: Text<40>,
+    }
+
+    /// 5.4. Its alignment keeps two workers' counters out of one cache line, and of the line fetched along with it.
+    #[repr(align(256))]
+    ThreadSlot {
+        bytes_ever: AtomicU64,
+        requests: AtomicU64,
+        bytes_submitted: AtomicU64,
+        busy_ns: AtomicU64,
+        source_wait_ns: AtomicU64,
+        last_progress_mono_ns: AtomicU64,
+        in_flight: AtomicU32,
+        state: AtomicU32,
+        op_slot: AtomicU32,
+        errors: AtomicU32,
+        latency_sum_ns: AtomicU64,
+        latency_max_ns: AtomicU64,
+        retries: AtomicU64,
+        shorts: AtomicU64,
+        tid: AtomicU32,
+        cpu: AtomicU32,
+        op_id: AtomicU64,
+        file: AtomicU32,
+        limit_wait_ms: AtomicU32,
+        bytes_op: AtomicU64,
+        latency_hist: [AtomicU64; BUCKETS],
+    }
+
+    /// 5.5.
+    Record {
+        op_id: AtomicU64,
+        kind: AtomicU32,
+        result: AtomicU32,
+        engine: AtomicU32,
+        threads: AtomicU32,
+        bytes: AtomicU64,
+        t_start_real_ns: AtomicU64,
+        dur_ns: AtomicU64,
+        sync_ns: AtomicU64,
+        peak_bps: AtomicU64,
+        p50_us: AtomicU32,
+        p99_us: AtomicU32,
+        step: AtomicI64,
+        error: AtomicU64,
+        flags: AtomicU32,
+        fallback_errno: AtomicU32,
+        label: Text<8>,
+        path: Text<12>,
+    }
+}
+
+/// 4: the whole.
 #[repr(C)]
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct Header {
-    pub magic: AtomicU64,
-    pub major: AtomicU16,
-    pub minor: AtomicU16,
-    pub header_size: AtomicU32,
-    pub total_size: AtomicU32,
-    pub endian_tag: AtomicU32,
-    pub features: AtomicU64,
-    pub op_off: AtomicU32,
-    pub op_stride: AtomicU32,
-    pub op_count: AtomicU32,
-    pub thr_off: AtomicU32,
-    pub thr_stride: AtomicU32,
-    pub thr_count: AtomicU32,
-    pub hist_off: AtomicU32,
-    pub hist_stride: AtomicU32,
-    pub hist_count: AtomicU32,
-    pub generation: AtomicU32,
-    pub pid: AtomicU32,
-    pub uid: AtomicU32,
-    pub start_ticks: AtomicU64,
-    pub pid_ns: AtomicU64,
-    pub mono0_ns: AtomicU64,
-    pub real0_ns: AtomicU64,
-    pub boot_id: [AtomicU64; 2],
-    pub rank: AtomicI32,
-    pub local_rank: AtomicI32,
-    pub world: AtomicI32,
-    pub local_world: AtomicI32,
-    pub gpu: AtomicI32,
-    pub numa: AtomicI32,
-    pub version: Text<3>,
-    pub job: Text<9>,
-    pub time_ns: AtomicU64,
+pub struct Segment {
+    pub header: Header,
+    pub process: Process,
+    pub operations: [OperationSlot; OPERATIONS],
+    pub threads: [ThreadSlot; THREADS],
+    pub history: [Record; HISTORY],
 }
 
-/// 5.2.
-#[repr(C)]
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct Process {
-    pub heartbeat: AtomicU64,
-    pub state: AtomicU64,
-    pub bytes_written: AtomicU64,
-    pub bytes_read: AtomicU64,
-    pub saves_ok: AtomicU64,
-    pub saves_failed: AtomicU64,
-    pub loads_ok: AtomicU64,
-    pub loads_failed: AtomicU64,
-    pub hist_head: AtomicU64,
-    pub threads_used: AtomicU64,
-    pub verifies_ok: AtomicU64,
-    pub verifies_failed: AtomicU64,
-    pub target_save: AtomicU64,
-    pub target_load: AtomicU64,
-    pub ops_unslotted: AtomicU64,
-    reserved: [AtomicU64; 17],
+/// A segment before anything is stored in it.
+#[must_use]
+pub const fn empty() -> Segment {
+    Segment {
+        header: Zero::ZERO,
+        process: Zero::ZERO,
+        operations: Zero::ZERO,
+        threads: Zero::ZERO,
+        history: Zero::ZERO,
+    }
 }
 
-/// 5.3.
-#[repr(C)]
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct OperationSlot {
-    pub seq: AtomicU64,
-    pub op_id: AtomicU64,
-    pub kind: AtomicU32,
-    pub phase: AtomicU32,
-    pub engine: AtomicU32,
-    pub flags: AtomicU32,
-    pub fallback_errno: AtomicU32,
-    pub threads: AtomicU32,
-    pub bytes_total: AtomicU64,
-    pub bytes_durable: AtomicU64,
-    pub files_total: AtomicU32,
-    pub files_done: AtomicU32,
-    pub t_start_mono_ns: AtomicU64,
-    pub t_phase_mono_ns: AtomicU64,
-    pub t_end_mono_ns: AtomicU64,
-    pub st_dev: AtomicU64,
-    pub step: AtomicI64,
-    pub block_size: AtomicU32,
-    pub queue_depth: AtomicU32,
-    pub target: AtomicU64,
-    pub error: AtomicU64,
-    pub label: Text<8>,
-    pub path: Text<40>,
-}
-
-/// 5.4. Its alignment keeps two workers' counters out of one cache line, and of the line fetched along with it.
-#[repr(C, align(256))]
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct ThreadSlot {
-    pub bytes_ever: AtomicU64,
-    pub requests: AtomicU64,
-    pub bytes_submitted: AtomicU64,
-    pub busy_ns: AtomicU64,
-    pub source_wait_ns: AtomicU64,
-    pub last_progress_mono_ns: AtomicU64,
-    pub in_flight: AtomicU32,
-    pub state: AtomicU32,
-    pub op_slot: AtomicU32,
-    pub errors: AtomicU32,
-    pub latency_sum_ns: AtomicU64,
-    pub latency_max_ns: AtomicU64,
-    pub retries: AtomicU64,
-    pub shorts: AtomicU64,
-    pub tid: AtomicU32,
-    pub cpu: AtomicU32,
-    pub op_id: AtomicU64,
-    pub file: AtomicU32,
-    pub limit_wait_ms: AtomicU32,
-    pub bytes_op: AtomicU64,
-    pub latency_hist: [AtomicU64; BUCKETS],
-}
-
-/// 5.5.
-#[repr(C)]
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct Record {
-    pub op_id: AtomicU64,
-    pub kind: AtomicU32,
-    pub result: AtomicU32,
-    pub engine: AtomicU32,
-    pub threads: AtomicU32,
-    pub bytes: AtomicU64,
-    pub t_start_real_ns: AtomicU64,
-    pub dur_ns: AtomicU64,
-    pub sync_ns: AtomicU64,
-    pub peak_bps: AtomicU64,
-    pub p50_us: AtomicU32,
-    pub p99_us: AtomicU32,
-    pub step: AtomicI64,
-    pub error: AtomicU64,
-    pub flags: AtomicU32,
-    pub fallback_errno: AtomicU32,
-    pub label: Text<8>,
-    pub path: Text<12>,
-}
+/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads it.
+pub static UNSEEN: Segment = empty();
 
 impl Record {
     /// Stores what `other` holds.
@@ -252,47 +311,8 @@ impl Record {
     }
 }
 
-/// 4: the whole.
-#[repr(C)]
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
-pub struct Segment {
-    pub header: Header,
-    pub process: Process,
-    pub operations: [OperationSlot; OPERATIONS],
-    pub threads: [ThreadSlot; THREADS],
-    pub history: [Record; HISTORY],
-}
-
 const _: () = assert!(size_of::<Header>() == 256 && size_of::<Process>() == 256);
 const _: () = assert!(size_of::<OperationSlot>() == 512 && size_of::<ThreadSlot>() == 256);
 const _: () = assert!(size_of::<Record>() == 256 && size_of::<Segment>() == 0x9000);
 const _: () = assert!(offset_of!(Segment, operations) == 0x200 && offset_of!(Segment, threads) == 0x1000);
 const _: () = assert!(offset_of!(Segment, history) == 0x5000);
-
-/// Name and offset of every field of one structure.
-macro_rules! fields {
-    ($structure:ident: $($field:ident)*) => {
-        (stringify!($structure), vec![$((stringify!($field), offset_of!($structure, $field))),*])
-    };
-}
-
-/// Every structure with the name and offset of each of its fields: what a test compares with the reader's view.
-#[must_use]
-pub fn offsets() -> Vec<(&'static str, Vec<(&'static str, usize)>)> {
-    vec![
-        fields!(Header: magic major minor header_size total_size endian_tag features op_off op_stride op_count thr_off
-            thr_stride thr_count hist_off hist_stride hist_count generation pid uid start_ticks pid_ns mono0_ns real0_ns
-            boot_id rank local_rank world local_world gpu numa version job time_ns),
-        fields!(Process: heartbeat state bytes_written bytes_read saves_ok saves_failed loads_ok loads_failed hist_head
-            threads_used verifies_ok verifies_failed target_save target_load ops_unslotted),
-        fields!(OperationSlot: seq op_id kind phase engine flags fallback_errno threads bytes_total bytes_durable
-            files_total files_done t_start_mono_ns t_phase_mono_ns t_end_mono_ns st_dev step block_size queue_depth target
-            error label path),
-        fields!(ThreadSlot: bytes_ever requests bytes_submitted busy_ns source_wait_ns last_progress_mono_ns in_flight state
-            op_slot errors latency_sum_ns latency_max_ns retries shorts tid cpu op_id file limit_wait_ms bytes_op
-            latency_hist),
-        fields!(Record: op_id kind result engine threads bytes t_start_real_ns dur_ns sync_ns peak_bps p50_us p99_us step
-            error flags fallback_errno label path),
-    ]
-}

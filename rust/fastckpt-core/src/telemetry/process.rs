@@ -2,18 +2,19 @@
 //! who has which of its slots. Everything here runs at the begin or the end of an operation or a worker, never in between.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustix::fs::stat;
-use rustix::time::ClockId;
 
+use super::clock::{now, time_of_day};
+use super::codes::Kind;
 use super::layout::{
     HISTORY, Header, MAGIC, MAJOR, MINOR, NO_SLOT, OPERATIONS, OperationSlot, Record, Segment, THREADS,
-    ThreadSlot,
+    ThreadSlot, UNSEEN, empty,
 };
-use super::{Kind, free_since, nanoseconds, now};
+use super::target;
 use crate::environment::Environment;
 use crate::sys::shm::{self, Shared};
 
@@ -26,8 +27,9 @@ fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Changes the targets in the segment, if there is one.
-pub(super) fn store_targets((save, load): (u64, u64)) {
+/// Sets what the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
+pub fn set_target(save: u64, load: u64) {
+    target::set(save, load);
     let Some(guard) = lock() else { return };
     if let Some(process) = guard.as_ref().filter(|process| process.pid == std::process::id()) {
         process.segment.process.target_save.store(save, Relaxed);
@@ -68,7 +70,7 @@ impl Process {
     fn new(environment: &Environment, before: Option<&Self>) -> Self {
         let generation = before.map_or(1, |before| before.generation + 1);
         let prepare = |segment: &Segment| {
-            let targets = super::target::targets(environment);
+            let targets = target::targets(environment);
             segment.process.target_save.store(targets.0, Relaxed);
             segment.process.target_load.store(targets.1, Relaxed);
             if let Some(before) = before {
@@ -79,7 +81,7 @@ impl Process {
         let published = if off { None } else { publish(environment, generation, prepare) };
         let (segment, file) = match published {
             Some((path, Shared { segment, file })) => (segment, Some((path, file))),
-            None => (&shm::UNSEEN, None),
+            None => (&UNSEEN, None),
         };
         Self {
             pid: std::process::id(),
@@ -115,6 +117,12 @@ fn inherit(segment: &Segment, old: &Segment) {
     }
 }
 
+/// Whether a slot is free to be taken: never used, or ended; ordered by which ended first.
+fn free_since(slot: &OperationSlot) -> Option<u64> {
+    let end = slot.t_end_mono_ns.load(Acquire);
+    (slot.op_id.load(Acquire) == 0 || end != 0).then_some(end)
+}
+
 /// This process's record, with a segment that is its own and still has its file.
 fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
@@ -136,7 +144,7 @@ fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &
 
 /// A segment, the number of an operation slot in it ([`NO_SLOT`] if none is free), and the operation's number.
 pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u32, u64) {
-    let Some(mut guard) = lock() else { return (&shm::UNSEEN, NO_SLOT, 0) };
+    let Some(mut guard) = lock() else { return (&UNSEEN, NO_SLOT, 0) };
     let process = current(&mut guard, environment);
     process.operations += 1;
     process.running += 1;
@@ -221,7 +229,11 @@ pub(super) fn finish(
 }
 
 /// Publishes a segment in the first directory that takes it.
-fn publish(environment: &Environment, generation: u32, fill: impl Fn(&Segment)) -> Option<(PathBuf, Shared)> {
+fn publish(
+    environment: &Environment,
+    generation: u32,
+    fill: impl Fn(&Segment),
+) -> Option<(PathBuf, Shared<Segment>)> {
     let variable = |name| environment.get(name).map(PathBuf::from);
     let directories = variable("FASTCKPT_TOP_DIR").map_or_else(
         || {
@@ -239,9 +251,11 @@ fn publish(environment: &Environment, generation: u32, fill: impl Fn(&Segment)) 
                 1 => format!("{pid}-{ticks}.seg"),
                 n => format!("{pid}-{ticks}-{n}.seg"),
             };
-            let outcome = shm::publish(&directory, &name, generation, |segment| {
+            let outcome = shm::publish(&directory, &name, empty(), |segment| {
                 fill_header(&segment.header, environment, ticks);
                 fill(segment);
+                // Last, so that the rest is there when a reader sees it.
+                segment.header.generation.store(generation, Release);
             });
             match outcome {
                 Ok(shared) => return Some((std::path::absolute(directory.join(&name)).ok()?, shared)),
@@ -286,7 +300,7 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.pid_ns.store(inode("/proc/self/ns/pid"), Relaxed);
     header.time_ns.store(inode("/proc/self/ns/time"), Relaxed);
     header.mono0_ns.store(now(), Relaxed);
-    header.real0_ns.store(nanoseconds(ClockId::Realtime), Relaxed);
+    header.real0_ns.store(time_of_day(), Relaxed);
     for (word, value) in header.boot_id.iter().zip(boot_id()) {
         word.store(value, Relaxed);
     }

@@ -4,7 +4,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::process;
 use crate::environment::Environment;
 
 /// Bytes/s per GPU for saves and for loads, 0 for none.
@@ -28,12 +27,11 @@ pub(super) fn targets(environment: &Environment) -> (u64, u64) {
     (targets.save.load(Relaxed), targets.load.load(Relaxed))
 }
 
-/// Sets what the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
-pub fn set_target(save: u64, load: u64) {
+/// Changes it.
+pub(super) fn set(save: u64, load: u64) {
     let targets = current(|| (save, load));
     targets.save.store(save, Relaxed);
     targets.load.store(load, Relaxed);
-    process::store_targets((save, load));
 }
 
 /// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.

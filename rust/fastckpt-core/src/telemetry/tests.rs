@@ -1,20 +1,27 @@
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::layout::{self, Segment};
+use std::path::Path;
+use std::time::Duration;
+
+use super::codes::FAILED;
+use super::layout::{self, BUCKETS, Segment};
+use super::operation::{bucket_of, quantile};
 use super::*;
+use crate::environment::Environment;
 use crate::sys::shm;
 
 /// Nobody else's: a segment of the test's own, published where nobody looks.
-fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared> {
-    shm::publish(directory, name, 1, |segment: &Segment| {
+fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared<Segment>> {
+    shm::publish(directory, name, layout::empty(), |segment| {
         segment.header.magic.store(layout::MAGIC, Relaxed);
     })
 }
 
 #[test]
 fn latencies_fall_into_their_buckets() {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), &Options::default());
-    let mut lane = operation.lane();
+    let operation =
+        Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), None, &Environment::default());
+    let mut lane = Lane::new(&operation);
     for (latency, bucket) in [(0, 0), (63_999, 0), (64_000, 1), (127_999, 1), (128_000, 2), (1 << 40, 15)] {
         let before = lane.histogram[bucket];
         lane.histogram[bucket_of(latency)] += 1;
@@ -44,27 +51,26 @@ fn text_is_cut_between_characters() {
 
 #[test]
 fn an_operation_is_counted_from_begin_to_end() {
-    let operation = Operation::begin(
-        Kind::Save,
-        Path::new("/nowhere/counted"),
-        &Options { step: Some(7), ..Options::default() },
-    );
+    let path = Path::new("/nowhere/counted");
+    let operation = Operation::begin(Kind::Save, path, Some(7), &Environment::default());
     let slot = operation.slot;
     assert_eq!((slot.label.get().as_str(), slot.step.load(Relaxed)), ("counted", 7));
-    let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, depth: 8 };
-    operation.start(&planned, Engine::Threads, Some(1), Phase::Write);
+    let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, queue_depth: 8 };
+    operation.start(&planned, Phase::Write);
+    operation.ran(2, true, Some(1), false);
     assert_eq!(
         (slot.engine.load(Relaxed), slot.flags.load(Relaxed), slot.fallback_errno.load(Relaxed)),
         (2, 3, 1)
     );
-    let mut lane = operation.lane();
+    let mut lane = Lane::new(&operation);
     let submitted = lane.submitted(60);
     assert_eq!(lane.slot.in_flight.load(Relaxed), 1);
-    lane.landed(submitted);
+    lane.completed(submitted);
     lane.moved(60);
     let (requests, thread) = (lane.slot.requests.load(Relaxed), lane.slot);
     assert!(requests >= 1 && thread.in_flight.load(Relaxed) == 0);
     assert_eq!((thread.bytes_op.load(Relaxed), thread.op_id.load(Relaxed)), (60, operation.id));
+    assert_eq!((lane.bytes(), operation.done()), (60, 60));
     drop(lane);
     operation.phase(Phase::Fsync);
     operation.phase(Phase::Write);
@@ -81,7 +87,8 @@ fn an_operation_is_counted_from_begin_to_end() {
 
 #[test]
 fn an_abandoned_operation_has_failed() {
-    let operation = Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), &Options::default());
+    let operation =
+        Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), None, &Environment::default());
     let slot = operation.slot;
     drop(operation);
     assert_eq!(slot.phase.load(Relaxed), FAILED);

@@ -4,7 +4,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use super::{Backend, Done, Op};
+use super::backend::{Backend, Completed};
+use super::transfer::Transfer;
 
 /// What goes wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,35 +49,52 @@ impl FaultPlan {
 pub struct Faulty {
     inner: Box<dyn Backend>,
     plan: FaultPlan,
-    failed: Vec<Done>,
+    failed: Vec<Completed>,
+    /// Blocks in flight that ask for less than they should: number, and how far their memory and their tail really reach.
+    cut: Vec<(usize, usize, usize)>,
 }
 
 impl Faulty {
     /// Wraps `inner`.
     #[must_use]
     pub fn new(inner: Box<dyn Backend>, plan: FaultPlan) -> Self {
-        Self { inner, plan, failed: Vec::new() }
+        Self { inner, plan, failed: Vec::new(), cut: Vec::new() }
     }
 }
 
 impl Backend for Faulty {
-    fn submit(&mut self, mut op: Op) -> io::Result<()> {
+    fn queue_depth(&self) -> usize {
+        self.inner.queue_depth()
+    }
+
+    fn submit(&mut self, mut transfer: Transfer) -> io::Result<()> {
         match self.plan.strike() {
-            None => self.inner.submit(op),
+            None => self.inner.submit(transfer),
             Some(Fault::Errno(errno)) => {
-                self.failed.push(Done { op, result: Err(io::Error::from_raw_os_error(errno)) });
+                self.failed.push((transfer, Err(io::Error::from_raw_os_error(errno))));
                 Ok(())
             }
             Some(Fault::Short(bytes)) => {
-                op.range.end = op.range.end.min(op.range.start + bytes);
-                self.inner.submit(op)
+                self.cut.push((transfer.block, transfer.len, transfer.tail.end));
+                let end = transfer.range().end.min(transfer.range().start + bytes);
+                *if transfer.tail.is_empty() { &mut transfer.len } else { &mut transfer.tail.end } = end;
+                self.inner.submit(transfer)
             }
             Some(Fault::Panic) => panic!("injected"),
         }
     }
 
-    fn wait(&mut self) -> io::Result<Option<Done>> {
-        self.failed.pop().map_or_else(|| self.inner.wait(), |done| Ok(Some(done)))
+    fn wait(&mut self) -> io::Result<Option<Completed>> {
+        if let Some(failed) = self.failed.pop() {
+            return Ok(Some(failed));
+        }
+        let mut completed = self.inner.wait()?;
+        if let Some((transfer, _)) = &mut completed
+            && let Some(at) = self.cut.iter().position(|&(block, ..)| block == transfer.block)
+        {
+            (_, transfer.len, transfer.tail.end) = self.cut.swap_remove(at);
+        }
+        Ok(completed)
     }
 }
 

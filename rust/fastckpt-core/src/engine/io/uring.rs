@@ -3,28 +3,34 @@
 use std::io;
 use std::sync::Mutex;
 
-use super::{Backend, Done, Op, blocking};
+use super::backend::{Backend, Completed};
+use super::transfer::Transfer;
 use crate::engine::report::Fallback;
-use crate::sys::ring::Ring;
+use crate::sys::ring::{ENTRIES, Ring};
 
 /// A thread's ring for direct operations, blocking calls for the rest: the ring would hand buffered writes to a kernel thread,
 /// one at a time for each file.
 #[derive(Debug)]
 pub struct Uring {
-    ring: Ring,
-    buffered: Vec<Done>,
+    ring: Ring<Transfer>,
+    buffered: Vec<Completed>,
 }
 
 impl Backend for Uring {
-    fn submit(&mut self, op: Op) -> io::Result<()> {
-        if op.direct {
-            return self.ring.submit(op);
+    fn queue_depth(&self) -> usize {
+        ENTRIES as usize
+    }
+
+    fn submit(&mut self, mut transfer: Transfer) -> io::Result<()> {
+        if transfer.is_direct() {
+            return self.ring.submit(transfer);
         }
-        self.buffered.push(blocking::transfer(op));
+        let result = transfer.carry_out();
+        self.buffered.push((transfer, result));
         Ok(())
     }
 
-    fn wait(&mut self) -> io::Result<Option<Done>> {
+    fn wait(&mut self) -> io::Result<Option<Completed>> {
         self.buffered.pop().map_or_else(|| self.ring.wait(), |done| Ok(Some(done)))
     }
 }

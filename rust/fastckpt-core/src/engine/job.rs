@@ -1,0 +1,51 @@
+//! What workers are given to do, block by block.
+
+use std::io;
+use std::time::Duration;
+
+use super::io::transfer::Transfer;
+use crate::error::Result;
+use crate::sys::buf::Slab;
+use crate::telemetry::Lane;
+
+/// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
+pub const TICK: Duration = Duration::from_millis(100);
+
+/// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
+pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
+
+/// Hands out a staging buffer of at least so many bytes.
+pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
+
+/// Blocks to move.
+pub trait Job: Sync {
+    /// Whether blocks go to the disk or come from it.
+    const WRITE: bool;
+
+    /// Number of blocks.
+    fn blocks(&self) -> usize;
+
+    /// Number of files.
+    fn files(&self) -> usize;
+
+    /// Bytes to move, padding not counted.
+    fn total(&self) -> u64;
+
+    /// The file that a block belongs to.
+    fn file(&self, block: usize) -> usize;
+
+    /// Bytes of the largest staging buffer that [`Job::start`] asks for.
+    fn largest(&self) -> usize;
+
+    /// Makes a block ready to move; none if its file has to wait until another one is closed.
+    fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
+
+    /// Takes the block after it moved, or failed to, and adds its bytes to the worker's counters. Returns another transfer of the same
+    /// block where that has to follow.
+    fn finish(
+        &self,
+        transfer: &mut Transfer,
+        outcome: io::Result<()>,
+        lane: &Lane<'_>,
+    ) -> Result<Option<Transfer>>;
+}

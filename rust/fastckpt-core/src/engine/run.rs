@@ -1,0 +1,190 @@
+//! Runs a job: starts its workers, watches over them, and says what ran.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Instant;
+
+use super::choice::{Choice, default_threads};
+use super::io::backend::Backend;
+use super::io::blocking::Blocking;
+use super::io::fault::Faulty;
+use super::io::uring;
+use super::job::{Job, TICK, Tick};
+use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
+use super::path::{IoPath, Reason};
+use super::report::{Engine, Fallback, Ran};
+use super::worker::{self, Moved, Open, Shared};
+use crate::error::{Error, Result};
+use crate::sys::buf;
+use crate::sys::priority::Priority;
+use crate::sys::thread::builder;
+use crate::telemetry::{Operation, Phase, Planned};
+
+/// Runs `job` to its end; on the first failure all workers stop and that failure is returned.
+pub fn run<J: Job>(
+    job: &J,
+    choice: &Choice,
+    options: &Options,
+    block_size: u64,
+    operation: &Operation,
+    tick: Tick<'_>,
+) -> Result<Ran> {
+    let open = || {
+        let (backend, refused): (Box<dyn Backend>, _) = match choice.engine {
+            Engine::Uring => match uring::open() {
+                Ok(ring) => (Box::new(ring), None),
+                Err(reason) => (Box::new(Blocking::default()), Some(reason)),
+            },
+            Engine::Threads | Engine::Buffered => (Box::new(Blocking::default()), None),
+        };
+        match &options.faults {
+            Some(plan) => (Box::new(Faulty::new(backend, plan.clone())) as Box<dyn Backend>, refused),
+            None => (backend, refused),
+        }
+    };
+    run_on(&open, job, choice, options, block_size, operation, tick)
+}
+
+/// Likewise, with backends that `open` makes.
+pub(super) fn run_on<J: Job>(
+    open: Open<'_>,
+    job: &J,
+    choice: &Choice,
+    options: &Options,
+    block_size: u64,
+    operation: &Operation,
+    tick: Tick<'_>,
+) -> Result<Ran> {
+    let largest = buf::slab_size(job.largest());
+    let budget = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
+    // A few bytes may lie far apart.
+    let few = job.blocks() > 1 && choice.threads == 1;
+    let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
+    let threads = threads.min(job.blocks()).clamp(1, (budget / largest).max(1));
+    let queue_depth = match choice.engine {
+        // Whoever waits for the limit should not have completions lie unreaped meanwhile.
+        Engine::Uring if options.bandwidth_limit.is_some() => 1,
+        Engine::Uring => options.queue_depth.clamp(1, MOST_DEPTH),
+        Engine::Threads | Engine::Buffered => 1,
+    };
+    let (total, files) = (job.total(), job.files());
+    operation.start(
+        &Planned { bytes: total, files, block_size, threads, queue_depth },
+        if J::WRITE { Phase::Write } else { Phase::Read },
+    );
+    tell(operation, choice.engine, choice.fallback.as_ref(), false);
+    let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (budget, largest));
+    let own_priority = options.priority != Priority::default();
+    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a limit).
+    // A priority stays with the thread that takes it, and the caller goes on to other things.
+    let inline = job.blocks() <= 1
+        && choice.engine != Engine::Uring
+        && options.bandwidth_limit.is_none()
+        && !own_priority;
+    let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, tick) };
+    if started == 0 {
+        run_inline(&shared, total, tick);
+    }
+    let mut moved = shared.outcome()?;
+    let (engine, mut fallback) = match moved.refused.take() {
+        Some(reason) => (Engine::Threads, Some(reason)),
+        None => (choice.engine, choice.fallback.clone()),
+    };
+    if let Some(error) = refused.filter(|_| started == 0) {
+        let priority = if own_priority { ", without its priority" } else { "" };
+        let reason = format!(
+            "no worker thread can be started ({error}): the calling thread did the work{priority}; \
+             see `ulimit -u` and the cgroup's pids.max"
+        );
+        fallback = Some(Fallback::after(fallback, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason));
+    }
+    Ok(conclude(moved, (engine, fallback), started.max(1), operation))
+}
+
+/// What ran, also for the monitor.
+fn conclude(
+    moved: Moved,
+    (mut engine, mut fallback): (Engine, Option<Fallback>),
+    threads: usize,
+    operation: &Operation,
+) -> Ran {
+    let Moved { blocks, copied, thread_bytes, .. } = moved;
+    let buffered = blocks.on(IoPath::Buffered);
+    let direct = blocks.on(IoPath::ZeroCopy) + blocks.on(IoPath::Staged);
+    if engine != Engine::Buffered && buffered > 0 && direct == 0 {
+        engine = Engine::Buffered;
+        if blocks.of(IoPath::Buffered, Reason::Refused) > 0 {
+            let reason = "direct I/O: refused by this file system";
+            fallback = Some(Fallback::after(fallback, libc::EINVAL, reason));
+        }
+    }
+    tell(operation, engine, fallback.as_ref(), buffered > 0 && direct > 0);
+    Ran { engine, fallback, threads, thread_bytes, blocks, copied }
+}
+
+/// Tells the monitor which engine runs.
+fn tell(operation: &Operation, engine: Engine, fallback: Option<&Fallback>, mixed: bool) {
+    let errno = fallback.map(|fallback| fallback.errno);
+    operation.ran(engine as u32, engine != Engine::Buffered, errno, mixed);
+}
+
+/// Starts the workers and waits for them. Returns how many there were, and why not more.
+fn run_threads<J: Job>(
+    shared: &Shared<'_, J>,
+    options: &Options,
+    total: u64,
+    tick: Tick<'_>,
+) -> (usize, Option<io::Error>) {
+    let caller = thread::current();
+    let (mut started, mut refused) = (0, None);
+    thread::scope(|scope| {
+        for number in 0..shared.threads {
+            let caller = &caller;
+            let body = move || {
+                worker::attempt(shared, number, options.priority, &mut || {});
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                caller.unpark();
+            };
+            let name = format!("fastckpt-{number}");
+            if let Err(error) = builder().name(name).spawn_scoped(scope, body) {
+                // Fewer workers do as well.
+                shared.running.fetch_sub(1, Ordering::AcqRel);
+                refused = Some(error);
+            } else {
+                started += 1;
+            }
+        }
+        while shared.running.load(Ordering::Acquire) > 0 {
+            thread::park_timeout(TICK);
+            watch(shared, total, tick);
+        }
+    });
+    (started, refused)
+}
+
+/// Does the work in the calling thread.
+fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+    let mut last = Instant::now();
+    worker::attempt(shared, 0, Priority::default(), &mut || {
+        if last.elapsed() >= TICK {
+            watch(shared, total, tick);
+            last = Instant::now();
+        }
+    });
+    if !shared.stopped() && !tick(shared.operation.done(), total) {
+        shared.fail(Error::Interrupted);
+    }
+}
+
+/// What the calling thread does now and then: it reports progress, and notices an interrupt.
+fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+    let done = shared.operation.done();
+    if J::WRITE && done == total {
+        shared.operation.phase(Phase::Fsync);
+    }
+    shared.operation.tick();
+    if !shared.stopped() && !tick(done, total) {
+        shared.fail(Error::Interrupted);
+    }
+}

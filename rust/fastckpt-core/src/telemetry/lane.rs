@@ -1,0 +1,157 @@
+//! One worker in the live counters.
+
+use std::cell::Cell;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{AtomicU64, fence};
+use std::time::Duration;
+
+use super::clock::now;
+use super::codes::State;
+use super::layout::{BUCKETS, ThreadSlot, UNSEEN};
+use super::operation::{Operation, bucket_of, clamp};
+use super::process;
+
+/// The counters of one worker. Plain loads and stores by their one writer.
+#[derive(Debug)]
+pub struct Lane<'a> {
+    operation: &'a Operation,
+    pub(super) slot: &'static ThreadSlot,
+    number: Option<usize>,
+    /// Bytes that the worker moved.
+    bytes: Cell<u64>,
+    busy_since: u64,
+    pub(super) histogram: [u64; BUCKETS],
+}
+
+/// Adds to a counter whose only writer is the calling thread.
+fn add(counter: &AtomicU64, value: u64) {
+    counter.store(counter.load(Relaxed).wrapping_add(value), Relaxed);
+}
+
+impl<'a> Lane<'a> {
+    /// A slot for one worker of `operation`, for the calling thread.
+    #[must_use]
+    pub fn new(operation: &'a Operation) -> Self {
+        let number = process::take_thread(operation.segment);
+        let slot = number.map_or(&UNSEEN.threads[0], |number| &operation.segment.threads[number]);
+        slot.op_id.store(0, Release);
+        fence(Release);
+        for zero in [&slot.in_flight, &slot.state, &slot.file] {
+            zero.store(0, Relaxed);
+        }
+        slot.op_slot.store(operation.number, Relaxed);
+        slot.latency_max_ns.store(0, Relaxed);
+        slot.bytes_op.store(0, Relaxed);
+        slot.tid.store(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs(), Relaxed);
+        slot.cpu.store(rustix::thread::sched_getcpu() as u32, Relaxed);
+        slot.op_id.store(operation.id, Release);
+        Self { operation, slot, number, bytes: Cell::new(0), busy_since: 0, histogram: [0; BUCKETS] }
+    }
+
+    /// The operation that the worker works for.
+    #[must_use]
+    pub fn operation(&self) -> &'a Operation {
+        self.operation
+    }
+
+    /// What the worker does now.
+    pub fn state(&self, state: State) {
+        self.slot.state.store(state as u32, Relaxed);
+    }
+
+    /// A request of `bytes` goes to the kernel; returns the time, to be handed to [`Lane::completed`].
+    pub fn submitted(&mut self, bytes: u64) -> u64 {
+        let now = now();
+        let in_flight = self.slot.in_flight.load(Relaxed);
+        if in_flight == 0 {
+            self.busy_since = now;
+        }
+        self.slot.in_flight.store(in_flight + 1, Relaxed);
+        self.slot.state.store(State::Transfer as u32, Relaxed);
+        add(&self.slot.bytes_submitted, bytes);
+        now
+    }
+
+    /// A request completed.
+    pub fn completed(&mut self, submitted: u64) {
+        let now = now();
+        let latency = now.saturating_sub(submitted);
+        let bucket = bucket_of(latency);
+        self.histogram[bucket] += 1;
+        add(&self.slot.latency_hist[bucket], 1);
+        add(&self.slot.requests, 1);
+        add(&self.slot.latency_sum_ns, latency);
+        if latency > self.slot.latency_max_ns.load(Relaxed) {
+            self.slot.latency_max_ns.store(latency, Relaxed);
+        }
+        let in_flight = self.slot.in_flight.load(Relaxed).saturating_sub(1);
+        self.slot.in_flight.store(in_flight, Relaxed);
+        add(&self.slot.busy_ns, now.saturating_sub(self.busy_since));
+        self.busy_since = now;
+        self.slot.last_progress_mono_ns.store(now, Release);
+    }
+
+    /// `bytes` of the operation are done.
+    pub fn moved(&self, bytes: u64) {
+        add(&self.slot.bytes_ever, bytes);
+        add(&self.slot.bytes_op, bytes);
+        self.bytes.set(self.bytes.get() + bytes);
+        self.operation.moved(bytes);
+    }
+
+    /// Bytes of the operation that this worker moved.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes.get()
+    }
+
+    /// Nothing was in flight while the source delivered, which began at `since`.
+    pub fn starved(&self, since: u64) {
+        if self.slot.in_flight.load(Relaxed) == 0 {
+            add(&self.slot.source_wait_ns, now().saturating_sub(since));
+        }
+    }
+
+    /// The worker waited for the bandwidth limit.
+    pub fn limited(&self, waited: Duration) {
+        let milliseconds = self.slot.limit_wait_ms.load(Relaxed).wrapping_add(clamp(waited.as_millis()));
+        self.slot.limit_wait_ms.store(milliseconds, Relaxed);
+    }
+
+    /// A request is to be tried again.
+    pub fn retried(&self) {
+        add(&self.slot.retries, 1);
+    }
+
+    /// A request moved less than it should.
+    pub fn short(&self) {
+        add(&self.slot.shorts, 1);
+    }
+
+    /// A request failed.
+    pub fn failed(&self) {
+        self.slot.errors.store(self.slot.errors.load(Relaxed).wrapping_add(1), Relaxed);
+        self.state(State::Error);
+    }
+
+    /// The worker begins a block of shard `file`; returns the time, to be handed to [`Lane::starved`].
+    #[must_use]
+    pub fn begin(&self, file: usize) -> u64 {
+        self.slot.file.store(clamp(file), Relaxed);
+        if self.slot.in_flight.load(Relaxed) == 0 {
+            self.state(State::Source);
+        }
+        now()
+    }
+}
+
+impl Drop for Lane<'_> {
+    fn drop(&mut self) {
+        self.operation.add_latencies(&self.histogram);
+        self.slot.in_flight.store(0, Relaxed);
+        self.slot.state.store(State::Idle as u32, Relaxed);
+        if let Some(number) = self.number {
+            process::give_thread(self.operation.segment, number);
+        }
+    }
+}

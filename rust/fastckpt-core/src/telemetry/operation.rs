@@ -1,0 +1,298 @@
+//! One save, load or verification in the live counters.
+
+use std::path::Path;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64, fence};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::clock::{now, time_of_day};
+use super::codes::{DONE, FAILED, Kind, Phase};
+use super::layout::{BUCKETS, OperationSlot, Segment, UNSEEN};
+use super::{process, target};
+use crate::environment::Environment;
+
+/// The width of the window whose best is an operation's peak.
+const PEAK_WINDOW: Duration = Duration::from_secs(1);
+/// The first latency bucket ends here, nanoseconds; each later one at twice the end of the one before.
+const FIRST_BUCKET: u64 = 64_000;
+
+/// One save, load or verification, from its call to its end.
+#[derive(Debug)]
+pub struct Operation {
+    pub(super) segment: &'static Segment,
+    pub(super) slot: &'static OperationSlot,
+    /// Number of the slot in the segment, or [`super::layout::NO_SLOT`].
+    pub(super) number: u32,
+    pub(super) id: u64,
+    kind: Kind,
+    begin: u64,
+    begin_real: u64,
+    /// Bytes that the workers have completed.
+    done: AtomicU64,
+    /// Bytes that are durable, or checked.
+    durable: AtomicU64,
+    /// Shards that are finished.
+    files_done: AtomicU32,
+    closing: Mutex<Closing>,
+}
+
+/// What only the end of an operation, or its coordinating thread, looks at.
+#[derive(Debug, Default)]
+struct Closing {
+    ended: bool,
+    histogram: [u64; BUCKETS],
+    recent: std::collections::VecDeque<(u64, u64)>,
+    peak: u64,
+    sync_begin: Option<u64>,
+    path: String,
+    phase: u32,
+}
+
+/// What an operation turns out to be once it is planned.
+#[derive(Debug, Clone, Copy)]
+pub struct Planned {
+    /// Bytes that the workers will move.
+    pub bytes: u64,
+    /// Shards.
+    pub files: usize,
+    /// Bytes of a block.
+    pub block_size: u64,
+    /// Worker threads.
+    pub threads: usize,
+    /// Operations in flight per worker.
+    pub queue_depth: usize,
+}
+
+impl Operation {
+    /// An operation on the checkpoint at `path` begins; `step` is the training step, if the caller gave one.
+    #[must_use]
+    pub fn begin(kind: Kind, path: &Path, step: Option<i64>, environment: &Environment) -> Self {
+        let begin = now();
+        let (segment, number, id) = process::take_operation(environment);
+        let slot = segment.operations.get(number as usize).unwrap_or(&UNSEEN.operations[0]);
+        let operation = Self {
+            segment,
+            slot,
+            number,
+            id,
+            kind,
+            begin,
+            begin_real: time_of_day(),
+            done: AtomicU64::new(0),
+            durable: AtomicU64::new(0),
+            files_done: AtomicU32::new(0),
+            closing: Mutex::default(),
+        };
+        let (save_target, load_target) = target::targets(environment);
+        let target = if kind == Kind::Save { save_target } else { load_target };
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        let absolute = absolute.to_string_lossy();
+        operation.closing().path = absolute.clone().into_owned();
+        let device = path.parent().and_then(|parent| {
+            let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+            rustix::fs::stat(parent).ok()
+        });
+        operation.write(|slot| {
+            slot.kind.store(kind as u32, Relaxed);
+            slot.phase.store(Phase::Plan as u32, Relaxed);
+            for zero in [&slot.engine, &slot.flags, &slot.fallback_errno, &slot.threads] {
+                zero.store(0, Relaxed);
+            }
+            for zero in [&slot.files_total, &slot.files_done, &slot.block_size, &slot.queue_depth] {
+                zero.store(0, Relaxed);
+            }
+            for zero in [&slot.bytes_total, &slot.bytes_durable, &slot.t_end_mono_ns, &slot.error] {
+                zero.store(0, Relaxed);
+            }
+            slot.t_start_mono_ns.store(begin, Relaxed);
+            slot.t_phase_mono_ns.store(begin, Relaxed);
+            slot.st_dev.store(device.map_or(0, |stat| stat.st_dev), Relaxed);
+            slot.step.store(step.unwrap_or(-1), Relaxed);
+            slot.target.store(target, Relaxed);
+            slot.label.set(&path.file_name().unwrap_or_default().to_string_lossy());
+            slot.path.set_tail(&absolute);
+            slot.op_id.store(id, Relaxed);
+        });
+        operation
+    }
+
+    /// Changes the slot as one (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
+    fn write(&self, change: impl FnOnce(&OperationSlot)) {
+        // Whoever took the slot left it odd.
+        let odd = self.slot.seq.load(Relaxed) | 1;
+        self.slot.seq.store(odd, Relaxed);
+        fence(Release); // the odd number comes before the fields
+        change(self.slot);
+        self.slot.seq.store(odd.wrapping_add(1), Release); // and the even one after them
+    }
+
+    /// The plan is made, and work begins.
+    pub fn start(&self, planned: &Planned, phase: Phase) {
+        self.write(|slot| {
+            slot.bytes_total.store(planned.bytes, Relaxed);
+            slot.files_total.store(clamp(planned.files), Relaxed);
+            slot.block_size.store(clamp(planned.block_size), Relaxed);
+            slot.threads.store(clamp(planned.threads), Relaxed);
+            slot.queue_depth.store(clamp(planned.queue_depth), Relaxed);
+        });
+        self.phase(phase);
+    }
+
+    /// The number of the engine that runs, whether it uses direct I/O, and the errno for which another was left; `mixed` when some
+    /// blocks took another path.
+    pub fn ran(&self, engine: u32, direct: bool, errno: Option<i32>, mixed: bool) {
+        let flags = u32::from(direct) | u32::from(errno.is_some()) << 1 | u32::from(mixed) << 6;
+        self.write(|slot| {
+            slot.engine.store(engine, Relaxed);
+            slot.flags.store(flags, Relaxed);
+            slot.fallback_errno.store(errno.map_or(0, i32::unsigned_abs), Relaxed);
+        });
+    }
+
+    /// The next phase; one that was passed already is no news.
+    pub fn phase(&self, phase: Phase) {
+        let now = now();
+        let mut closing = self.closing();
+        // Reading is numbered after the phases of a save, but is followed by none of them.
+        if closing.phase >= phase as u32 {
+            return;
+        }
+        closing.phase = phase as u32;
+        self.segment.process.heartbeat.fetch_add(1, Relaxed);
+        if matches!(phase, Phase::Fsync | Phase::Commit) {
+            closing.sync_begin.get_or_insert(now);
+        }
+        drop(closing);
+        self.write(|slot| {
+            slot.phase.store(phase as u32, Relaxed);
+            slot.t_phase_mono_ns.store(now, Relaxed);
+        });
+    }
+
+    /// A shard of `bytes` is durable.
+    pub fn durable(&self, bytes: u64) {
+        self.checked(bytes, true);
+    }
+
+    /// So many bytes have been checked, which are the last of their shard or not.
+    pub fn checked(&self, bytes: u64, last: bool) {
+        self.durable.fetch_add(bytes, Relaxed);
+        self.files_done.fetch_add(u32::from(last), Relaxed);
+    }
+
+    /// A sign of life, about ten times a second, from the coordinating thread.
+    pub fn tick(&self) {
+        self.segment.process.heartbeat.fetch_add(1, Relaxed);
+        let (at, done) = (now(), self.done());
+        let mut closing = self.closing();
+        let window = PEAK_WINDOW.as_nanos() as u64;
+        while closing.recent.len() > 1 && closing.recent.get(1).is_some_and(|&(then, _)| then + window <= at)
+        {
+            closing.recent.pop_front();
+        }
+        if let Some(&(then, bytes)) = closing.recent.front().filter(|&&(then, _)| then + window <= at) {
+            let rate = u128::from(done - bytes) * 1_000_000_000 / u128::from(at - then);
+            closing.peak = closing.peak.max(u64::try_from(rate).unwrap_or(u64::MAX));
+        }
+        closing.recent.push_back((at, done));
+        drop(closing);
+        self.write(|slot| {
+            slot.bytes_durable.store(self.durable.load(Relaxed), Relaxed);
+            slot.files_done.store(self.files_done.load(Relaxed), Relaxed);
+        });
+    }
+
+    /// Bytes that the workers have completed.
+    #[must_use]
+    pub fn done(&self) -> u64 {
+        self.done.load(Relaxed)
+    }
+
+    /// A worker completed `bytes` more.
+    pub(super) fn moved(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Relaxed);
+    }
+
+    /// Adds the latencies that a worker has counted.
+    pub(super) fn add_latencies(&self, histogram: &[u64; BUCKETS]) {
+        for (sum, count) in self.closing().histogram.iter_mut().zip(histogram) {
+            *sum += count;
+        }
+    }
+
+    /// The operation has ended: its slot, its record and the totals are closed.
+    pub fn end(&self, outcome: Result<(), Option<i32>>) {
+        let mut closing = self.closing();
+        if std::mem::replace(&mut closing.ended, true) {
+            return;
+        }
+        let end = now();
+        let bytes = self.done();
+        let error = outcome.err().flatten().map_or(0, |errno| u64::from(errno.unsigned_abs()));
+        self.write(|slot| {
+            slot.phase.store(if outcome.is_ok() { DONE } else { FAILED }, Relaxed);
+            slot.t_phase_mono_ns.store(end, Relaxed);
+            slot.t_end_mono_ns.store(end, Relaxed);
+            slot.error.store(error, Relaxed);
+            slot.files_done.store(self.files_done.load(Relaxed), Relaxed);
+            let durable = if outcome.is_ok() { &slot.bytes_total } else { &self.durable };
+            slot.bytes_durable.store(durable.load(Relaxed), Relaxed);
+        });
+        let duration = end - self.begin;
+        let rate = u128::from(bytes) * 1_000_000_000 / u128::from(duration.max(1));
+        let peak = closing.peak.max(u64::try_from(rate).unwrap_or(u64::MAX));
+        process::finish(self.segment, self.number, self.kind, outcome.is_ok(), bytes, |record| {
+            record.kind.store(self.kind as u32, Relaxed);
+            record.result.store(if outcome.is_ok() { 1 } else { 2 }, Relaxed);
+            record.engine.store(self.slot.engine.load(Relaxed), Relaxed);
+            record.threads.store(self.slot.threads.load(Relaxed), Relaxed);
+            record.bytes.store(bytes, Relaxed);
+            record.t_start_real_ns.store(self.begin_real, Relaxed);
+            record.dur_ns.store(duration, Relaxed);
+            record.sync_ns.store(closing.sync_begin.map_or(0, |begin| end - begin), Relaxed);
+            record.peak_bps.store(peak, Relaxed);
+            record.p50_us.store(quantile(&closing.histogram, 50), Relaxed);
+            record.p99_us.store(quantile(&closing.histogram, 99), Relaxed);
+            record.step.store(self.slot.step.load(Relaxed), Relaxed);
+            record.error.store(error, Relaxed);
+            record.flags.store(self.slot.flags.load(Relaxed), Relaxed);
+            record.fallback_errno.store(self.slot.fallback_errno.load(Relaxed), Relaxed);
+            record.label.copy(&self.slot.label);
+            record.path.set_tail(&closing.path);
+            record.op_id.store(self.id, Release);
+        });
+    }
+
+    fn closing(&self) -> std::sync::MutexGuard<'_, Closing> {
+        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Operation {
+    /// An operation that nobody ended was left by an error on the way.
+    fn drop(&mut self) {
+        self.end(Err(None));
+    }
+}
+
+/// The bucket of a latency in nanoseconds: 0 below the first end, then one more for each doubling.
+pub(super) fn bucket_of(latency: u64) -> usize {
+    let doublings = u64::BITS - (latency / FIRST_BUCKET).leading_zeros();
+    (doublings as usize).min(BUCKETS - 1)
+}
+
+/// The value below which `percent` of the requests lie: the upper end of their bucket, in microseconds.
+pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64) -> u32 {
+    let all: u64 = histogram.iter().sum();
+    let mut seen = 0;
+    let bucket = histogram.iter().position(|count| {
+        seen += count;
+        seen > 0 && seen * 100 >= all * percent
+    });
+    bucket.map_or(0, |bucket| clamp((FIRST_BUCKET / 1000) << bucket))
+}
+
+pub(super) fn clamp(value: impl TryInto<u32>) -> u32 {
+    value.try_into().unwrap_or(u32::MAX)
+}
