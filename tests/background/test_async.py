@@ -526,7 +526,7 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt import _async
+    from fastckpt._background import save_async as _async
     gate, real = threading.Event(), _async._Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
