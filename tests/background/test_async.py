@@ -27,7 +27,7 @@ from fastckpt._background import arenas as _arenas
 from fastckpt._background import save_async as _async
 from harness.states import numbered, same, which
 
-NEVER = 1  # byte a second: such a save ends when it is cancelled
+SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
 
 
 @pytest.fixture(autouse=True)
@@ -482,7 +482,7 @@ def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lazy", [False, True])
 def test_cancel_leaves_nothing_behind(tmp_path, lazy):
     fastckpt.save(numbered(1), tmp_path / "c")
-    pending = fastckpt.save_async(numbered(2), tmp_path / "c", lazy=lazy, bandwidth_limit=NEVER)
+    pending = fastckpt.save_async(numbered(2), tmp_path / "c", lazy=lazy, bandwidth_limit=SLOWLY)
     assert pending.cancel()
     assert pending.cancel()
     assert pending.cancelled()
