@@ -84,7 +84,7 @@ def save(
     Each tensor is ``(name, dtype, shape, address, capacity, as)``: dtype as safetensors names it; the address of its
     contiguous bytes in host memory, or 0 when ``fill(index, start, address, nbytes)`` is to copy its bytes
     ``[start, start + nbytes)`` to ``address``, called from worker threads; the bytes that the memory has, ValueError
-    unless dtype and shape need as many; and the true dtype and shape where those differ, else None. The caller keeps
+    unless dtype and shape need as many; and the logical dtype and shape where those differ, else None. The caller keeps
     the memory alive and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on
     the calling thread, in bytes; an exception that it, ``fill`` or a signal handler raises stops the save, removes
     what was written, and is raised.

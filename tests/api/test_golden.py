@@ -44,7 +44,25 @@ def test_golden_types_are_read_bit_for_bit(engine):
     assert same(loaded, expected)
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types"])
+def test_golden_groups_are_read_bit_for_bit(engine):
+    state = fastckpt.load(DATA / "v1-groups", io=engine)
+    assert same(state, golden().training())
+    assert state["model"]["embed.weight"].data_ptr() == state["average"]["embed.weight"].data_ptr()
+    assert fastckpt.open(DATA / "v1-groups").keys()[0] == "model.embed.weight"
+
+
+def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
+    """The layout is the format's: no release changes it."""
+    fastckpt.save(golden().training(), tmp_path / "c", shard_size=100)
+    written, kept = (
+        {file.name: file.read_bytes() for file in path.iterdir() if file.name != "fastckpt.json"}
+        for path in (tmp_path / "c", DATA / "v1-groups")
+    )
+    assert len(written) > 4
+    assert written == kept
+
+
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups"])
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA

@@ -49,7 +49,7 @@ def test_into_is_not_written_beyond_its_end(tmp_path, kind, nbytes):
     # At its end for those that would be filled by callbacks of whole arrays.
     target = around[1000:1006:2] if "strided" in kind else around[1000:1003]
     state = {"w": torch.from_numpy(target) if "torch" in kind else target}
-    with pytest.raises(fastckpt.CorruptCheckpointError, match="'w': its true dtype and shape do not fit its bytes"):
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="'w': its logical dtype and shape do not fit its bytes"):
         fastckpt.load(path, into=state)
     assert not around.any()
 

@@ -93,11 +93,32 @@ def types() -> dict[str, Any]:
     }
 
 
+def training() -> dict[str, Any]:
+    """The state of a training run: its model is a group of files of its own, with all tensors that it shares."""
+    embedding = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    bias = torch.tensor([0.5, -0.5], dtype=torch.bfloat16)
+    return {
+        "average": {"embed.weight": embedding, "bias": bias + 1},
+        "model": OrderedDict(
+            {
+                "embed.weight": embedding,
+                "head.weight": embedding,
+                "bias": bias,
+                "layers": [torch.ones(3), torch.ones(3)],
+            }
+        ),
+        "model.note": torch.zeros(1, dtype=torch.complex128),
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(30.0)}}, "lr": 1e-3},
+        "step": 3,
+    }
+
+
 METADATA = {"step": 1000, "note": "golden", "loss": 2.5}
 
 if __name__ == "__main__":
     version = sys.argv[1] if len(sys.argv) > 1 else "v1"
     register()
-    for name, make, shard_size in (("", state, 10**9), ("-sharded", state, 5000), ("-types", types, 10**9)):
+    kinds = (("", state, 10**9), ("-sharded", state, 5000), ("-types", types, 10**9), ("-groups", training, 100))
+    for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():
             fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, shard_size=shard_size)

@@ -14,10 +14,10 @@ import torch
 import fastckpt
 from fastckpt import CorruptCheckpointError, UnsupportedTypeError
 from fastckpt._api.destinations import Targets
-from fastckpt._state.dialects import Check, Real
+from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.unflatten import parse, unflatten
 
-# As the core's reader gives it: name, dtype, shape, shard, offset, bytes, true dtype and shape.
+# As the core's reader gives it: name, dtype, shape, shard, offset, bytes, logical dtype and shape.
 STORED = [
     ("a", "F32", (2, 3), 0, 4096, 24, None),
     ("b", "U8", (5000,), 0, 4120, 5000, None),
@@ -38,7 +38,7 @@ STORED = [
 def decode(source, stored=STORED, reader=None):
     """What load does with a structure, less the reading."""
     tokens = parse(source if isinstance(source, str) else json.dumps(source))
-    check = Check(stored)
+    check = Validator(stored)
     unflatten(tokens, check)
     targets = Targets(stored, "auto")
     targets.make(check.found)
@@ -48,7 +48,7 @@ def decode(source, stored=STORED, reader=None):
         assert address
     if reader is not None:
         reader.read(targets.requests, verify=True, io="threads", threads=1, drain=None, tick=None)
-    return unflatten(tokens, Real("auto", targets.values()))
+    return unflatten(tokens, StateBuilder("auto", targets.values()))
 
 
 NOTHING_FOLLOWS = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._state.dialects import Check, Real, Stored, numpy_leaf, torch_for
+from fastckpt._state.builders import Entry, StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
@@ -100,10 +100,10 @@ class Checkpoint:
     def __init__(self, path: AnyPath) -> None:
         self._path = path_of("open", path)
         self._reader: _core.Reader | None = _core.Reader(self._path)
-        self._stored: list[Stored] = self._reader.tensors()
+        self._stored: list[Entry] = self._reader.tensors()
         self._tokens = parse(self._reader.structure())
         self._about = self._reader.metadata()
-        check = Check(self._stored, strangers=True)
+        check = Validator(self._stored, strangers=True)
         unflatten(self._tokens, check, operation="open")
         # The first token of each tensor tells how it is to come back.
         self._first: dict[int, list[Any]] = {}
@@ -118,11 +118,11 @@ class Checkpoint:
                 self._index.setdefault(name, index)
 
     def _describe(self, index: int, files: list[str]) -> TensorInfo:
-        name, dtype, shape, shard, _, nbytes, true = self._stored[index]
+        name, dtype, shape, shard, _, nbytes, logical = self._stored[index]
         return TensorInfo(
             name=name,
-            dtype=plain_name(dtype, None if true is None else true[0]),
-            shape=tuple(shape if true is None else true[1]),
+            dtype=plain_name(dtype, None if logical is None else logical[0]),
+            shape=tuple(shape if logical is None else logical[1]),
             bytes=nbytes,
             shard=files[shard],
             kind=self._token(index)[0],
@@ -167,11 +167,11 @@ class Checkpoint:
     def metadata(self) -> Any:
         """What was given to ``save(metadata=...)``, made anew on each access."""
         tokens = parse(self._about)
-        unflatten(tokens, Check([]), operation="open: metadata")
+        unflatten(tokens, Validator([]), operation="open: metadata")
         try:
-            return unflatten(tokens, Real("auto"), operation="open: metadata")
+            return unflatten(tokens, StateBuilder("auto"), operation="open: metadata")
         except ImportError:
-            return unflatten(tokens, Real("numpy"), operation="open: metadata")
+            return unflatten(tokens, StateBuilder("numpy"), operation="open: metadata")
 
     @property
     def structure(self) -> Any:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastckpt._state.builders import Entry, torch_for
 from fastckpt._state.collector import paused
-from fastckpt._state.dialects import Stored, torch_for
 from fastckpt._tensors import device as _device
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
@@ -33,7 +33,7 @@ class Targets:
         mappings: where shards are mapped, if they are: then nothing need be asked for.
     """
 
-    def __init__(self, stored: Sequence[Stored], framework: str, device: Any = None) -> None:
+    def __init__(self, stored: Sequence[Entry], framework: str, device: Any = None) -> None:
         self.stored = stored
         self.framework = framework
         self.device = device
@@ -132,15 +132,15 @@ class Targets:
         return _Pending(lambda: torch.from_array(array))
 
     def _tensor(self, index: int) -> Any:
-        _, dtype, shape, _, offset, nbytes, true = self.stored[index]
+        _, dtype, shape, _, offset, nbytes, logical = self.stored[index]
         # The same few dtypes come again and again, and looking one up is not free.
-        kind = (dtype, None if true is None else true[0])
+        kind = (dtype, None if logical is None else logical[0])
         known = self._dtypes.get(kind)
         if known is None:
             found = self.tensor_dtype(index)
             known = self._dtypes[kind] = (found, found.itemsize, torch_for("a torch tensor").empty)
         found, itemsize, empty = known
-        if true is not None or not nbytes:
+        if logical is not None or not nbytes:
             shape = self.shape(index, itemsize)
         if self.device is not None:
             torch = torch_for("a torch tensor")
@@ -172,9 +172,9 @@ class Targets:
 
     def tensor_dtype(self, index: int) -> Any:
         """The torch dtype of a stored tensor."""
-        _, dtype, _, _, _, _, true = self.stored[index]
+        _, dtype, _, _, _, _, logical = self.stored[index]
         try:
-            found = torch_for("a torch tensor").dtype_of(dtype, None if true is None else true[0])
+            found = torch_for("a torch tensor").dtype_of(dtype, None if logical is None else logical[0])
         except ValueError as error:
             raise self._malformed(index, str(error)) from error
         if found is None:
@@ -183,13 +183,13 @@ class Targets:
 
     def array_dtype(self, index: int) -> np.dtype[Any]:
         """The numpy dtype of a stored tensor."""
-        _, dtype, _, _, _, _, true = self.stored[index]
+        _, dtype, _, _, _, _, logical = self.stored[index]
         found: np.dtype[Any] | None
         try:
-            if true is not None and true[0].startswith(NUMPY_PREFIX):
-                found = _numpy.parse_dtype(true[0])
-            elif true is not None:
-                found = _numpy.dtype_of_torch(true[0].removeprefix(TORCH_PREFIX))
+            if logical is not None and logical[0].startswith(NUMPY_PREFIX):
+                found = _numpy.parse_dtype(logical[0])
+            elif logical is not None:
+                found = _numpy.dtype_of_torch(logical[0].removeprefix(TORCH_PREFIX))
             else:
                 found = _numpy.DTYPES.get(dtype) or _numpy.dtype_of_torch(PLAIN_NAMES.get(dtype, ""))
         except (ValueError, TypeError) as error:
@@ -217,10 +217,10 @@ class Targets:
         return _Pending(memory.tobytes)
 
     def shape(self, index: int, itemsize: int) -> tuple[int, ...]:
-        """A tensor's true shape, which fits its bytes."""
-        _, _, shape, _, _, nbytes, true = self.stored[index]
-        if true is not None:
-            shape = true[1]
+        """A tensor's logical shape, which fits its bytes."""
+        _, _, shape, _, _, nbytes, logical = self.stored[index]
+        if logical is not None:
+            shape = logical[1]
         self._fits(index, prod(shape) * itemsize)
         # Neither library can count the elements of what would be this large without its zero.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
@@ -234,14 +234,14 @@ class Targets:
         and shape tell; that of one that exists is asked from itself.
         """
         if self.stored[index][5] != nbytes:
-            raise self._malformed(index, "its true dtype and shape do not fit its bytes")
+            raise self._malformed(index, "its logical dtype and shape do not fit its bytes")
 
     def _malformed(self, index: int, reason: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"load: tensor {self.stored[index][0]!r}: {reason}")
 
     def _lacks(self, index: int, lacking: str, other: str) -> UnsupportedTypeError:
-        name, dtype, _, _, _, _, true = self.stored[index]
-        kind = plain_name(dtype, None if true is None else true[0])
+        name, dtype, _, _, _, _, logical = self.stored[index]
+        kind = plain_name(dtype, None if logical is None else logical[0])
         return UnsupportedTypeError(
             f"load: tensor {name!r} is of dtype {kind}, which {lacking} "
             f'does not have: load with framework="{other}", or choose other tensors with keys='

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastckpt._state.dialects import Stored, torch_for
+from fastckpt._state.builders import Entry, torch_for
 from fastckpt._state.flatten import Occurrence, canonical, flatten
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import memory as _memory
@@ -52,7 +52,7 @@ class Into:
         self.filled: list[Any] = []
 
     def match(
-        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[Stored], targets: Targets
+        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[Entry], targets: Targets
     ) -> list[Any]:
         """Match every tensor of the checkpoint, or those at the positions ``kept``, and ask for their bytes.
 
@@ -102,12 +102,12 @@ class Into:
         self._ask(fill, targets)
         return composed
 
-    def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Stored], ties: dict[Any, int]) -> str | None:
+    def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Entry], ties: dict[Any, int]) -> str | None:
         """Why a tensor does not fit, or None."""
         if given.stored is None:
             return "a dense tensor in the checkpoint, a sparse or quantised one in into"
         index = item.token[1]
-        _, dtype, shape, _, _, _, true = stored[index]
+        _, dtype, shape, _, _, _, logical = stored[index]
         wants_torch = item.token[0] == "tensor" if self.framework == "auto" else self.framework == "torch"
         if wants_torch != _is_torch(given):
             kinds = ("a numpy array", "a torch tensor")
@@ -115,8 +115,12 @@ class Into:
         reasons = []
         mine = given.stored
         for what, theirs, ours in (
-            ("dtype", plain_name(dtype, true and true[0]), plain_name(mine.dtype, mine.true and mine.true[0])),
-            ("shape", list(true[1] if true else shape), list(mine.true[1] if mine.true else mine.shape)),
+            (
+                "dtype",
+                plain_name(dtype, logical and logical[0]),
+                plain_name(mine.dtype, mine.logical and mine.logical[0]),
+            ),
+            ("shape", list(logical[1] if logical else shape), list(mine.logical[1] if mine.logical else mine.shape)),
         ):
             if theirs != ours:
                 reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")

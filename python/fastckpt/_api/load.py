@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._state.builders import Entry, StateBuilder, Validator, torch_for
 from fastckpt._state.collector import paused
-from fastckpt._state.dialects import Check, Real, Stored, torch_for
 from fastckpt._state.select import find, named, prune
 from fastckpt._state.unflatten import parse, unflatten
 
@@ -138,16 +138,16 @@ def _load(
     began = time.perf_counter()
     reader = _core.Reader(source)
     with paused():
-        stored: list[Stored] = reader.tensors()
+        stored: list[Entry] = reader.tensors()
     tokens = parse(reader.structure())
     # With keys= types are asked for only where something was chosen: the rest may be another program's.
-    check = Check(stored, strangers=keys is not None)
+    check = Validator(stored, strangers=keys is not None)
     unflatten(tokens, check)
     targets = Targets(stored, framework, device)
     every, origin = tokens, None
     if keys is not None:
         tokens, origin = prune(tokens, select(named(tokens, [name for name, *_ in stored]), keys))
-        check = Check(stored)
+        check = Validator(stored)
         unflatten(tokens, check)
     composed = None
     given = None
@@ -181,7 +181,7 @@ def _load(
             targets.settle()
     if given is not None:
         given.changed()
-    state = unflatten(tokens, Real(framework, targets.values(), composed))
+    state = unflatten(tokens, StateBuilder(framework, targets.values(), composed))
     conclude(LoadReport, source, began, report)
     return state
 

@@ -18,7 +18,7 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors.described import As, Describe, Part, Parts, Stored, Unsupported
+from fastckpt._tensors.described import Describe, Logical, Part, Parts, Stored, Unsupported
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
@@ -51,7 +51,7 @@ class Flat:
 
     Attributes:
         tokens: JSON text of each structure token.
-        tensors: what ``_core.save`` takes: name, dtype, shape, address, bytes, true dtype and shape.
+        tensors: what ``_core.save`` takes: name, dtype, shape, address, bytes, logical dtype and shape.
         ties: number and name of each further place of a tensor.
         movers: by tensor number, what brings the bytes of those without an address.
         keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
@@ -64,7 +64,7 @@ class Flat:
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.tensors: list[tuple[str, str, Sequence[int], int, int, As]] = []
+        self.tensors: list[tuple[str, str, Sequence[int], int, int, Logical]] = []
         self.ties: list[tuple[int, str]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
@@ -186,7 +186,7 @@ def _array(value: np.ndarray[Any, Any]) -> Stored:
     if reason is not None:
         raise Unsupported(reason)
     dtype = value.dtype
-    name, true = _numpy.stored_dtype(dtype)
+    name, logical = _numpy.stored_dtype(dtype)
     shape: Sequence[int] = value.shape
     address = _memory.address_of(value)
     tie = (np.ndarray, address, dtype.str, shape, value.strides) if value.nbytes else id(value)
@@ -194,9 +194,9 @@ def _array(value: np.ndarray[Any, Any]) -> Stored:
     return Stored(
         tie,
         name,
-        shape if true is None else (value.nbytes,),
+        shape if logical is None else (value.nbytes,),
         address if whole and value.nbytes else 0,
-        None if true is None else (true, shape),
+        None if logical is None else (logical, shape),
         '["array",',
         "]",
         None if whole else _numpy.mover_out(value),
@@ -335,7 +335,7 @@ class _Flattener:
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
         flat = self.flat
-        tie, dtype, shape, address, true, head, tail, mover = stored
+        tie, dtype, shape, address, logical, head, tail, mover = stored
         if self.refuse_tensors is not None:
             raise Unsupported(self.refuse_tensors)
         if self.observe:
@@ -343,14 +343,14 @@ class _Flattener:
         index = self.ties.get(tie)
         if index is None:
             index = len(flat.tensors)
-            if len(shape if true is None else true[1]) > _DIMENSIONS:
+            if len(shape if logical is None else logical[1]) > _DIMENSIONS:
                 raise Unsupported(f"a tensor of more than {_DIMENSIONS} dimensions cannot be stored")
             self.ties[tie] = index
             if not address and type(value) in _EXPORTED:
                 # The array is an export: as long as it is kept, a bytearray refuses to be resized.
                 value = np.frombuffer(value, np.uint8)
                 shape, address = value.shape, _memory.address_of(value)
-            flat.tensors.append((self.name(frame), dtype, shape, address, value.nbytes, true))
+            flat.tensors.append((self.name(frame), dtype, shape, address, value.nbytes, logical))
             flat.keep.append(value)
             if mover is not None:
                 flat.movers[index] = mover

@@ -34,7 +34,7 @@ _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
 
 
-class Dialect(Protocol):
+class Builder(Protocol):
     """What the tokens that are not Python's own become."""
 
     def tensor(self, token: list[Any]) -> Any:
@@ -168,19 +168,19 @@ def _counter(parts: list[Any]) -> Counter[Any]:
     return Counter(made)
 
 
-def unflatten(tokens: Sequence[Token], dialect: Dialect, *, operation: str = "load") -> Any:
+def unflatten(tokens: Sequence[Token], builder: Builder, *, operation: str = "load") -> Any:
     """Make the state that ``tokens`` describe.
 
     Raises:
         CorruptCheckpointError: the tokens are malformed.
-        CheckpointError: whatever else the dialect raises.
+        CheckpointError: whatever else the builder raises.
     """
     with paused():
-        return _unflatten(tokens, dialect, operation)
+        return _unflatten(tokens, builder, operation)
 
 
-def _unflatten(tokens: Sequence[Token], dialect: Dialect, operation: str) -> Any:  # noqa: C901, PLR0912 - one hot loop
-    leaf_of = _leaves(dialect).get
+def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any:  # noqa: C901, PLR0912 - one hot loop
+    leaf_of = _leaves(builder).get
     stack: list[tuple[list[Any], int, Finish]] = []
     # The value that is open: its parts so far, how many it needs, and what makes it of them.
     parts: list[Any] = []
@@ -195,7 +195,7 @@ def _unflatten(tokens: Sequence[Token], dialect: Dialect, operation: str) -> Any
                 if leaf is not None:
                     value = leaf(token)
                 else:
-                    count, maker = _open(token, dialect)
+                    count, maker = _open(token, builder)
                     if count:
                         if count >= len(tokens) - position:
                             raise ValueError(f"{count} parts, more than there are tokens")
@@ -233,8 +233,8 @@ def _unflatten(tokens: Sequence[Token], dialect: Dialect, operation: str) -> Any
     )
 
 
-def _leaves(dialect: Dialect) -> dict[str, Callable[[list[Any]], Any]]:
-    tensor = dialect.tensor
+def _leaves(builder: Builder) -> dict[str, Callable[[list[Any]], Any]]:
+    tensor = builder.tensor
 
     def some_bytes(token: list[Any]) -> Any:
         if len(token) == _LONG:
@@ -248,9 +248,9 @@ def _leaves(dialect: Dialect) -> dict[str, Callable[[list[Any]], Any]]:
         "array": tensor,
         "bytes": some_bytes,
         "bytearray": some_bytes,
-        "size": dialect.leaf,
-        "dtype": dialect.leaf,
-        "device": dialect.leaf,
+        "size": builder.leaf,
+        "dtype": builder.leaf,
+        "device": builder.leaf,
     }
 
 
@@ -268,7 +268,7 @@ def _plain(token: Any) -> Any:
     return token
 
 
-def _open(token: list[Any], dialect: Dialect) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
+def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
     """How many parts a value has, and what makes it of them."""
     tag = token[0]
     maker = _FINISH.get(tag)
@@ -286,13 +286,13 @@ def _open(token: list[Any], dialect: Dialect) -> tuple[int, Finish]:  # noqa: PL
             return 1, _attributed
         if name == _registry.COUNTER:
             return 1, _counter
-        return 1, partial(_registered, dialect, name)
+        return 1, partial(_registered, builder, name)
     if tag == "datetime":
-        return 1, partial(_values.decode_datetime, token, dialect.zone)
+        return 1, partial(_values.decode_datetime, token, builder.zone)
     if tag == "time":
-        return 1, partial(_values.decode_time, token, dialect.zone)
-    return _ARITIES[tag], partial(dialect.composed, token)
+        return 1, partial(_values.decode_time, token, builder.zone)
+    return _ARITIES[tag], partial(builder.composed, token)
 
 
-def _registered(dialect: Dialect, name: str, parts: list[Any]) -> Any:
-    return dialect.registered(name, parts[0])
+def _registered(builder: Builder, name: str, parts: list[Any]) -> Any:
+    return builder.registered(name, parts[0])

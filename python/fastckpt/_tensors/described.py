@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _LEAST = -(2**63)
 
-As: TypeAlias = "tuple[str, Sequence[int]] | None"
+Logical: TypeAlias = "tuple[str, Sequence[int]] | None"
 
 
 class Unsupported(Exception):  # noqa: N818 - it never leaves the package: the walker adds the place
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
     dtype: str
     shape: Sequence[int]
     address: int
-    true: As
+    logical: Logical
     head: str
     tail: str
     mover: Mover | None

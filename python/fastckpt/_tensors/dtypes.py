@@ -29,9 +29,9 @@ TORCH_PREFIX = "torch."
 NUMPY_PREFIX = "numpy."
 
 
-def plain_name(dtype: str, true: str | None) -> str:
-    """A stored tensor's true dtype, for people: ``bfloat16``, ``complex128``, ``>f8``."""
-    if true is None:
+def plain_name(dtype: str, logical: str | None) -> str:
+    """A stored tensor's logical dtype, for people: ``bfloat16``, ``complex128``, ``>f8``."""
+    if logical is None:
         return PLAIN_NAMES.get(dtype, dtype)
-    name = true.removeprefix(TORCH_PREFIX).removeprefix(NUMPY_PREFIX)
+    name = logical.removeprefix(TORCH_PREFIX).removeprefix(NUMPY_PREFIX)
     return "complex128" if name == "<c16" else name

@@ -59,7 +59,7 @@ def why_not(array: Array) -> str | None:
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
-    """The dtype's name in the file, and the true one where that is only ``U8``."""
+    """The dtype's name in the file, and the logical one where that is only ``U8``."""
     name = NAMES.get(dtype.str)
     return (name, None) if name is not None else ("U8", _PREFIX + dtype.str)
 

@@ -29,7 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
 _STORED_NAMES = {DTYPES[plain]: name for name, plain in PLAIN_NAMES.items() if plain in DTYPES}
 _QUANTIZED = {name: DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES}
 
-#: dtype: its name in the file, and the true one where that is only ``U8``. Quantised tensors are stored in parts.
+#: dtype: its name in the file, and the logical one where that is only ``U8``. Quantised tensors are stored in parts.
 _STORED: dict[torch.dtype, tuple[str, str | None]] = {
     dtype: (_STORED_NAMES[dtype], None) if dtype in _STORED_NAMES else ("U8", str(dtype))
     for dtype in DTYPES.values()
@@ -78,7 +78,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             and not value.is_conj()
             and not value.is_neg()
         ):
-            name, true = _STORED[dtype]
+            name, logical = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
             # Whoever resizes a storage asks no tensor: what it no longer holds is somebody else's memory.
@@ -86,10 +86,10 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
                 _no_address(value)
             # An empty tensor has no address, and is tied to nothing but itself.
             tie = (address, dtype, shape) if address else _no_address(value)
-            if true is None:
+            if logical is None:
                 return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None))
             stored = (value.nbytes,)
-            return _new_stored(Stored, (tie, name, stored, address, (true, shape), _HEAD, _TAILS[flags], None))
+            return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None))
         return _describe_other(value, flags)
     except RuntimeError as error:
         # A tensor of a transform (torch.func) or of a back end that has no memory.
@@ -142,7 +142,7 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
 
 
 def _describe_strided(value: Tensor, flags: str) -> Stored:
-    name, true = _STORED[value.dtype]
+    name, logical = _STORED[value.dtype]
     shape = value.shape
     address = value.data_ptr()
     if not _is_whole(value):
@@ -155,9 +155,9 @@ def _describe_strided(value: Tensor, flags: str) -> Stored:
     return Stored(
         tie,
         name,
-        shape if true is None else (value.nbytes,),
+        shape if logical is None else (value.nbytes,),
         0,
-        None if true is None else (true, shape),
+        None if logical is None else (logical, shape),
         _HEAD,
         _TAILS[flags],
         mover_out(value) if address else None,
@@ -339,13 +339,13 @@ def changed(tensors: Sequence[Tensor]) -> None:
 # What is in a file.
 
 
-def dtype_of(dtype: str, true: str | None) -> torch.dtype | None:
+def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:
     """The dtype of a stored tensor; None where this torch has none of that name."""
-    if true is None:
+    if logical is None:
         return DTYPES.get(PLAIN_NAMES.get(dtype, ""))
-    if not true.startswith(TORCH_PREFIX):
-        raise ValueError(f"{true[:100]!r} is no torch dtype")
-    found = DTYPES.get(true.removeprefix(TORCH_PREFIX))
+    if not logical.startswith(TORCH_PREFIX):
+        raise ValueError(f"{logical[:100]!r} is no torch dtype")
+    found = DTYPES.get(logical.removeprefix(TORCH_PREFIX))
     return found if found in _STORED else None
 
 

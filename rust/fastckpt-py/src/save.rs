@@ -16,7 +16,7 @@ use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 
-/// Name, stored dtype, stored shape, address, bytes that are there, true dtype and shape where they differ.
+/// Name, stored dtype, stored shape, address, bytes that are there, logical dtype and shape where they differ.
 pub(crate) type Tensor = (String, String, Vec<u64>, usize, u64, Option<(String, Vec<u64>)>);
 
 /// See `_core.pyi`.

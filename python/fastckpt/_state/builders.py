@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
-#: As the core's reader gives it: name, dtype, shape, shard, offset, bytes, true dtype and shape.
-Stored: TypeAlias = "tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]"
+#: As the core's reader gives it: name, dtype, shape, shard, offset, bytes, logical dtype and shape.
+Entry: TypeAlias = "tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]"
 
 _FLAGS = frozenset({"", "g", "p", "pg"})
 _NAME = r"[a-z][a-z0-9_]{0,60}"
@@ -70,10 +70,10 @@ class _Later(dt.tzinfo):
     tzname = utcoffset
 
 
-class Check:
+class Validator:
     """Checks tokens against the stored tensors and the registry, and notes the tensors; makes nothing."""
 
-    def __init__(self, stored: Sequence[Stored], *, strangers: bool = False) -> None:
+    def __init__(self, stored: Sequence[Entry], *, strangers: bool = False) -> None:
         self.stored = stored
         #: Whether types that nobody registered are all right.
         self.strangers = strangers
@@ -83,18 +83,18 @@ class Check:
         tag, index, *more = token
         if type(index) is not int or not 0 <= index < len(self.stored):
             raise ValueError(f"there is no tensor {index!r}"[:80])
-        _, dtype, shape, _, _, _, true = self.stored[index]
+        _, dtype, shape, _, _, _, logical = self.stored[index]
         if tag == "tensor":
             if more and (len(more) > 1 or more[0] not in _FLAGS):
                 raise ValueError("flags of a tensor")
-            if true is not None and not true[0].startswith("torch."):
+            if logical is not None and not logical[0].startswith("torch."):
                 raise ValueError("a torch tensor of a dtype that is not torch's")
         elif tag == "array":
             if more:
                 raise ValueError("flags of an array")
-            if true is not None and not true[0].startswith("numpy."):
+            if logical is not None and not logical[0].startswith("numpy."):
                 raise ValueError("a numpy array of a dtype that is not numpy's")
-        elif more != ["tensor"] or dtype != "U8" or len(shape) != 1 or true is not None:
+        elif more != ["tensor"] or dtype != "U8" or len(shape) != 1 or logical is not None:
             raise ValueError("bytes that are no vector of bytes")
         self.found.append(token)
         return Tensor(tag)
@@ -139,7 +139,7 @@ class Check:
         return _values.zone(value)
 
 
-class Real:
+class StateBuilder:
     """Makes the state.
 
     Args:
@@ -172,7 +172,7 @@ class Real:
             return next(self._composed)
         if self.framework == "numpy":
             raise UnsupportedTypeError(
-                f'load: the checkpoint holds {_WHAT[token[0]]}, which numpy has not: load without framework="numpy", '
+                f'load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: load without framework="numpy", '
                 "or choose other tensors with keys="
             )
         return getattr(torch_for(_WHAT[token[0]]), token[0])(token, parts)
