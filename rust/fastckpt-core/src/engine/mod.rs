@@ -9,4 +9,6 @@ pub mod options;
 pub mod path;
 pub mod report;
 pub mod run;
+#[cfg(test)]
+mod tests;
 mod worker;

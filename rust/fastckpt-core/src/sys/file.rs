@@ -206,6 +206,14 @@ impl DataFile {
         Ok((file, len))
     }
 
+    /// A file for tests that do no I/O on it, opened for direct I/O or not.
+    #[cfg(test)]
+    pub(crate) fn unused(direct: bool) -> Self {
+        let null = || open_directory(std::path::Path::new("/")).unwrap();
+        let file = Self::pair(null(), false, |_| Ok(null())).unwrap();
+        Self { direct: direct.then(|| Held::from(null())), ..file }
+    }
+
     /// Whether operations on this file go past the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
