@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
+from fastckpt._tensors.described import Tensor
+
 __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
-    "Arena",
     "Mappings",
+    "Memory",
     "Reader",
+    "SaveOptions",
     "Snapshot",
     "__version__",
     "check_target",
@@ -63,31 +66,43 @@ class Verified(Report):
 
     damage: list[Damage]
 
+@final
+class SaveOptions:
+    """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
+
+    ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
+    """
+
+    def __new__(
+        cls,
+        *,
+        shard_size: int,
+        model_prefix: str = "",
+        overwrite: bool = True,
+        io: str = "auto",
+        threads: int | None = None,
+        bandwidth_limit: int | None = None,
+        nice: int | None = None,
+        io_priority: str | None = None,
+        step: int | None = None,
+    ) -> SaveOptions: ...
+
 def save(
     path: str,
-    tensors: Sequence[tuple[str, str, Sequence[int], int, int, tuple[str, Sequence[int]] | None]],
+    tensors: Sequence[Tensor],
     structure: str,
     metadata: str,
-    *,
-    model_prefix: str,
-    overwrite: bool,
-    shard_size: int,
-    io: str,
-    threads: int | None,
-    bandwidth_limit: int | None,
-    step: int | None,
+    options: SaveOptions,
     fill: Callable[[int, int, int, int], None] | None,
     tick: Callable[[int, int], None] | None,
 ) -> Report:
     """Write a checkpoint; durable and visible when it returns.
 
-    Each tensor is ``(name, dtype, shape, address, capacity, as)``: dtype as safetensors names it; the address of its
-    contiguous bytes in host memory, or 0 when ``fill(index, start, address, nbytes)`` is to copy its bytes
-    ``[start, start + nbytes)`` to ``address``, called from worker threads; the bytes that the memory has, ValueError
-    unless dtype and shape need as many; and the logical dtype and shape where those differ, else None. The caller keeps
-    the memory alive and unchanged until the call returns. ``tick(done, total)`` is called about ten times a second on
-    the calling thread, in bytes; an exception that it, ``fill`` or a signal handler raises stops the save, removes
-    what was written, and is raised.
+    ``fill(index, start, address, nbytes)`` copies the bytes ``[start, start + nbytes)`` of a tensor without an address
+    to ``address``; worker threads call it. ValueError unless a tensor's dtype and shape need as many bytes as its
+    memory has. The caller keeps the memory alive and unchanged until the call returns. ``tick(done, total)`` is called
+    about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a signal handler raises
+    stops the save, removes what was written, and is raised.
     """
 
 def check_target(path: str, overwrite: bool) -> None:
@@ -177,29 +192,33 @@ class Mappings:
         """Where ``nbytes`` of a shard's file begin, ``offset`` bytes in; IndexError where they are not mapped."""
 
 @final
-class Arena:
+class Memory:
     """Host memory for snapshots: huge pages, not inherited by a forked child, where it looks empty."""
 
-    def __new__(cls, nbytes: int) -> Arena: ...
+    def __new__(cls, nbytes: int) -> Memory: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap it, unless a snapshot has it."""
 
 @final
 class Snapshot:
-    """A state to be copied and then written from the copy. Each method refuses while another runs."""
+    """A state to be copied into images of its files, and then written from there.
+
+    Each method but the properties and ``stop`` raises RuntimeError while another runs, or out of order.
+    """
 
     def __new__(
         cls,
-        tensors: Sequence[tuple[str, str, Sequence[int], int, int, tuple[str, Sequence[int]] | None]],
+        tensors: Sequence[Tensor],
         structure: str,
         metadata: str,
+        options: SaveOptions,
         fill: Callable[[int, int, int, int], None] | None,
     ) -> Snapshot:
-        """Arguments as those of :func:`save`."""
+        """Lay out the files. Arguments as those of :func:`save`."""
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it needs."""
@@ -211,27 +230,14 @@ class Snapshot:
         """Bytes copied so far."""
     def stop(self) -> None:
         """Make ``stage`` end soon, with KeyboardInterrupt."""
-    def stage(self, arena: Arena, wanted: bytes, *, last: bool, threads: int | None) -> None:
+    def attach(self, memory: Memory) -> None:
+        """Take the memory to copy to, until ``close``."""
+    def stage(self, wanted: bytes, *, last: bool, options: SaveOptions) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go."""
-    def save(
-        self,
-        arena: Arena,
-        path: str,
-        *,
-        model_prefix: str,
-        overwrite: bool,
-        shard_size: int,
-        io: str,
-        threads: int | None,
-        bandwidth_limit: int | None,
-        nice: int | None,
-        io_priority: str | None,
-        step: int | None,
-        tick: Callable[[int, int], None] | None,
-    ) -> Report:
-        """Write the copy, once; see :func:`save`."""
+    def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> Report:
+        """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`."""
     def close(self) -> None:
-        """Free what it knows."""
+        """Give the memory back, and free what it knows."""
 
 @final
 class Reader:

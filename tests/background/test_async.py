@@ -22,9 +22,9 @@ import pytest
 
 import fastckpt
 from fastckpt import _core
-from fastckpt._api import in_flight as _flight
-from fastckpt._background import arenas as _arenas
-from fastckpt._background import save_async as _async
+from fastckpt._api import in_flight as _in_flight
+from fastckpt._background import job as _job
+from fastckpt._background import snapshot_memory as _memory
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -33,10 +33,10 @@ SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    for flight in _flight.in_flight():
-        flight.landed.wait(60)
-    left = _flight.unasked()
-    _flight._unasked.clear()
+    for save in _in_flight.saves():
+        save.finished.wait(60)
+    left = _in_flight.unasked()
+    _in_flight._unasked.clear()
     fastckpt.release_buffers()
     assert not left
 
@@ -51,14 +51,14 @@ def late(monkeypatch):
 def hold(monkeypatch):
     """``hold(path)`` gives an event: a save to that path has its snapshot, and writes once the event is set."""
     gates = {}
-    real = _async._Job._write
+    real = _job.Job._write
 
     def write(job):
         gate = gates.get(job.pending.path)
         assert gate is None or gate.wait(60)
         return real(job)
 
-    monkeypatch.setattr(_async._Job, "_write", write)
+    monkeypatch.setattr(_job.Job, "_write", write)
 
     def hold(path):
         return gates.setdefault(str(path), threading.Event())
@@ -72,7 +72,7 @@ def release_when_admission_waits(gate, seconds=0.0):
     """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place among the saves."""
 
     def body():
-        wait_until(lambda: _flight._waiting)
+        wait_until(lambda: _in_flight._waiting)
         time.sleep(seconds)
         gate.set()
 
@@ -286,18 +286,18 @@ def test_whichever_ends_first_makes_room(tmp_path, hold):
     assert not slow.done()
     gates[0].set()
     slow.result(60)
-    assert _flight._waiting == []
+    assert _in_flight._waiting == []
 
 
 def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
     """Also while its thread has not yet come to run."""
-    real = _async._Job.run
+    real = _job.Job.run
 
     def late(job):
         time.sleep(0.2)
         real(job)
 
-    monkeypatch.setattr(_async._Job, "run", late)
+    monkeypatch.setattr(_job.Job, "run", late)
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
     second = fastckpt.save_async(numbered(2), tmp_path / "c")
     assert first.done()
@@ -309,7 +309,7 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
 def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeypatch):
     gate = hold(tmp_path / "c")
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
-    real = _flight.wait_for_path
+    real = _in_flight.wait_for_path
 
     def wait(path):
         assert not first.done()
@@ -318,7 +318,7 @@ def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeyp
         assert first.done()
 
     with monkeypatch.context() as patch:
-        patch.setattr(_flight, "wait_for_path", wait)
+        patch.setattr(_in_flight, "wait_for_path", wait)
         fastckpt.save(numbered(2), tmp_path / "c")
     assert first.done()
     assert which(fastckpt.load(tmp_path / "c")) == 2
@@ -360,7 +360,7 @@ def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, ca
 
 def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, late):
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
-    broken.landed.wait(60)
+    broken.finished.wait(60)
     with pytest.warns(RuntimeWarning, match=r"no/c failed, and nobody has asked"):
         # The synchronous one may be the last act of a failing program, so it saves first, and only warns.
         fastckpt.save(numbered(2), tmp_path / "sync")
@@ -409,7 +409,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
         with pytest.raises(ValueError, match=next(iter(wrong)).replace("io_priority", "I/O priority")):
             fastckpt.save_async({}, tmp_path / "c", **wrong)
     assert entries(tmp_path) == []
-    assert _flight.in_flight() == ()
+    assert _in_flight.saves() == ()
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -423,7 +423,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("fastckpt._tensors.memory.copy_out", broken)
     with pytest.raises(RuntimeError, match="cannot copy"):
         fastckpt.save_async(state, tmp_path / "c")
-    assert _flight.in_flight() == ()
+    assert _in_flight.saves() == ()
     pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
     pending.wait_staged(60)
     with pytest.raises(RuntimeError, match="cannot copy"):
@@ -446,7 +446,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_flight, "admit"), (_async._Job, "prepare"), (_async._Job, "start"), (_async.threading.Thread, "start")]
+    places = [(_in_flight, "admit"), (_job.Job, "prepare"), (_job.Job, "start"), (_job.threading.Thread, "start")]
     for place, name in places:
         for before in (True, False):
             with monkeypatch.context() as patch:
@@ -457,21 +457,21 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
             thread = threading.Thread(target=fastckpt.drain, args=(60,))
             thread.start()
             thread.join()
-            assert _flight.in_flight() == ()
+            assert _in_flight.saves() == ()
             fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
             assert entries(tmp_path) == ["c"]
             assert which(fastckpt.load(tmp_path / "c")) == 2
-            assert len(_arenas._free) == 1
+            assert len(_memory._free) == 1
 
 
 def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(_core, "Arena", full)
+    monkeypatch.setattr(_core, "Memory", full)
     with pytest.raises(OSError, match="no memory"):
         fastckpt.save_async(numbered(1), tmp_path / "c")
-    assert _flight.in_flight() == ()
+    assert _in_flight.saves() == ()
     monkeypatch.undo()
     fastckpt.save_async(numbered(1), tmp_path / "c").result(60)
 
@@ -526,12 +526,12 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt._background import save_async as _async
-    gate, real = threading.Event(), _async._Job._write
+    from fastckpt._background import job as _job
+    gate, real = threading.Event(), _job.Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
         return real(job)
-    _async._Job._write = write
+    _job.Job._write = write
     return gate
 
 def late():
@@ -602,14 +602,14 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
 BROKEN = """
 import multiprocessing, os, sys, time
 import fastckpt
-from fastckpt._background import save_async as _async
+from fastckpt._background import job as _job
 
 def broken(job):
     time.sleep(0.2)  # the program is at its end by then
     raise OSError(5, "the disk is gone")
 
 def save(path):
-    _async._Job._write = broken
+    _job.Job._write = broken
     fastckpt.save_async({"n": 1}, path)
 
 if __name__ == "__main__":
@@ -681,7 +681,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         pending = fastckpt.save_async(state, target)
         late()
         failed = fastckpt.save_async(state, target + "/no/c", max_in_flight=2)
-        failed.landed.wait()
+        failed.finished.wait()
         child = os.fork()
         if not child:
             fastckpt.drain()
@@ -806,14 +806,14 @@ def mappings():
 
 def test_the_second_save_allocates_nothing(tmp_path):
     state = {f"w{index}": np.full(1 << 20, index) for index in range(8)}
-    arenas = []
-    real = _core.Arena
+    mapped = []
+    real = _core.Memory
 
     def counted(nbytes):
-        arenas.append(nbytes)
+        mapped.append(nbytes)
         return real(nbytes)
 
-    _core.Arena = counted
+    _core.Memory = counted
     try:
         for _ in range(2):
             fastckpt.save_async(state, tmp_path / "c").result(60)
@@ -823,9 +823,9 @@ def test_the_second_save_allocates_nothing(tmp_path):
         fastckpt.drain(60)
         faults = (minor_faults() - before) / 3
     finally:
-        _core.Arena = real
-    assert len(arenas) == 1
-    assert 1.0 <= arenas[0] / (64 << 20) < 1.1, "one copy of the state"
+        _core.Memory = real
+    assert len(mapped) == 1
+    assert 1.0 <= mapped[0] / (64 << 20) < 1.1, "one copy of the state"
     # 64 MiB are 16,384 pages, and 32 huge ones.
     assert faults < 2000, faults
 
@@ -859,10 +859,8 @@ def test_release_buffers_frees_them_also_those_in_use(tmp_path, hold):
 def test_a_larger_state_takes_the_place_of_the_smaller(tmp_path):
     for millions in (1, 8, 2, 8):
         fastckpt.save_async({"w": np.ones(millions << 17)}, tmp_path / "c").result(60)
-    from fastckpt._background import arenas as _arenas
-
-    wait_until(lambda: len(_arenas._free) == 1)
-    assert _arenas._free[0].nbytes == 10 << 20, "8 MiB, 64 bytes, and whole huge pages"
+    wait_until(lambda: len(_memory._free) == 1)
+    assert _memory._free[0].nbytes == 10 << 20, "8 MiB and a header, in whole huge pages"
 
 
 def test_two_hundred_saves_leak_nothing(tmp_path):
@@ -889,7 +887,7 @@ def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
     def start(_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_async.threading.Thread, "start", start)
+    monkeypatch.setattr(_job.threading.Thread, "start", start)
     pending = fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
     assert pending.done()
     assert "the caller does it" in caplog.text

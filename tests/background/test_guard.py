@@ -17,7 +17,7 @@ import torch
 
 import fastckpt
 from fastckpt import PendingSave
-from fastckpt._background import save_async as _async
+from fastckpt._background import job as _job
 from harness.same import same
 
 TURNS = 3000
@@ -136,13 +136,13 @@ def test_without_the_guard_values_differ(tmp_path, held_copy):
 
 def test_a_guard_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_copy, when_waited_for, monkeypatch):
     write = threading.Event()
-    real = _async._Job._write
+    real = _job.Job._write
 
     def held(job):
         assert write.wait(60)
         return real(job)
 
-    monkeypatch.setattr(_async._Job, "_write", held)
+    monkeypatch.setattr(_job.Job, "_write", held)
     model, optimizer = make()
     step(model, optimizer, random.Random(0))
     began = time.perf_counter()
@@ -249,14 +249,14 @@ def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_copy)
 def test_a_forked_child_steps_without_waiting(tmp_path):
     code = """
 import os, sys, threading, torch, fastckpt
-from fastckpt._background import save_async as _async
+from fastckpt._background import job as _job
 model = torch.nn.Linear(3, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-gate, stage = threading.Event(), _async._Job.stage
+gate, stage = threading.Event(), _job.Job.stage
 def held(job, wanted, *, last):
     assert not last or gate.wait(60)
     stage(job, wanted, last=last)
-_async._Job.stage = held
+_job.Job.stage = held
 pending = fastckpt.save_async({"m": torch.zeros(1 << 20), **model.state_dict()}, sys.argv[1], lazy=True)
 fastckpt.guard(optimizer, pending)
 if not os.fork():
@@ -358,7 +358,7 @@ def test_a_guard_that_is_never_asked_keeps_few_saves(tmp_path):
 def held_background(monkeypatch):
     """What a lazy save copies after its call is copied when the event is set; with it, that it has begun."""
     release, begun = threading.Event(), threading.Event()
-    real = _async._Job.stage
+    real = _job.Job.stage
 
     def stage(job, wanted, *, last):
         if last:
@@ -366,7 +366,7 @@ def held_background(monkeypatch):
             assert release.wait(60)
         real(job, wanted, last=last)
 
-    monkeypatch.setattr(_async._Job, "stage", stage)
+    monkeypatch.setattr(_job.Job, "stage", stage)
     yield release, begun
     release.set()
 

@@ -16,6 +16,7 @@ import pytest
 import fastckpt
 from fastckpt import _core
 from fastckpt._background import save_async as _async
+from fastckpt._tensors.described import Tensor
 from harness import manifest, needs, strace, zygote
 from harness.states import which
 
@@ -45,25 +46,12 @@ def save_changing(path, *, io, change=True):
 
     # Of a whole number of pages, and so before the other.
     tensors = [
-        ("a", "U8", [first.size], first.ctypes.data, first.nbytes, None),
-        ("b", "U8", [(2 << 20) + 5], 0, (2 << 20) + 5, None),
+        Tensor("a", "U8", [first.size], first.ctypes.data, first.nbytes),
+        Tensor("b", "U8", [(2 << 20) + 5], 0, (2 << 20) + 5),
     ]
     structure = '[["dict",2],"a",["array",0],"b",["array",1]]'
-    return _core.save(
-        str(path),
-        tensors,
-        structure,
-        "[null]",
-        model_prefix="",
-        overwrite=True,
-        shard_size=1 << 40,
-        io=io,
-        threads=1,
-        bandwidth_limit=None,
-        step=None,
-        fill=fill,
-        tick=None,
-    )
+    options = _core.SaveOptions(shard_size=1 << 40, io=io, threads=1)
+    return _core.save(str(path), tensors, structure, "[null]", options, fill, None)
 
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "buffered"])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fastckpt
+from fastckpt._tensors.described import Tensor
 from fastckpt._tools import cli
 from harness import seccomp, ways
 from harness.states import numbered, same, which
@@ -204,22 +205,15 @@ def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_pri
     import numpy as np
 
     memory = np.ones(nbytes, np.uint8)
-    snapshot = fastckpt._core.Snapshot(
-        [("a", "U8", [nbytes], memory.ctypes.data, nbytes, None)], "[null]", "[null]", None
-    )
-    arena = fastckpt._core.Arena(snapshot.nbytes)
+    core = fastckpt._core
+    options = core.SaveOptions(shard_size=1 << 40, io="threads", nice=nice, io_priority=io_priority)
+    tensor = Tensor("a", "U8", [nbytes], memory.ctypes.data, nbytes)
+    snapshot = core.Snapshot([tensor], "[null]", "[null]", options, None)
+    snapshot.attach(core.Memory(snapshot.nbytes))
     channel.send({"report": "ready"})
     channel.receive()
-    snapshot.stage(arena, b"\1", last=True, threads=None)
-    settings = {
-        "model_prefix": "",
-        "overwrite": True,
-        "shard_size": 1 << 40,
-        "io": "threads",
-        "threads": None,
-        "bandwidth_limit": None,
-    }
-    report = snapshot.save(arena, path, nice=nice, io_priority=io_priority, step=None, tick=None, **settings)
+    snapshot.stage(b"\1", last=True, options=options)
+    report = snapshot.save(path, options, None)
     return {**report, "nice": os.getpriority(os.PRIO_PROCESS, 0)}
 
 
@@ -234,16 +228,9 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
             go_on.wait(60)
 
     def save() -> None:
-        tensors = [("a", "U8", [12 << 20], 0, 12 << 20, None)]
-        settings = {
-            "model_prefix": "",
-            "overwrite": True,
-            "shard_size": 1 << 40,
-            "threads": 1,
-            "bandwidth_limit": None,
-            "step": None,
-        }
-        fastckpt._core.save(path, tensors, "[null]", "[null]", io=io, fill=fill, tick=None, **settings)
+        tensors = [Tensor("a", "U8", [12 << 20], 0, 12 << 20)]
+        options = fastckpt._core.SaveOptions(shard_size=1 << 40, io=io, threads=1)
+        fastckpt._core.save(path, tensors, "[null]", "[null]", options, fill, None)
 
     def descriptors() -> list[str]:
         found = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt._background import arenas as _arenas
+from fastckpt._background import snapshot_memory as _memory
 from fastckpt._tensors import device as _device
 from fastckpt._tensors import torch as _torch
 from harness import needs, standin
@@ -362,7 +362,7 @@ def test_pinned_memory_is_unpinned_before_it_is_unmapped(tmp_path, pinned):
     assert pinned != first
     fastckpt.save_async(small, tmp_path / "c").result(60)
     assert len(pinned) == 1, "reused"
-    assert len(_arenas._free) == 1
+    assert len(_memory._free) == 1
     fastckpt.release_buffers()
     assert pinned == []
 

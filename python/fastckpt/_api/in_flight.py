@@ -10,27 +10,27 @@ import time
 from threading import RLock, get_ident
 from typing import NamedTuple
 
-from .gate import Gate
+from .event import Event
 
 
-class Flight:
-    """A save on its way.
+class SaveInFlight:
+    """A save in flight.
 
     Attributes:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
-        launched: whether another thread has taken over.
-        landed: opens when all is over.
+        started: whether another thread has taken over.
+        finished: set when it is over.
     """
 
     path: str
     caller: int
-    launched: bool
-    landed: Gate
+    started: bool
+    finished: Event
 
     def holds_others(self) -> bool:
         """Whether it can be waited for: not while the waiting thread itself, below a signal handler, prepares it."""
-        return self.launched or self.caller != get_ident()
+        return self.started or self.caller != get_ident()
 
 
 class Failure(NamedTuple):
@@ -41,9 +41,9 @@ class Failure(NamedTuple):
 
 
 # The lists change in atomic steps, so that a signal handler finds them whole.
-_in_flight: list[Flight] = []
-#: One gate for each caller who wants to be admitted: any departure opens them all.
-_waiting: list[Gate] = []
+_in_flight: list[SaveInFlight] = []
+#: One event for each caller who waits to be admitted: the end of any save sets them all.
+_waiting: list[Event] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
 # for them on top of its holder would wait for ever.
@@ -52,22 +52,22 @@ _exiting = False
 _registered = False
 
 
-def admit(flight: Flight, most: int) -> None:
+def admit(save: SaveInFlight, most: int) -> None:
     """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in."""
     _register()
     while True:
-        # Before the count, or somebody may leave between the two.
-        departure = Gate()
-        _waiting.append(departure)
+        # Before the count, or a save may end between the two.
+        ended = Event()
+        _waiting.append(ended)
         with _admission:
             others = [other for other in _in_flight if other.holds_others()]
             # Of two saves to one path the later must win.
-            if len(others) < most and all(other.path != flight.path for other in others):
-                _in_flight.append(flight)
+            if len(others) < most and all(other.path != save.path for other in others):
+                _in_flight.append(save)
                 break
-        departure.wait()
+        ended.wait()
     with contextlib.suppress(ValueError):
-        _waiting.remove(departure)
+        _waiting.remove(ended)
 
 
 def _register() -> None:
@@ -84,25 +84,25 @@ def _register() -> None:
         util.Finalize(None, _at_exit, exitpriority=0)
 
 
-def leave(flight: Flight) -> None:
+def leave(save: SaveInFlight) -> None:
     """It is over, one way or another; nothing happens where it was never admitted."""
     with contextlib.suppress(ValueError):
-        _in_flight.remove(flight)
+        _in_flight.remove(save)
     while _waiting:
         with contextlib.suppress(IndexError):  # another thread has taken the last
-            _waiting.pop().open()
+            _waiting.pop().set()
 
 
-def in_flight() -> tuple[Flight, ...]:
-    """All that are on their way."""
+def saves() -> tuple[SaveInFlight, ...]:
+    """All saves in flight."""
     return tuple(_in_flight)
 
 
 def wait_for_path(path: str) -> None:
     """Wait for saves to ``path`` in flight."""
-    for flight in in_flight():
-        if flight.path == path and flight.holds_others():
-            flight.landed.wait()
+    for save in saves():
+        if save.path == path and save.holds_others():
+            save.finished.wait()
 
 
 def failed(failure: Failure) -> None:
@@ -150,11 +150,11 @@ def drain(timeout: float | None = None) -> None:
         Exception: the failure of a save whose result nobody has asked for, the first of them; call again for others.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    for flight in in_flight():
-        if flight.holds_others() and not flight.landed.wait(
+    for save in saves():
+        if save.holds_others() and not save.finished.wait(
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
-            raise TimeoutError(f"drain: the save to {flight.path} is not done after {timeout} s; it goes on")
+            raise TimeoutError(f"drain: the save to {save.path} is not done after {timeout} s; it goes on")
     raise_unasked("drain() raised it because nobody had asked for its result")
 
 
@@ -170,8 +170,8 @@ def _at_exit() -> None:
     """
     global _exiting  # noqa: PLW0603 - once a process
     _exiting = True
-    for flight in in_flight():
-        flight.landed.wait()
+    for save in saves():
+        save.finished.wait()
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)

@@ -84,7 +84,15 @@ def save(
     check_bandwidth("save", bandwidth_limit)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
     flat = flatten(state)
-    prefix = split_model("save", state, flat, model_key)
+    options = _core.SaveOptions(
+        model_prefix=split_model("save", state, flat, model_key),
+        overwrite=bool(overwrite),
+        shard_size=shard_size,
+        io=io,
+        threads=threads,
+        bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
+        step=step_of(metadata),
+    )
     try:
         in_flight.wait_for_path(target)
         with ticker("save", target, shown=progress) as tick:
@@ -93,15 +101,9 @@ def save(
                 flat.tensors,
                 flat.structure(),
                 about.structure(),
-                model_prefix=prefix,
-                overwrite=bool(overwrite),
-                shard_size=shard_size,
-                io=io,
-                threads=threads,
-                bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
-                step=step_of(metadata),
-                fill=flat.fill if flat.movers else None,
-                tick=tick,
+                options,
+                flat.fill if flat.movers else None,
+                tick,
             )
     finally:
         # An error's traceback has this frame, and with it exports of the caller's buffers.

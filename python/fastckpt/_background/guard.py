@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from fastckpt._api import in_flight as _flight
+from fastckpt._api import in_flight
 
 from .pending import PendingSave
 
@@ -46,10 +46,10 @@ class Guard:
     def add(self, pending: PendingSave | None) -> None:
         """Wait for ``pending``, too; None for all, now and later."""
         if self._buffers:
-            for flight in _flight.in_flight() if pending is None else (pending,):
+            for save in in_flight.saves() if pending is None else (pending,):
                 # One that began before this guard: nobody has copied the buffers for it yet.
-                if isinstance(flight, PendingSave) and self not in flight.guards and _is_ours(flight):
-                    flight.wait_staged()
+                if isinstance(save, PendingSave) and self not in save.guards and _is_ours(save):
+                    save.wait_staged()
         if pending is None:
             self._follows = True
         if pending is None or self._follows or not self._handles:
@@ -65,9 +65,9 @@ class Guard:
 
     def _hook(self, *_: Any) -> None:
         if self._follows:
-            for flight in _flight.in_flight():
-                if isinstance(flight, PendingSave) and flight.holds_others():
-                    flight.wait_staged()
+            for save in in_flight.saves():
+                if isinstance(save, PendingSave) and save.holds_others():
+                    save.wait_staged()
             return
         for pending in tuple(self._pending):
             if pending.process == os.getpid():

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api import in_flight as _flight
-from fastckpt._api.gate import Gate
+from fastckpt._api import in_flight
+from fastckpt._api.event import Event
 from fastckpt._api.outcome import logger, tell
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SaveProgress:
     total: int
 
 
-class PendingSave(_flight.Flight):
+class PendingSave(in_flight.SaveInFlight):
     """A save that goes on in the background; made by :func:`fastckpt.save_async`.
 
     Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
@@ -53,9 +53,9 @@ class PendingSave(_flight.Flight):
     def __init__(self, path: str, began: float) -> None:
         self.path = path
         self.caller = threading.get_ident()
-        self.launched = False
-        self.landed = Gate()
-        self._staged = Gate()
+        self.started = False
+        self.finished = Event()
+        self._staged = Event()
         self.process = os.getpid()
         #: Guards of modules whose buffers were copied at the call.
         self.guards: frozenset[Guard] = frozenset()
@@ -88,7 +88,7 @@ class PendingSave(_flight.Flight):
         Raises:
             TimeoutError: the copy is not done in time. It goes on.
         """
-        if self._staged.is_open():
+        if self._staged.is_set():
             return
         self._same_process()
         token = object()
@@ -125,19 +125,19 @@ class PendingSave(_flight.Flight):
             TimeoutError: it is not over in time. It goes on.
             CancelledError: it was cancelled.
         """
-        if not self.landed.is_open():
+        if not self.finished.is_set():
             self._same_process()
-            if not self.landed.wait(timeout):
+            if not self.finished.wait(timeout):
                 raise TimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
         if isinstance(self._error, CancelledError):
             raise CancelledError(str(self._error))
         if self._error is not None:
-            _flight.asked(self._error)
+            in_flight.asked(self._error)
         return self._error
 
     def done(self) -> bool:
         """Whether it is over: durable, failed or cancelled."""
-        return self.landed.is_open()
+        return self.finished.is_set()
 
     def cancelled(self) -> bool:
         """Whether it was cancelled before it was durable."""
@@ -155,13 +155,13 @@ class PendingSave(_flight.Flight):
         Returns:
             Whether that came in time; False if it is durable, or has failed. The answer stays the same.
         """
-        if not self.landed.is_open():
+        if not self.finished.is_set():
             self._same_process()
             self._cancelled = True
             snapshot = self._snapshot
             if snapshot is not None:
                 snapshot.stop()
-            self.landed.wait()
+            self.finished.wait()
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
@@ -170,7 +170,7 @@ class PendingSave(_flight.Flight):
         What it raises is logged.
         """
         self._callbacks.append(function)
-        if self.landed.is_open():
+        if self.finished.is_set():
             self._call_back()
 
     def __await__(self) -> Generator[Any, None, SaveReport]:
@@ -183,19 +183,19 @@ class PendingSave(_flight.Flight):
             if not future.done():
                 future.set_result(None)
 
-        def landed(_: PendingSave) -> None:
+        def wake_loop(_: PendingSave) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(landed)
+        self.add_done_callback(wake_loop)
         yield from future.__await__()
         return self.result()
 
     # What happens.
 
     def _phase(self) -> str:
-        if not self.landed.is_open():
-            return "writing" if self._staged.is_open() else "staging"
+        if not self.finished.is_set():
+            return "writing" if self._staged.is_set() else "staging"
         if self._error is None:
             return "done"
         return "cancelled" if self.cancelled() else "failed"
@@ -215,16 +215,16 @@ class PendingSave(_flight.Flight):
             except Exception:  # noqa: BLE001 - logged
                 logger.exception("%s: a callback of the save raised", self.path)
 
-    def _open_staged(self) -> None:
+    def _set_staged(self) -> None:
         """Let waiters go, and count how long they waited, so that the report knows it whoever runs first."""
         now = time.perf_counter()
         for token in tuple(self._holding):
             since = self._holding.pop(token, None)
             if since is not None:
                 self._held += now - since
-        self._staged.open()
+        self._staged.set()
 
-    def _land(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         """It is over."""
         if error is not None:
             if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
@@ -232,15 +232,15 @@ class PendingSave(_flight.Flight):
             else:
                 # The frames below this one would keep the state alive.
                 traceback.clear_frames(error.__traceback__)
-                _flight.failed(_flight.Failure(self.path, error))
+                in_flight.failed(in_flight.Failure(self.path, error))
             self._error = error
         if self._snapshot is not None:
             self._copied = self._snapshot.staged
             self._snapshot = None
-        if not self._staged.is_open():
-            self._open_staged()
-        _flight.leave(self)
-        self.landed.open()
+        if not self._staged.is_set():
+            self._set_staged()
+        in_flight.leave(self)
+        self.finished.set()
         # Only now: a signal handler that waits for this save may sit on top of somebody who holds the log's lock.
         if self._report is not None:
             tell(self._report)
@@ -252,9 +252,9 @@ class PendingSave(_flight.Flight):
 
     def _abandon(self) -> None:
         """The call itself failed, so that nobody has this handle but who waits already."""
-        _flight.leave(self)
-        self._staged.open()
-        self.landed.open()
+        in_flight.leave(self)
+        self._staged.set()
+        self.finished.set()
 
     def _tick(self, done: int) -> None:
         self._written = done

@@ -18,7 +18,7 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors.described import Describe, Logical, Part, Parts, Stored, Unsupported
+from fastckpt._tensors.described import Describe, Part, Parts, Stored, Tensor, Unsupported
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
@@ -51,7 +51,7 @@ class Flat:
 
     Attributes:
         tokens: JSON text of each structure token.
-        tensors: what ``_core.save`` takes: name, dtype, shape, address, bytes, logical dtype and shape.
+        tensors: what ``_core.save`` takes.
         ties: number and name of each further place of a tensor.
         movers: by tensor number, what brings the bytes of those without an address.
         keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
@@ -64,7 +64,7 @@ class Flat:
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.tensors: list[tuple[str, str, Sequence[int], int, int, Logical]] = []
+        self.tensors: list[Tensor] = []
         self.ties: list[tuple[int, str]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
@@ -350,7 +350,7 @@ class _Flattener:
                 # The array is an export: as long as it is kept, a bytearray refuses to be resized.
                 value = np.frombuffer(value, np.uint8)
                 shape, address = value.shape, _memory.address_of(value)
-            flat.tensors.append((self.name(frame), dtype, shape, address, value.nbytes, logical))
+            flat.tensors.append(Tensor(self.name(frame), dtype, shape, address, value.nbytes, logical))
             flat.keep.append(value)
             if mover is not None:
                 flat.movers[index] = mover

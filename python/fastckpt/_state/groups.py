@@ -52,18 +52,18 @@ def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -
 
 
 def _holds(flat: Flat, prefix: str) -> bool:
-    names = chain((tensor[0] for tensor in flat.tensors), (name for _, name in flat.ties))
+    names = chain((tensor.name for tensor in flat.tensors), (name for _, name in flat.ties))
     return any(name.startswith(prefix) for name in names)
 
 
 def _rename(flat: Flat, prefix: str) -> None:
     """Store under its first name in the model what the state has in other places before."""
-    outside = {index for index, _ in flat.ties if not flat.tensors[index][0].startswith(prefix)}
+    outside = {index for index, _ in flat.ties if not flat.tensors[index].name.startswith(prefix)}
     if not outside:
         return
-    taken = {tensor[0] for tensor in flat.tensors}
+    taken = {tensor.name for tensor in flat.tensors}
     for index, name in flat.ties:
         if index in outside and name.startswith(prefix) and name not in taken:
-            flat.tensors[index] = (name, *flat.tensors[index][1:])
+            flat.tensors[index] = flat.tensors[index]._replace(name=name)
             taken.add(name)
             outside.discard(index)

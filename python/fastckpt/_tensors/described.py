@@ -44,6 +44,20 @@ class Stored(NamedTuple):
     mover: Mover | None
 
 
+class Tensor(NamedTuple):
+    """A tensor as the core takes it: ``address`` is that of ``capacity`` contiguous bytes, 0 where a mover brings them.
+
+    ``dtype`` and ``shape`` are those stored; ``logical`` are those that the user sees, where they differ.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    address: int
+    capacity: int
+    logical: Logical = None
+
+
 class Parts(NamedTuple):
     """A value of several: its token, then its children with their keys; ``keyed`` when the keys are tokens too."""
 

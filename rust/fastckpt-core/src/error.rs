@@ -51,6 +51,9 @@ pub enum Error {
         /// Why it stays.
         why: String,
     },
+    /// An object of the core was used when it cannot be.
+    #[error("{0}")]
+    Misused(&'static str),
     /// The tensors or options do not make a checkpoint.
     #[error("{0}")]
     Invalid(String),

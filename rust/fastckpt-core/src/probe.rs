@@ -19,11 +19,11 @@ use crate::engine::choice::Choice;
 use crate::engine::io::uring;
 use crate::engine::options::{Options, STAGING_BUDGET};
 use crate::engine::report::Fallback;
-use crate::sys::buf::{Slab, give_slabs, take_slab};
 use crate::sys::cachestat::cached_pages;
 use crate::sys::file::{DataFile, open_directory};
 use crate::sys::lock;
 use crate::sys::probe::{memory_advice, ring_calls};
+use crate::sys::slabs::{self, Slab};
 use crate::sys::thread::builder;
 use crate::telemetry::layout::Segment;
 
@@ -193,7 +193,7 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     let failed = |operation| {
         move |error: io::Error| Trouble { operation, errno: error.raw_os_error().unwrap_or(libc::EIO) }
     };
-    let mut slab = take_slab(TRIAL).map_err(failed("map memory to write to"))?;
+    let mut slab = slabs::take(TRIAL).map_err(failed("map memory to write to"))?;
     slab[..TRIAL].fill(0xA5);
     DataFile::create(trials.directory.as_fd(), "data", TRIAL as u64, &mut || true)
         .map_err(failed("allocate a file in"))?;
@@ -219,7 +219,7 @@ fn files(path: &Path) -> Result<Files, Trouble> {
         trials.open("copy", OFlags::CREATE | OFlags::EXCL).and_then(|copy| fs::ioctl_ficlone(&copy, &plain)),
     );
     renames(&trials, &mut found).map_err(|error| failed("create a directory in")(error.into()))?;
-    give_slabs(vec![slab], STAGING_BUDGET as usize);
+    slabs::give(vec![slab], STAGING_BUDGET as usize);
     Ok(found)
 }
 

@@ -12,7 +12,7 @@ use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::TensorSpec;
 use fastckpt_core::format::manifest::TensorEntry;
 use fastckpt_core::read::{Checkpoint, Request as Read};
-use fastckpt_core::save::{Request, save};
+use fastckpt_core::save::{Contents, Request, save};
 use fastckpt_core::{Error, Io, Options, Report, Result};
 use safetensors::Dtype;
 
@@ -51,13 +51,10 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
     let request = Request {
         path,
         tensors: &specs,
-        groups: &groups::of(""),
-        contents: &contents,
+        contents: Contents::Tensors(&contents, &groups::of(""), 10 << 20),
         structure: "[null]",
         metadata: "[null]",
         overwrite: true,
-        shard_size: 10 << 20,
-        steady: false,
     };
     save(&request, options, &mut |_, _| true)
 }
@@ -244,13 +241,10 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let request = Request {
         path: &path,
         tensors: &[spec],
-        groups: &groups::of(""),
-        contents: &[Content::Pull(slow)],
+        contents: Contents::Tensors(&[Content::Pull(slow)], &groups::of(""), u64::MAX),
         structure: "[null]",
         metadata: "[null]",
         overwrite: true,
-        shard_size: u64::MAX,
-        steady: false,
     };
     let outcome = save(&request, &options(Io::Threads), &mut |_, _| {
         asked.store(true, Ordering::Relaxed);
@@ -307,13 +301,10 @@ fn more_shards_than_open_files() {
     let request = Request {
         path: &path,
         tensors: &specs,
-        groups: &groups::of(""),
-        contents: &contents,
+        contents: Contents::Tensors(&contents, &groups::of(""), 64),
         structure: "[null]",
         metadata: "[null]",
         overwrite: true,
-        shard_size: 64,
-        steady: false,
     };
     let report = save(&request, &Options::default(), &mut |_, _| true).unwrap();
     assert_eq!(report.shards, 1500);

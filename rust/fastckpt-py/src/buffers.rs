@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill};
-use fastckpt_core::sys::buf::{Region, Source};
+use fastckpt_core::sys::memory::{Region, Source};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
@@ -30,13 +30,6 @@ pub(crate) fn content(
     let callback = Callback::new(index, fill, raised)?;
     let fill: Fill = Arc::new(move |start, to| callback.call(start, to.as_mut_ptr().addr(), to.len()));
     Ok(Content::Pull(fill))
-}
-
-/// The `nbytes` from `offset` on of a snapshot's memory, or nothing where it ends before.
-pub(crate) fn part(memory: &[u8], offset: u64, nbytes: u64) -> Option<Content> {
-    let part = memory.get(offset as usize..offset.checked_add(nbytes)? as usize)?;
-    // SAFETY: the caller borrows the memory, so that nobody writes to it, until the save is over; no `Source` outlives it.
-    Some(Content::Memory(unsafe { Source::new(part.as_ptr(), part.len()) }))
 }
 
 /// Where the bytes `start..end` of a tensor are to be put for request `index`: `address`, where Python knows of `capacity` bytes,

@@ -1,73 +1,124 @@
-//! `_core.save`.
+//! `_core.save`, and what it shares with a snapshot: `SaveOptions`, and the state.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Options;
-use fastckpt_core::format::groups;
+use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
-use fastckpt_core::save::{Request, save as core_save};
+use fastckpt_core::save::{Contents, Request, save as core_save};
+use fastckpt_core::snapshot::State;
 use fastckpt_core::telemetry;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyDict;
 
 use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
+use crate::snapshot::priority;
 
-/// Name, stored dtype, stored shape, address, bytes that are there, logical dtype and shape where they differ.
-pub(crate) type Tensor = (String, String, Vec<u64>, usize, u64, Option<(String, Vec<u64>)>);
+/// `fastckpt._tensors.described.Tensor`: a tuple, because an object of ours would cost more for each of many small tensors.
+#[derive(FromPyObject)]
+pub(crate) struct Tensor {
+    #[pyo3(item(0))]
+    name: String,
+    #[pyo3(item(1))]
+    dtype: PyBackedStr,
+    #[pyo3(item(2))]
+    shape: Vec<u64>,
+    #[pyo3(item(3))]
+    address: usize,
+    #[pyo3(item(4))]
+    capacity: u64,
+    #[pyo3(item(5))]
+    logical: Option<(String, Vec<u64>)>,
+}
 
-/// See `_core.pyi`.
-#[pyfunction]
-#[pyo3(signature = (path, tensors, structure, metadata, *, model_prefix, overwrite, shard_size,
-    io, threads, bandwidth_limit, step, fill, tick))]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
-fn save<'py>(
-    py: Python<'py>,
-    path: PathBuf,
+/// What the core needs to know of a state. `fill` brings the bytes of tensors without an address.
+pub(crate) fn state(
     tensors: Vec<Tensor>,
-    structure: &str,
-    metadata: &str,
-    model_prefix: &str,
-    overwrite: bool,
-    shard_size: u64,
-    io: &str,
-    threads: Option<usize>,
-    bandwidth_limit: Option<u64>,
-    step: Option<i64>,
+    structure: String,
+    metadata: String,
     fill: Option<Py<PyAny>>,
-    tick: Option<Py<PyAny>>,
-) -> PyResult<Bound<'py, PyDict>> {
-    let options = Options { bandwidth_limit, step, ..options(py, io, threads)? };
-    let raised = Arc::new(Raised::default());
+    raised: &Arc<Raised>,
+) -> PyResult<State> {
     let fill = fill.map(Arc::new);
     let mut specs = Vec::with_capacity(tensors.len());
     let mut contents = Vec::with_capacity(tensors.len());
-    for (index, (name, dtype, shape, address, capacity, logical)) in tensors.into_iter().enumerate() {
+    for (index, tensor) in tensors.into_iter().enumerate() {
+        let Tensor { name, dtype, shape, address, capacity, logical } = tensor;
         let dtype = layout::dtype(&dtype)
             .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
         let spec = TensorSpec { name, dtype, shape, logical };
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
-        contents.push(buffers::content(index, (address, capacity), nbytes, fill.as_ref(), &raised)?);
+        contents.push(buffers::content(index, (address, capacity), nbytes, fill.as_ref(), raised)?);
         specs.push(spec);
     }
+    Ok(State { tensors: specs, contents, structure, metadata })
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+pub(crate) struct SaveOptions {
+    pub(crate) groups: Vec<Group>,
+    pub(crate) shard_size: u64,
+    pub(crate) overwrite: bool,
+    pub(crate) core: Options,
+}
+
+#[pymethods]
+impl SaveOptions {
+    #[new]
+    #[pyo3(signature = (*, shard_size, model_prefix="", overwrite=true, io="auto", threads=None, bandwidth_limit=None,
+        nice=None, io_priority=None, step=None))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
+    fn new(
+        py: Python<'_>,
+        shard_size: u64,
+        model_prefix: &str,
+        overwrite: bool,
+        io: &str,
+        threads: Option<usize>,
+        bandwidth_limit: Option<u64>,
+        nice: Option<u8>,
+        io_priority: Option<&str>,
+        step: Option<i64>,
+    ) -> PyResult<Self> {
+        let priority = priority(nice, io_priority)?;
+        let core = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
+        Ok(Self { groups: groups::of(model_prefix), shard_size, overwrite, core })
+    }
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
+fn save<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    tensors: Vec<Tensor>,
+    structure: String,
+    metadata: String,
+    options: &SaveOptions,
+    fill: Option<Py<PyAny>>,
+    tick: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let raised = Arc::new(Raised::default());
+    let state = state(tensors, structure, metadata, fill, &raised)?;
     let report = py.detach(|| {
         let request = Request {
             path: &path,
-            tensors: &specs,
-            groups: &groups::of(model_prefix),
-            contents: &contents,
-            structure,
-            metadata,
-            overwrite,
-            shard_size,
-            steady: false,
+            tensors: &state.tensors,
+            contents: Contents::Tensors(&state.contents, &options.groups, options.shard_size),
+            structure: &state.structure,
+            metadata: &state.metadata,
+            overwrite: options.overwrite,
         };
-        core_save(&request, &options, &mut self::tick(tick.as_ref(), &raised))
+        core_save(&request, &options.core, &mut self::tick(tick.as_ref(), &raised))
     });
     to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
 }
@@ -85,6 +136,7 @@ fn set_target(py: Python<'_>, target: &str) -> PyResult<()> {
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<SaveOptions>()?;
     module.add_function(wrap_pyfunction!(save, module)?)?;
     module.add_function(wrap_pyfunction!(set_target, module)?)
 }

@@ -1,83 +1,48 @@
-//! `_core.Arena` and `_core.Snapshot`.
+//! `_core.Memory` and `_core.Snapshot`.
 
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::Arc;
 
-use fastckpt_core::engine::content::Content;
-use fastckpt_core::format::groups;
-use fastckpt_core::format::layout::{self, TensorSpec};
-use fastckpt_core::save::{Request, save as core_save};
-use fastckpt_core::snapshot::{self, Layout, Progress};
-use fastckpt_core::sys::arena::Arena as Memory;
 use fastckpt_core::sys::priority::Priority;
-use fastckpt_core::{Error, Options};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use fastckpt_core::{Error, snapshot};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffers;
 use crate::error::{Raised, to_python};
-use crate::report::{options, tick, to_dict};
-use crate::save::Tensor;
-
-/// Locks, or refuses: to wait with the GIL for somebody who may want it would be a deadlock.
-fn lock<'a, T>(mutex: &'a Mutex<T>, what: &str) -> PyResult<MutexGuard<'a, T>> {
-    match mutex.try_lock() {
-        Ok(guard) => Ok(guard),
-        Err(TryLockError::Poisoned(guard)) => Ok(guard.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(format!("the {what} is in use"))),
-    }
-}
-
-fn outcome_of<T>(outcome: Result<T, Error>, raised: &Raised) -> PyResult<T> {
-    outcome.map_err(|error| to_python(&error, raised))
-}
+use crate::report::{tick, to_dict};
+use crate::save::{SaveOptions, Tensor, state};
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Arena {
-    memory: Mutex<Option<Memory>>,
-    #[pyo3(get)]
-    address: usize,
-    #[pyo3(get)]
-    nbytes: usize,
-}
+struct Memory(Arc<snapshot::Memory>);
 
 #[pymethods]
-impl Arena {
+impl Memory {
     #[new]
     fn new(py: Python<'_>, nbytes: usize) -> PyResult<Self> {
-        let memory = py.detach(|| Memory::new(nbytes));
-        let memory = memory.map_err(Error::io("map memory for a snapshot in", "memory".as_ref()));
-        let memory = outcome_of(memory, &Raised::default())?;
-        let (address, nbytes) = (memory.as_ptr().addr(), memory.len());
-        Ok(Self { memory: Mutex::new(Some(memory)), address, nbytes })
+        let memory = py.detach(|| snapshot::Memory::new(nbytes));
+        Ok(Self(Arc::new(mapped(memory)?)))
+    }
+
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address()
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.size()
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let memory = lock(&self.memory, "snapshot's memory")?.take();
-        py.detach(|| drop(memory));
-        Ok(())
+        mapped(py.detach(|| self.0.close()))
     }
-}
-
-/// What a save needs to know, taken from Python once.
-struct State {
-    specs: Vec<TensorSpec>,
-    contents: Vec<Content>,
-    structure: String,
-    metadata: String,
 }
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Snapshot {
-    state: Mutex<Option<State>>,
-    layout: Layout,
-    #[pyo3(get)]
-    total: u64,
-    progress: Progress,
+    core: snapshot::Snapshot,
     raised: Arc<Raised>,
 }
 
@@ -85,153 +50,77 @@ struct Snapshot {
 impl Snapshot {
     #[new]
     fn new(
+        py: Python<'_>,
         tensors: Vec<Tensor>,
         structure: String,
         metadata: String,
+        options: &SaveOptions,
         fill: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let raised = Arc::new(Raised::default());
-        let fill = fill.map(Arc::new);
-        let mut state = State { specs: Vec::new(), contents: Vec::new(), structure, metadata };
-        let mut sizes = Vec::with_capacity(tensors.len());
-        for (index, (name, dtype, shape, address, capacity, logical)) in tensors.into_iter().enumerate() {
-            let dtype = layout::dtype(&dtype)
-                .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
-            let spec = TensorSpec { name, dtype, shape, logical };
-            let size = spec.bytes().ok_or_else(|| {
-                PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name))
-            })?;
-            let memory = (address, capacity);
-            state.contents.push(buffers::content(index, memory, size, fill.as_ref(), &raised)?);
-            state.specs.push(spec);
-            sizes.push(size);
-        }
-        let total = sizes.iter().sum();
-        let layout = Layout::of(sizes).ok_or_else(|| PyValueError::new_err("the state is too large"))?;
-        Ok(Self { total, state: Mutex::new(Some(state)), layout, progress: Progress::default(), raised })
+        let state = state(tensors, structure, metadata, fill, &raised)?;
+        let core =
+            py.detach(|| snapshot::Snapshot::new(state, &options.groups, options.shard_size, &options.core));
+        Ok(Self { core: mapped(core)?, raised })
     }
 
     #[getter]
-    fn nbytes(&self) -> u64 {
-        self.layout.bytes
+    fn nbytes(&self) -> usize {
+        self.core.size()
+    }
+
+    #[getter]
+    fn total(&self) -> u64 {
+        self.core.total()
     }
 
     #[getter]
     fn staged(&self) -> u64 {
-        self.progress.done.load(Ordering::Relaxed)
+        self.core.staged()
     }
 
     fn stop(&self) {
-        self.progress.stop.store(true, Ordering::Relaxed);
+        self.core.stop();
     }
 
-    #[pyo3(signature = (arena, wanted, *, last, threads))]
-    fn stage(
-        &self,
-        py: Python<'_>,
-        arena: &Arena,
-        wanted: &[u8],
-        last: bool,
-        threads: Option<usize>,
-    ) -> PyResult<()> {
-        let options = options(py, "auto", threads)?;
-        let mut memory = lock(&arena.memory, "snapshot's memory")?;
-        let memory = memory.as_deref_mut().ok_or_else(gone)?;
-        let mut state = lock(&self.state, "snapshot")?;
-        let state = state.as_mut().ok_or_else(gone)?;
-        if wanted.len() != self.layout.sizes.len() {
-            return Err(PyValueError::new_err("there must be one byte for each tensor"));
-        }
-        let outcome = py.detach(|| {
-            let wanted: Vec<usize> = (0..wanted.len()).filter(|&index| wanted[index] != 0).collect();
-            let mut tick = tick(None, &self.raised);
-            let mut tick = || tick(0, 0);
-            let outcome = snapshot::copy(
-                &state.contents,
-                &self.layout,
-                &wanted,
-                memory,
-                &options,
-                &self.progress,
-                &mut tick,
-            );
-            if last || outcome.is_err() {
-                // The state's own memory is not needed any more, and must not be looked at again.
-                state.contents = Vec::new();
-            }
-            outcome
-        });
-        outcome_of(outcome, &self.raised)
+    fn attach(&self, memory: &Memory) -> PyResult<()> {
+        mapped(self.core.attach(&memory.0))
     }
 
-    #[pyo3(signature = (arena, path, *, model_prefix, overwrite, shard_size, io, threads, bandwidth_limit, nice, io_priority,
-        step, tick))]
-    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
+    #[pyo3(signature = (wanted, *, last, options))]
+    fn stage(&self, py: Python<'_>, wanted: &[u8], last: bool, options: &SaveOptions) -> PyResult<()> {
+        let outcome =
+            py.detach(|| self.core.stage(wanted, last, &options.core, &mut tick(None, &self.raised)));
+        outcome.map_err(|error| to_python(&error, &self.raised))
+    }
+
     fn save<'py>(
         &self,
         py: Python<'py>,
-        arena: &Arena,
         path: PathBuf,
-        model_prefix: &str,
-        overwrite: bool,
-        shard_size: u64,
-        io: &str,
-        threads: Option<usize>,
-        bandwidth_limit: Option<u64>,
-        nice: Option<u8>,
-        io_priority: Option<&str>,
-        step: Option<i64>,
+        options: &SaveOptions,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let priority = priority(nice, io_priority)?;
-        let options = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
-        let memory = lock(&arena.memory, "snapshot's memory")?;
-        let memory = memory.as_deref().ok_or_else(gone)?;
-        let state = lock(&self.state, "snapshot")?.take().ok_or_else(gone)?;
         let report = py.detach(|| {
-            let State { specs, contents: taken, structure, metadata } = state;
-            drop(taken);
-            let contents: Option<Vec<Content>> = self
-                .layout
-                .offsets
-                .iter()
-                .zip(&self.layout.sizes)
-                .map(|(&at, &size)| buffers::part(memory, at, size))
-                .collect();
-            let contents =
-                contents.ok_or_else(|| Error::Invalid("the snapshot's memory is too small".to_owned()))?;
-            let request = Request {
-                path: &path,
-                tensors: &specs,
-                groups: &groups::of(model_prefix),
-                contents: &contents,
-                structure: &structure,
-                metadata: &metadata,
-                overwrite,
-                shard_size,
-                steady: true,
-            };
-            core_save(&request, &options, &mut self::tick(tick.as_ref(), &self.raised))
-            // Names and shapes by the hundred thousand are freed here, without the GIL.
+            let mut tick = self::tick(tick.as_ref(), &self.raised);
+            self.core.save(&path, options.overwrite, &options.core, &mut tick)
         });
-        to_dict(py, &outcome_of(report, &self.raised)?)
+        to_dict(py, &report.map_err(|error| to_python(&error, &self.raised))?)
     }
 
-    /// Frees what it knows without holding the GIL meanwhile.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let state = lock(&self.state, "snapshot")?.take();
-        py.detach(|| drop(state));
-        Ok(())
+        // Names and shapes by the hundred thousand are freed without the GIL.
+        mapped(py.detach(|| self.core.close()))
     }
 }
 
-fn gone() -> PyErr {
-    PyRuntimeError::new_err("the snapshot is used up")
+/// The outcome of what calls no Python.
+fn mapped<T>(outcome: Result<T, Error>) -> PyResult<T> {
+    outcome.map_err(|error| to_python(&error, &Raised::default()))
 }
 
-fn priority(nice: Option<u8>, io: Option<&str>) -> PyResult<Priority> {
-    let io = io.map(|text| text.parse().map_err(Error::Invalid)).transpose();
-    Ok(Priority { nice, io: outcome_of(io, &Raised::default())? })
+pub(crate) fn priority(nice: Option<u8>, io: Option<&str>) -> PyResult<Priority> {
+    Ok(Priority { nice, io: mapped(io.map(|text| text.parse().map_err(Error::Invalid)).transpose())? })
 }
 
 /// See `_core.pyi`.
@@ -242,7 +131,7 @@ fn try_priority(py: Python<'_>, nice: Option<u8>, io_priority: Option<&str>) -> 
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Arena>()?;
+    module.add_class::<Memory>()?;
     module.add_class::<Snapshot>()?;
     module.add_function(wrap_pyfunction!(try_priority, module)?)
 }

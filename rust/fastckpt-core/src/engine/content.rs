@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::sys::buf::{Region, Source};
 use crate::sys::map::FileMap;
+use crate::sys::memory::{Region, Source};
 
 /// Copies bytes of a tensor, from `start` on, into a staging slab. Called from worker threads.
 pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::io::transfer::Transfer;
 use crate::error::Result;
-use crate::sys::buf::Slab;
+use crate::sys::slabs::Slab;
 use crate::telemetry::Lane;
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.

@@ -16,7 +16,7 @@ use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Ran};
 use super::worker::{self, Moved, Open, Shared};
 use crate::error::{Error, Result};
-use crate::sys::buf;
+use crate::sys::mapping;
 use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
 use crate::telemetry::{Operation, Phase, Planned};
@@ -56,7 +56,7 @@ pub(super) fn run_on<J: Job>(
     operation: &Operation,
     tick: Tick<'_>,
 ) -> Result<Ran> {
-    let largest = buf::slab_size(job.largest());
+    let largest = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
     let budget = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
     // A few bytes may lie far apart.
     let few = job.blocks() > 1 && choice.threads == 1;

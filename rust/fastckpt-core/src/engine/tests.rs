@@ -114,7 +114,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
     ) -> Result<Option<Transfer>> {
         outcome.map_err(|error| Error::transfer("move", Path::new("file"), error, self.strict))?;
         if self.again.swap(false, Ordering::Relaxed) {
-            let mut staging = |len| Ok(crate::sys::buf::take_slab(len).unwrap());
+            let mut staging = |len| Ok(crate::sys::slabs::take(len).unwrap());
             return self.transfer(transfer.block, (IoPath::Staged, Reason::Changed), &mut staging).map(Some);
         }
         let offset = transfer.block * BLOCK;

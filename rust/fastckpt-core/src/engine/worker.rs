@@ -18,8 +18,8 @@ use super::path::{Blocks, IoPath, Reason};
 use super::report::Fallback;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
-use crate::sys::buf::{self, Slab};
 use crate::sys::priority::Priority;
+use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
 
 /// How long a worker waits that can do nothing before another one closes a file.
@@ -165,7 +165,7 @@ fn work<J: Job>(
     }
     // Dropping the backend first waits for what a failure left in flight.
     drop(worker.backend);
-    buf::give_slabs(worker.slabs, STAGING_BUDGET as usize);
+    slabs::give(worker.slabs, STAGING_BUDGET as usize);
     outcome
 }
 
@@ -219,11 +219,11 @@ impl<J: Job> Worker<'_, '_, J> {
         let began = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
         let mut staging = |len: usize| {
-            buf::smallest_fit(slabs, len).map_or_else(
+            slabs::smallest_fit(slabs, len).map_or_else(
                 || {
                     // The free ones are too small: they go, so that no more is held than was in flight.
                     slabs.clear();
-                    buf::take_slab(len).map_err(Error::io("map memory for staging", Path::new("memory")))
+                    slabs::take(len).map_err(Error::io("map memory for staging", Path::new("memory")))
                 },
                 Ok,
             )

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde::Deserialize;
+use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
 use crate::format::geometry::{self, PAGE, Placement, SINGLE};
@@ -17,7 +19,7 @@ pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
 pub fn dtype(name: &str) -> Option<Dtype> {
-    serde_json::from_value(serde_json::Value::String(name.to_owned())).ok()
+    Dtype::deserialize(StrDeserializer::<NoSuchName>::new(name)).ok()
 }
 
 /// What the plan must know of a tensor.

@@ -17,10 +17,10 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, PAGE, STRAIGHT};
 use crate::format::manifest::ShardEntry;
-use crate::sys::buf::Region;
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::map::FileMap;
+use crate::sys::memory::Region;
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::Lane;
 

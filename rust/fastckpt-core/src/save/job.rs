@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use serde_json::value::RawValue;
 
-use super::Request;
+use super::{Contents, Request};
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::content::Content;
@@ -22,10 +22,12 @@ use crate::format::checksum;
 use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
 use crate::format::layout::{Plan, Shard};
 use crate::format::manifest::{Body, Logical, Saved, ShardEntry, TensorEntry, Writer};
-use crate::sys::buf::{self, Source};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
+use crate::sys::mapping::Stretch;
+use crate::sys::memory::Source;
 use crate::sys::pagemap::{self, PageMap};
+use crate::sys::slabs;
 use crate::telemetry::{Lane, Operation, State};
 
 fn too_short() -> Error {
@@ -64,6 +66,10 @@ struct Assembled {
 pub(super) struct WriteJob<'a> {
     plan: &'a Plan,
     request: &'a Request<'a>,
+    /// Where each tensor lies; none where there are `images`.
+    contents: &'a [Content],
+    /// The shards as they will be.
+    images: &'a [Stretch],
     workspace: &'a Workspace,
     direct: bool,
     strict: bool,
@@ -113,9 +119,15 @@ impl<'a> WriteJob<'a> {
         let first_extent = running_sum(extents);
         let zeros =
             |sums: &[usize]| (0..sums.last().copied().unwrap_or(0)).map(|_| AtomicU64::new(0)).collect();
+        let (contents, images) = match request.contents {
+            Contents::Tensors(contents, ..) => (contents, &[][..]),
+            Contents::Images(_, images) => (&[][..], images),
+        };
         Self {
             plan,
             request,
+            contents,
+            images,
             workspace,
             direct: choice.direct(),
             strict: options.io == Io::Direct,
@@ -146,7 +158,7 @@ impl<'a> WriteJob<'a> {
         extent: &Extent,
         direct: bool,
     ) -> Result<std::result::Result<Straight, Reason>> {
-        let Content::Memory(source) = &self.request.contents[extent.tensor] else {
+        let Content::Memory(source) = &self.contents[extent.tensor] else {
             return Ok(Err(Reason::Elsewhere));
         };
         if extent.len < STRAIGHT || (direct && shard.is_short()) {
@@ -186,6 +198,9 @@ impl<'a> WriteJob<'a> {
         copy_all: bool,
         slab: Staging<'_>,
     ) -> Result<Assembled> {
+        if let Some(image) = self.images.get(self.locate(block).0) {
+            return self.assemble_image(block, (shard, offset), (need, file), image);
+        }
         let end = offset + need as u64;
         let past = file.is_direct();
         let direct = past && need >= PAGE as usize;
@@ -247,9 +262,7 @@ impl<'a> WriteJob<'a> {
         self.straight_crcs[block].store(straight_crc, Ordering::Relaxed);
         let (path, reason) = match (straight > 0, direct) {
             _ if copy_all => (if direct { IoPath::Staged } else { IoPath::Buffered }, Reason::Changed),
-            (_, false) if past => (IoPath::Buffered, Reason::Remainder),
-            (_, false) if self.direct => (IoPath::Buffered, Reason::Refused),
-            (_, false) => (IoPath::Buffered, Reason::Asked),
+            (_, false) => self.buffered(past),
             (true, true) => (IoPath::ZeroCopy, Reason::Possible),
             (false, true) => (IoPath::Staged, reason.1),
         };
@@ -259,15 +272,61 @@ impl<'a> WriteJob<'a> {
         Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: at as u64 })
     }
 
+    /// Prepares a block of a shard's image, which is one stretch of it, and records its checksums.
+    fn assemble_image(
+        &self,
+        block: usize,
+        (shard, offset): (&Shard, u64),
+        (need, file): (usize, &DataFile),
+        image: &Stretch,
+    ) -> Result<Assembled> {
+        let begin = offset as usize;
+        let bytes = image.part(begin..begin + need).ok_or_else(too_short)?;
+        let (mut summed, mut crc) = (0, checksum::of(&[]));
+        for placement in geometry::touching(&shard.placements, offset..offset + need as u64) {
+            let Some(extent) = geometry::extent(placement, offset, self.plan.block_size) else { continue };
+            let start = (extent.offset - offset) as usize;
+            let end = start + extent.len as usize;
+            let sum = checksum::of(&bytes[start..end]);
+            let number = self.first_extent[extent.tensor] + extent.index as usize;
+            self.extent_crcs[number].store(sum, Ordering::Relaxed);
+            // As above: small extents are summed again while they are in cache.
+            if extent.len >= STRAIGHT {
+                crc = checksum::append(crc, &bytes[summed..start]);
+                crc = checksum::combine(crc, sum, extent.len);
+                summed = end;
+            }
+        }
+        crc = checksum::append(crc, &bytes[summed..]);
+        self.block_crcs[block].store(crc, Ordering::Relaxed);
+        let direct = file.is_direct() && need >= PAGE as usize;
+        let (path, reason) =
+            if direct { (IoPath::ZeroCopy, Reason::Possible) } else { self.buffered(file.is_direct()) };
+        Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(bytes)]), path, reason, copied: 0 })
+    }
+
+    /// Why a block goes through the page cache, in a file that is open for direct I/O or not.
+    const fn buffered(&self, past: bool) -> (IoPath, Reason) {
+        let reason = match (past, self.direct) {
+            (true, _) => Reason::Remainder,
+            (false, true) => Reason::Refused,
+            (false, false) => Reason::Asked,
+        };
+        (IoPath::Buffered, reason)
+    }
+
     /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no known sum.
     fn has_changed(&self, block: usize, buf: &Buf) -> bool {
+        // A snapshot's memory is steady.
+        if !self.images.is_empty() {
+            return false;
+        }
         let straight = buf.parts().iter().filter_map(|part| match part {
             Part::Source(memory) => Some(memory.bytes()),
             _ => None,
         });
-        !self.request.steady
-            && straight.fold(checksum::of(&[]), checksum::append)
-                != self.straight_crcs[block].load(Ordering::Relaxed)
+        straight.fold(checksum::of(&[]), checksum::append)
+            != self.straight_crcs[block].load(Ordering::Relaxed)
     }
 
     /// A block that is ready to be written, or with `copy_all` to be written once more.
@@ -289,7 +348,7 @@ impl<'a> WriteJob<'a> {
     /// Copies bytes of an extent, from `skip` on, and returns their CRC.
     fn copy(&self, extent: &Extent, skip: u64, to: &mut [u8]) -> Result<u64> {
         let start = extent.start + skip;
-        match &self.request.contents[extent.tensor] {
+        match &self.contents[extent.tensor] {
             Content::Memory(source) => {
                 let from = source.part(start as usize, to.len()).ok_or_else(too_short)?;
                 Ok(checksum::copy(to, from.bytes()))
@@ -416,8 +475,7 @@ impl Job for WriteJob<'_> {
         outcome.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
         if self.has_changed(transfer.block, &transfer.buf) {
             let mut slab = |len: usize| {
-                buf::take_slab(len)
-                    .map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
+                slabs::take(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
             };
             return self.transfer(transfer.block, Arc::clone(&transfer.file), true, &mut slab).map(Some);
         }

@@ -2,6 +2,7 @@
 
 mod job;
 
+use std::borrow::Cow;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -25,29 +26,33 @@ use crate::format::limits::MAX_BYTES;
 use crate::format::manifest::{self, Saved};
 use crate::format::tokens;
 use crate::sys::file::DataFile;
+use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation, Phase};
 
-/// What is to be saved, beside the tensors' content.
+/// The bytes to be saved.
+#[derive(Debug, Clone, Copy)]
+pub enum Contents<'a> {
+    /// Tensors, each where it lies. They are laid out over the files of these groups, of this target size in bytes.
+    Tensors(&'a [Content], &'a [Group], u64),
+    /// The shards of a plan as they will be on the disk. Nobody can change them.
+    Images(&'a Plan, &'a [Stretch]),
+}
+
+/// What is to be saved.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// The checkpoint's directory.
     pub path: &'a Path,
     /// The tensors.
     pub tensors: &'a [TensorSpec],
-    /// The families of files that they go to.
-    pub groups: &'a [Group],
-    /// Where each lies.
-    pub contents: &'a [Content],
+    /// Their bytes.
+    pub contents: Contents<'a>,
     /// The state's structure: an array of tokens, JSON.
     pub structure: &'a str,
     /// The caller's metadata: likewise.
     pub metadata: &'a str,
     /// Whether a checkpoint of this name may be replaced.
     pub overwrite: bool,
-    /// Target size of a shard in bytes.
-    pub shard_size: u64,
-    /// Whether the contents are memory that nobody can change, so that there is no need to look: a snapshot.
-    pub steady: bool,
 }
 
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
@@ -72,14 +77,19 @@ fn write(
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     let structure = tokens("structure", request.structure)?;
     let metadata = tokens("metadata", request.metadata)?;
-    if request.contents.len() != request.tensors.len() {
-        return Err(Error::Invalid("each tensor needs its content".to_owned()));
-    }
     let total =
         request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
     let choice = Choice::new(options, total);
     let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-    let plan = layout::plan(request.tensors, request.groups, request.shard_size, block_size)?;
+    let plan = match request.contents {
+        Contents::Tensors(contents, ..) if contents.len() != request.tensors.len() => {
+            return Err(Error::Invalid("each tensor needs its content".to_owned()));
+        }
+        Contents::Tensors(_, groups, shard_size) => {
+            Cow::Owned(layout::plan(request.tensors, groups, shard_size, block_size)?)
+        }
+        Contents::Images(plan, _) => Cow::Borrowed(plan),
+    };
     let workspace = Workspace::create(request.path, request.overwrite)?;
     let job = WriteJob::new(&plan, request, &workspace, &choice, options, begin);
     let at_most = manifest::at_most(request.tensors, &plan, request.structure, request.metadata);
@@ -208,13 +218,10 @@ mod tests {
         let request = Request {
             path: &path,
             tensors: &tensors,
-            groups: &groups::of(""),
-            contents: &contents,
+            contents: Contents::Tensors(&contents, &groups::of(""), 8 << 20),
             structure: r#"[["list",1],"0123456789"]"#,
             metadata: "[null]",
             overwrite: true,
-            shard_size: 8 << 20,
-            steady: true,
         };
         let save = |most| {
             let options = Options { block_size: Some(PAGE), ..Options::default() };
@@ -252,13 +259,10 @@ mod tests {
             let request = Request {
                 path: &path,
                 tensors,
-                groups: &groups::of(""),
-                contents,
+                contents: Contents::Tensors(contents, &groups::of(""), shard_size),
                 structure,
                 metadata,
                 overwrite: true,
-                shard_size,
-                steady: true,
             };
             let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
             save(&request, &options, &mut |_, _| true).unwrap();

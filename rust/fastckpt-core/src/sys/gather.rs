@@ -4,8 +4,10 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::buf::{Region, Slab, Source};
 use super::map::FileMap;
+use super::mapping::Stretch;
+use super::memory::{Region, Source};
+use super::slabs::Slab;
 
 /// One stretch.
 #[derive(Debug)]
@@ -14,6 +16,8 @@ pub enum Part {
     Slab(Range<usize>),
     /// The caller's memory, to be written to a file.
     Source(Source),
+    /// Memory of a snapshot, to be written to a file.
+    Stretch(Stretch),
     /// The caller's memory, to be filled from a file.
     Region(Region),
     /// Bytes of the file where it is mapped, to be brought into memory; always the only part.
@@ -27,6 +31,7 @@ impl Part {
         match self {
             Self::Slab(range) | Self::Mapped(_, range) => range.len(),
             Self::Source(source) => source.bytes().len(),
+            Self::Stretch(stretch) => stretch.len(),
             Self::Region(region) => region.len(),
         }
     }
@@ -105,6 +110,7 @@ impl Buf {
             let bytes = match part {
                 Part::Slab(range) => &self.slab()[range.clone()],
                 Part::Source(source) => source.bytes(),
+                Part::Stretch(stretch) => stretch,
                 Part::Region(region) => region,
                 Part::Mapped(map, range) => map.bytes(range.clone()),
             };
@@ -120,7 +126,7 @@ impl Buf {
     /// The bytes of `range`, counted over all parts, to be filled from a file.
     ///
     /// # Panics
-    /// If a part of it is a [`Part::Source`] or [`Part::Mapped`].
+    /// If a part of it is a [`Part::Source`], [`Part::Stretch`] or [`Part::Mapped`].
     #[must_use]
     pub fn slices_mut(&mut self, range: Range<usize>) -> Vec<IoSliceMut<'_>> {
         let (mut at, mut passed) = (0, 0);
@@ -136,7 +142,9 @@ impl Buf {
                     part
                 }
                 Part::Region(region) => region,
-                Part::Source(_) | Part::Mapped(..) => panic!("memory that is only read cannot be filled"),
+                Part::Source(_) | Part::Stretch(_) | Part::Mapped(..) => {
+                    panic!("memory that is only read cannot be filled")
+                }
             };
             let inside = clip(&range, at, bytes.len());
             at += bytes.len();
@@ -156,12 +164,12 @@ fn clip(range: &Range<usize>, at: usize, len: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::buf::take_slab;
+    use super::super::slabs;
     use super::*;
 
     /// A slab's `ab`, memory `cde`, the slab's `fg`.
     fn buf(memory: &mut [u8]) -> Buf {
-        let mut slab = take_slab(4).unwrap();
+        let mut slab = slabs::take(4).unwrap();
         slab[..4].copy_from_slice(b"abfg");
         memory.copy_from_slice(b"cde");
         // SAFETY: the tests keep `memory` alive and do not touch it before they are done with the buffer.
@@ -202,7 +210,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "follow each other")]
     fn parts_of_a_slab_that_overlap_are_refused() {
-        let slab = take_slab(4).unwrap();
+        let slab = slabs::take(4).unwrap();
         let _ = Buf::new(Some(slab), vec![Part::Slab(0..3), Part::Slab(2..4)]);
     }
 

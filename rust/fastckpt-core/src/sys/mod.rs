@@ -1,18 +1,19 @@
 //! The border to the kernel: the only place in this crate with unsafe code.
 #![allow(unsafe_code)]
 
-pub mod arena;
-pub mod buf;
 pub mod cachestat;
 pub mod file;
 pub mod fork;
 pub mod gather;
 pub mod lock;
 pub mod map;
+pub mod mapping;
+pub mod memory;
 pub mod page;
 pub mod pagemap;
 pub mod priority;
 pub mod probe;
 pub mod ring;
 pub mod shm;
+pub mod slabs;
 pub mod thread;

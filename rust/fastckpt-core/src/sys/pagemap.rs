@@ -88,13 +88,13 @@ pub fn is_huge(map: Option<&PageMap>, address: usize, len: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::buf::Slab;
+    use super::super::mapping::Mapping;
     use super::*;
 
     #[test]
     fn slabs_are_huge_and_memory_that_nobody_touched_is_not() {
         let Some(map) = PageMap::open() else { return };
-        let slab = Slab::new(8 << 20).unwrap();
+        let slab = Mapping::populated(8 << 20).unwrap();
         let Some(huge) = map.is_huge(slab.as_ptr().addr(), slab.len()) else { return };
         let setting =
             std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();

@@ -20,11 +20,11 @@ _generation = 0
 class Memory:
     """The memory of one snapshot; pinned for a device once a snapshot of that device is to go there."""
 
-    __slots__ = ("arena", "generation", "nbytes", "unpin")
+    __slots__ = ("core", "generation", "nbytes", "unpin")
 
     def __init__(self, nbytes: int) -> None:
-        self.arena = _core.Arena(nbytes)
-        self.nbytes = self.arena.nbytes
+        self.core = _core.Memory(nbytes)
+        self.nbytes = self.core.nbytes
         self.generation = _generation
         self.unpin: Callable[[], None] | None = None
 
@@ -33,14 +33,14 @@ class Memory:
         if self.unpin is None:
             from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - a device is torch's
 
-            self.unpin = _torch.pin(device, self.arena.address, self.nbytes)
+            self.unpin = _torch.pin(device, self.core.address, self.nbytes)
 
     def close(self) -> None:
         """Unmap it."""
         if self.unpin is not None:
             self.unpin()
             self.unpin = None
-        self.arena.close()
+        self.core.close()
 
 
 def take(nbytes: int) -> Memory:

@@ -1,4 +1,4 @@
-"""Waiting without a lock that a signal handler could find taken."""
+"""An event to wait for that is safe inside signal handlers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from _thread import allocate_lock
 from typing import Any
 
 
-class Gate:
-    """A one-way flag to wait for: like ``threading.Event``, and safe inside signal handlers.
+class Event:
+    """Like ``threading.Event``, never cleared, and safe inside signal handlers.
 
-    A handler runs on top of whatever its thread was doing, also on top of a wait for the same gate. So no waiter holds
+    A handler runs on top of whatever its thread was doing, also on top of a wait for the same event. So no waiter holds
     anything that another could want: each brings a lock of its own, and the list of them changes in atomic steps.
     """
 
-    __slots__ = ("_open", "_waiters")
+    __slots__ = ("_set", "_waiters")
 
     def __init__(self) -> None:
-        self._open = False
+        self._set = False
         self._waiters: list[Any] = []
 
-    def open(self) -> None:
-        """Let everybody through, now and for ever."""
-        self._open = True
+    def set(self) -> None:
+        """Let everybody go on, now and for ever."""
+        self._set = True
         while True:
             try:
                 waiter = self._waiters.pop()
@@ -31,23 +31,23 @@ class Gate:
                 return
             waiter.release()
 
-    def is_open(self) -> bool:
+    def is_set(self) -> bool:
         """Whether nobody has to wait."""
-        return self._open
+        return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is open; whether it is."""
-        if self._open:
+        """Wait until it is set; whether it is."""
+        if self._set:
             return True
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have opened before the waiter was in the list, and then nobody would release that.
-        if not self._open:
+        # It may have been set before the waiter was in the list, and then nobody would release that.
+        if not self._set:
             # Signal handlers run meanwhile; an exception of theirs comes out here.
             deadline = None if timeout is None else time.monotonic() + timeout
             try:
-                while not self._open:
+                while not self._set:
                     left = -1.0 if deadline is None else deadline - time.monotonic()
                     if deadline is not None and left <= 0:
                         break
@@ -56,4 +56,4 @@ class Gate:
             finally:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)
-        return self._open
+        return self._set

@@ -1,0 +1,58 @@
+//! Memory that snapshots use one after another: fresh memory is slower than a disk.
+
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use super::lock;
+use crate::error::{Error, Result};
+use crate::sys::mapping::Mapping;
+
+/// Host memory for one snapshot at a time.
+#[derive(Debug)]
+pub struct Memory {
+    address: usize,
+    size: usize,
+    /// Nothing while a snapshot has it, and once it is closed.
+    mapping: Mutex<Option<Arc<Mapping>>>,
+}
+
+impl Memory {
+    /// Maps at least `size` bytes.
+    pub fn new(size: usize) -> Result<Self> {
+        let failed = Error::io::<io::Error>("map memory for a snapshot in", "memory".as_ref());
+        let mapping = Mapping::new(size).map_err(failed)?;
+        let (address, size) = (mapping.as_ptr().addr(), mapping.len());
+        Ok(Self { address, size, mapping: Mutex::new(Some(Arc::new(mapping))) })
+    }
+
+    /// Where it begins.
+    #[must_use]
+    pub const fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Bytes that it has.
+    #[must_use]
+    pub const fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Hands the memory over.
+    pub(super) fn take(&self) -> Result<Arc<Mapping>> {
+        let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
+        mapping.ok_or(Error::Misused("the snapshot's memory is closed, or another snapshot has it"))
+    }
+
+    /// Takes back what [`Self::take`] gave.
+    pub(super) fn give(&self, mapping: Arc<Mapping>) -> Result<()> {
+        *lock(&self.mapping, "the snapshot's memory is in use")? = Some(mapping);
+        Ok(())
+    }
+
+    /// Unmaps it, unless a snapshot has it.
+    pub fn close(&self) -> Result<()> {
+        let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
+        drop(mapping);
+        Ok(())
+    }
+}
