@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt import _units as units
 from fastckpt._tools import cli
-from fastckpt._tools.plan import interval, sizing, sweep, units
+from fastckpt._tools.plan import interval, sizing, sweep
 from fastckpt._tools.plan.architectures import count
 from fastckpt._tools.plan.layout import Layout, layout
 from harness import needs
@@ -51,9 +52,9 @@ def test_quantities_are_read_with_their_units() -> None:
     assert units.parameters("params", "405B") == 405 * 10**9
     assert units.parameters("params", "1.2e12") == units.parameters("params", "1.2T") == 1_200_000_000_000
     assert units.parameters("params", "1,000,000") == units.parameters("params", "1M") == 10**6
-    assert units.size("size", "13.8TB") == 13_800_000_000_000
-    assert units.size("size", "105 GiB") == 105 * 2**30
-    assert units.size("size", 7) == 7
+    assert units.bytes_of("size", "13.8TB") == 13_800_000_000_000
+    assert units.bytes_of("size", "105 GiB") == 105 * 2**30
+    assert units.bytes_of("size", 7) == 7
     assert units.seconds("t", "124min") == units.seconds("t", "124 m") == 124 * 60
     assert units.seconds("t", "50000h") == units.seconds("t", 50_000, "h") == 50_000 * HOUR
     assert units.seconds("t", "500ms") == 0.5
@@ -63,7 +64,7 @@ def test_quantities_are_read_with_their_units() -> None:
 
 @pytest.mark.parametrize("value", ["", "many", "1 parsec", "-3", "0", "nan", "inf", 0, -1, math.inf, "1e999"])
 def test_what_is_no_quantity_is_refused_by_name(value: Any) -> None:
-    for read in (units.parameters, units.size, units.seconds, units.rate, units.fraction):
+    for read in (units.parameters, units.bytes_of, units.seconds, units.rate, units.fraction):
         with pytest.raises(ValueError, match="goal"):
             read("goal", value)
 

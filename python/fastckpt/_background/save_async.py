@@ -15,20 +15,23 @@ import numpy as np
 
 from fastckpt import _core
 from fastckpt._api import in_flight as _flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice, check_shard_size, path_of
+from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger, report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of
+from fastckpt._paths import path_of
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
+from fastckpt._units import bytes_of
 
 from . import arenas as _arenas
 from . import guard as _guard
 from .pending import PendingSave
 
 if TYPE_CHECKING:
-    from fastckpt._api.options import AnyPath, Engine
+    from fastckpt._api.options import Engine
+    from fastckpt._paths import AnyPath
 
 #: References to so many tensors are dropped at a time, with a pause for whoever wants the GIL.
 _DROPPED = 500
@@ -200,11 +203,11 @@ def save_async(  # noqa: PLR0913 - one more than save has
     max_in_flight: int = 1,
     overwrite: bool = True,
     metadata: Any = None,
-    shard_size: int = 5 * 10**9,
+    shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     io: Engine = "auto",
     threads: int | None = None,
-    bandwidth_limit: float | None = None,
+    bandwidth_limit: float | str | None = None,
     nice: int | None = None,
     io_priority: str | None = None,
     progress: bool = False,
@@ -233,7 +236,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         io: as for :func:`fastckpt.save`.
         threads: threads that copy, then threads that write; by default as many as this process may use cores, within
             limits.
-        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on.
+        bandwidth_limit: as for :func:`fastckpt.save`.
         nice: niceness of the writing threads, 0 to 19; None for that of the process.
         io_priority: I/O priority of the writing threads: ``idle``, or ``best-effort:0`` (first) to ``best-effort:7``;
             None for that of the process. Some I/O schedulers know no priorities.
@@ -252,8 +255,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     began = time.perf_counter()
     target = path_of("save_async", path)
     check_engine("save_async", io, threads)
-    check_shard_size("save_async", shard_size)
-    check_bandwidth("save_async", bandwidth_limit)
+    file_bytes = bytes_of("save_async: shard_size", shard_size)
+    limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
     nice, io_priority = _priority(nice, io_priority)
@@ -264,10 +267,10 @@ def save_async(  # noqa: PLR0913 - one more than save has
     settings = {
         "model_prefix": split_model("save_async", state, flat, model_key),
         "overwrite": bool(overwrite),
-        "shard_size": shard_size,
+        "shard_size": file_bytes,
         "io": io,
         "threads": threads,
-        "bandwidth_limit": None if bandwidth_limit is None else int(bandwidth_limit),
+        "bandwidth_limit": limit,
         "nice": nice,
         "io_priority": io_priority,
         "step": step_of(metadata),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
-from fastckpt._api.reports import count, size, table, visible
+from fastckpt._text import count, size, table, visible
 
 if TYPE_CHECKING:
     import argparse

@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._api.load import suggest
-from fastckpt._api.reports import count, size, visible
-from fastckpt._api.reports import table as _table
+from fastckpt._text import count, size, suggest, table, visible
 from fastckpt._tools.bench import command as _measure
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
@@ -149,23 +146,18 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """What a checkpoint holds, on one screen."""
     with fastckpt.open(options.path) as checkpoint:
         tensors, metadata = _tensors(checkpoint), _metadata(checkpoint)
-    reader = _core.Reader(str(options.path))
-    about = reader.info()
     numbers: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor["dtype"]] += 1
         sizes[tensor["dtype"]] += tensor["bytes"]
     document = {
-        "path": str(options.path.absolute()),
-        "format_version": about["version"],
-        "writer": about["writer"],
-        "created": about["created"],
-        "saved": about["saved"],
+        "path": checkpoint.path,
+        **asdict(checkpoint.origin),
         "bytes": sum(sizes.values()),
         "tensors": len(tensors),
         "dtypes": {dtype: {"tensors": numbers[dtype], "bytes": size} for dtype, size in sizes.most_common()},
-        "shards": [{"file": file, "bytes": size} for file, size in reader.shards()],
+        "shards": [{"file": file, "bytes": size} for file, size in checkpoint.shards.items()],
         "metadata": metadata,
     }
     return OK, document, _info_lines(document)
@@ -173,24 +165,24 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def _info_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the screen for what :func:`_info` found."""
-    saved, writer, shards = document["saved"], document["writer"], document["shards"]
+    shards = document["shards"]
     created = dt.datetime.fromtimestamp(document["created"]).astimezone()
-    speed = f"{saved['seconds']:.3f} s, {saved['gigabytes_per_second']:.2f} GB/s"
+    speed = f"{document['seconds']:.3f} s, {document['gigabytes_per_second']:.2f} GB/s"
     rows = [
         ("path", document["path"]),
-        ("format", f"version {document['format_version']}, written by {writer['name']} {writer['version']}"),
+        ("format", f"version {document['format_version']}, written by {document['writer']}"),
         ("created", created.strftime("%Y-%m-%d %H:%M:%S %Z")),
-        ("saved", f"{speed}, engine {saved['engine']}, {count(saved['threads'], 'thread')}"),
+        ("saved", f"{speed}, engine {document['engine']}, {count(document['threads'], 'thread')}"),
     ]
-    if saved["fallback"]:
-        rows.append(("fallback", saved["fallback"]))
+    if document["fallback"]:
+        rows.append(("fallback", document["fallback"]))
     tensors, in_shards = count(document["tensors"], "tensor"), count(len(shards), "shard")
     rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
-    lines = _table(rows)
+    lines = table(rows)
 
     def section(head: str, cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
         if cells:
-            lines.extend(["", f"{head}:", *(f"  {line}" for line in _table(cells[:_LINES], right))])
+            lines.extend(["", f"{head}:", *(f"  {line}" for line in table(cells[:_LINES], right))])
         if len(cells) > _LINES:
             lines.append(f"  and {len(cells) - _LINES} more")
 
@@ -225,7 +217,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         (tensor["name"], tensor["dtype"], str(tensor["shape"]), str(tensor["bytes"]), tensor["shard"])
         for tensor in tensors
     ]
-    lines = _table([head, *rows], right=(3,))
+    lines = table([head, *rows], right=(3,))
     lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
     document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
     return OK, document, lines

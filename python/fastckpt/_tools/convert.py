@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastckpt
-from fastckpt._api.options import refuse_url
+from fastckpt._paths import refuse_url
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError

@@ -136,7 +136,7 @@ def _within(name: str, value: int, most: int) -> None:
 
 def _shares(size: str | None, chosen: dict[str, Any]) -> list[Any]:
     """What each rank saves."""
-    from fastckpt._tools.plan import units  # noqa: PLC0415
+    from fastckpt import _units as units  # noqa: PLC0415
 
     from . import shapes  # noqa: PLC0415
 
@@ -148,7 +148,9 @@ def _shares(size: str | None, chosen: dict[str, Any]) -> list[Any]:
     if chosen["workload"] is None:
         if chosen["scale"] != 1:
             raise ValueError("bench: --scale shrinks a --workload: without one, give --size")
-        return shapes.of_size(units.size("bench: --size", size or _SIZE), chosen["ranks"], tensors or shapes.TENSORS)
+        return shapes.of_size(
+            units.bytes_of("bench: --size", size or _SIZE), chosen["ranks"], tensors or shapes.TENSORS
+        )
     if size is not None:
         raise ValueError("bench: give --size or --workload, not both")
     return shapes.of_workload(chosen["workload"], chosen["scale"], chosen["ranks"], tensors or shapes.TENSORS)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
-from fastckpt._api.reports import Report
 
 from . import caches, raw, shapes
 
@@ -84,7 +83,11 @@ class _Reports(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], Report):
+        if (
+            isinstance(record.args, tuple)
+            and record.args
+            and isinstance(record.args[0], (fastckpt.SaveReport, fastckpt.LoadReport))
+        ):
             self.last = record.args[0]
 
 

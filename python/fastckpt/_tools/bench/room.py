@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 from fastckpt._tools.doctor import limits
 
 from . import raw

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count
+from fastckpt._text import count
 from fastckpt._tools.doctor.signals import Signals
 
 from . import caches

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastckpt._api.options import AnyPath
+    from fastckpt._paths import AnyPath
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 
 if TYPE_CHECKING:
     import argparse

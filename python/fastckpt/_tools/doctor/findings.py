@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 
 from . import Diagnosis, Finding, ring
 

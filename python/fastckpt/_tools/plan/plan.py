@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastckpt import _units as units
+
 # The tiers stand beside this package: the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
 
-from . import architectures, sizing, units
+from . import architectures, sizing
 from . import interval as formulas
 from .layout import Layout, Share, check, layout
 
 if TYPE_CHECKING:
     import os
 
-    from fastckpt._api.options import AnyPath
+    from fastckpt._paths import AnyPath
 
 #: Hours that one accelerator runs between failures, as MLCommons reckons.
 MTTF_GPU = 50_000.0
@@ -405,7 +407,7 @@ def _held(
         counted = architectures.read(config)
         held = sizing.contents(counted.parameters, counted.experts, each)
         return counted.parameters, sum(each), held, list(counted.notes)
-    known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.size("size", size or 0)
+    known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.bytes_of("size", size or 0)
     return None, None, sizing.contents(1, 0, each).scaled(known), []
 
 

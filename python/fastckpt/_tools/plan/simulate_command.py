@@ -95,9 +95,10 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Simulate a job: exit status, document, lines."""
+    from fastckpt._units import seconds  # noqa: PLC0415
+
     from .plan import mttf_of, plan  # noqa: PLC0415 - imported here, so that the other commands start without it
     from .simulate import simulate  # noqa: PLC0415
-    from .units import seconds  # noqa: PLC0415
 
     if options.plot is not None:
         from . import plots  # noqa: PLC0415
@@ -141,10 +142,10 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def lines(result: Simulation) -> list[str]:
     """What a simulation found, for people."""
-    from fastckpt._api.reports import table  # noqa: PLC0415
+    from fastckpt._text import table  # noqa: PLC0415
+    from fastckpt._units import digits, show_seconds, show_share  # noqa: PLC0415
 
     from .simulate import PARTED  # noqa: PLC0415
-    from .units import digits, show_seconds, show_share  # noqa: PLC0415
 
     lives = "exponential lives" if result.shape == 1 else f"Weibull lives of shape {result.shape:g}"
     lag = f", durable {show_seconds(result.lag)} later" if result.lag else ""
