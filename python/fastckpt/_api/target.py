@@ -8,7 +8,7 @@ from fastckpt import _core
 def set_target(target: str | float) -> tuple[float, float]:
     """Set the throughput that saves and loads of this process should reach; ``fastckpt-top`` compares them with it.
 
-    ``FASTCKPT_TOP_TARGET`` in the environment does the same, and ``--target`` of ``fastckpt bench`` and ``fastckpt-top``
+    ``FASTCKPT_TOP_TARGET`` in the environment does the same. ``--target`` of ``fastckpt bench`` and of ``fastckpt-top``
     takes the same text.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 
 import fastckpt
 from fastckpt._text import count, size, suggest, table, visible
-from fastckpt._tools.bench import command as _measure
+from fastckpt._tools.bench import command as _bench
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
 from fastckpt._tools.plan import simulate_command as _simulate
@@ -51,7 +51,18 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too."""
+    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too.
+
+    Args:
+        page: the text of ``--help``, where the options are too many for argparse to fit on a screen.
+    """
+
+    def __init__(self, *, page: str = "", **others: Any) -> None:
+        super().__init__(**others)
+        self._page = page
+
+    def format_help(self) -> str:
+        return f"{self._page}\n" if self._page else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -63,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip())
+    def command(name: str, text: str, more: str = "", page: str = "") -> argparse.ArgumentParser:
+        about = f"{text[0].upper()}{text[1:]}. {more}".strip()
+        sub = commands.add_parser(name, help=text, description=about, page=page)
         sub.add_argument("--json", action="store_true", help="print one JSON document")
         return sub
 
@@ -95,21 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
     )
 
-    _plan.add_options(
-        command("plan", "reckon how big checkpoints are, how often they are due, how fast storage has to be")
-    )
-
-    bench = command(
-        "bench",
-        "measure how fast checkpoints are saved and loaded in a directory, or simulate months of training",
-        "Exits with 1 if --check is given and the storage is slower than its tier.",
-    )
-    bench.add_argument("--simulate", action="store_true", help="simulate a job with failures; nothing is written")
-    _simulate.add_options(bench)
-    _measure.add_options(bench)
-
-    _doctor.register(command)
-    _clean.register(command)
+    for tool in (_plan, _bench, _simulate, _doctor, _clean):
+        tool.register(command)
     return parser
 
 
@@ -244,24 +243,14 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
     return OK, asdict(done), [line]
 
 
-def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """A measurement of a directory, or a simulation."""
-    if not options.simulate:
-        if options.path is None:
-            raise UsageError("bench: give DIR, to measure there, or give --simulate; see 'fastckpt bench --help'")
-        return _measure.run(options)
-    if others := _measure.given(options):
-        raise UsageError(f"bench --simulate writes nothing: leave out {', '.join(others)}")
-    return _simulate.run(options)
-
-
 _COMMANDS = {
     "info": _info,
     "ls": _ls,
     "verify": _verify,
     "convert": _convert,
     "plan": _plan.run,
-    "bench": _bench,
+    "bench": _bench.run,
+    "simulate": _simulate.run,
     "doctor": _doctor.run,
     "clean": _clean.run,
 }

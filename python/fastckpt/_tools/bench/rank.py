@@ -37,7 +37,7 @@ class Spec:
         share: what it saves.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads, or None.
-        target: what the live counters are to be held against.
+        target: for the live counters, as :func:`fastckpt.set_target` takes it.
         environment: variables that it runs with.
     """
 
@@ -73,7 +73,7 @@ class Failure:
 
 
 class _Reports(logging.Handler):
-    """The report of the last operation: :func:`fastckpt.load` tells its own only to the log."""
+    """The report of the last load: :func:`fastckpt.load` returns the state and logs its report."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -83,11 +83,7 @@ class _Reports(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (
-            isinstance(record.args, tuple)
-            and record.args
-            and isinstance(record.args[0], (fastckpt.SaveReport, fastckpt.LoadReport))
-        ):
+        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], fastckpt.LoadReport):
             self.last = record.args[0]
 
 
@@ -119,31 +115,16 @@ class _Rank:
         return lambda began: self._load(checkpoint, began, resident, compare=request.round == 1)
 
     def _save(self, path: Path, step: int, began: float) -> dict[str, Any]:
-        fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
-        return self._sample(time.monotonic() - began)
+        report = fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
+        return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
         loaded = fastckpt.load(path, framework="numpy", **self.how)
         seconds = time.monotonic() - began
-        sample = {**self._sample(seconds), "resident": resident}
+        sample = {**_sample(self.reports.last, seconds), "resident": resident}
         if compare and (wrong := shapes.difference(self.state, loaded)):
             raise ValueError(f"load {path}: {wrong} is not what was saved: run 'fastckpt verify' on a checkpoint there")
         return sample
-
-    def _sample(self, seconds: float) -> dict[str, Any]:
-        report = self.reports.last
-        return {
-            "bytes": report.bytes,
-            "seconds": seconds,
-            "phases": dict(report.phases),
-            "engine": report.engine,
-            "fallback": report.fallback,
-            "threads": report.threads,
-            "thread_bytes": list(report.thread_bytes),
-            "blocks": dict(report.blocks),
-            "paths": dict(report.paths),
-            "copied": report.copied,
-        }
 
     def remove(self) -> None:
         """Remove what the round has written."""
@@ -152,6 +133,21 @@ class _Rank:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _sample(report: fastckpt.SaveReport | fastckpt.LoadReport, seconds: float) -> dict[str, Any]:
+    return {
+        "bytes": report.bytes,
+        "seconds": seconds,
+        "phases": dict(report.phases),
+        "engine": report.engine,
+        "fallback": report.fallback,
+        "threads": report.threads,
+        "thread_bytes": list(report.thread_bytes),
+        "blocks": dict(report.blocks),
+        "paths": dict(report.paths),
+        "copied": report.copied,
+    }
 
 
 def serve(connection: Connection, spec: Spec) -> None:

@@ -35,7 +35,7 @@ class Run:
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads of each rank, or None.
-        target: what the live counters are to be held against.
+        target: for the live counters of each rank, as :func:`fastckpt.set_target` takes it.
         hot: whether there are hot loads.
     """
 

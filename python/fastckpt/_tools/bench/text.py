@@ -16,15 +16,15 @@ TITLES = {
     "load": "load, cold",
     "hot": "load, hot",
 }
-_HEAD = ("", "GB/s", "min", "max", "seconds", "min", "max", "slowest rank", "a thread", "of raw")
+_HEAD = ("", "GB/s", "min", "max", "seconds", "min", "max", "slowest rank", "per thread", "of raw")
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The result in one line."""
-    save, load, tier = document["scores"]["save"], document["scores"]["load"], document["tier"]
-    judged = f"{tier['name']} tier for {count(tier['gpus'], 'GPU')} {'met' if tier['met'] else 'not met'}"
+    save, load, target = document["scores"]["save"], document["scores"]["load"], document["target"]
+    judged = f"target {target['name']} for {count(target['gpus'], 'GPU')} {'met' if target['met'] else 'not met'}"
     asked = ", ".join(
-        f"{tier[kind]['reached']:.3g} of {tier[kind]['needed']:g} GB/s {verb}"
+        f"{target[kind]['reached']:.3g} of {target[kind]['needed']:g} GB/s {verb}"
         for kind, verb in (("write", "written"), ("read", "read"))
     )
     return (
@@ -76,7 +76,7 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         threads = " to ".join(map(str, sorted({one["threads"][0], one["threads"][-1]})))
         why = f" ({'; '.join(one['fallbacks'])})" if one["fallbacks"] else ""
         paths = ", ".join(f"{number} {path}" for path, number in one["paths"].items())
-        rows.append((TITLES[name], f"engine {engines}, threads a rank {threads}{why}; blocks: {paths or 'none'}"))
+        rows.append((TITLES[name], f"engine {engines}, threads per rank {threads}{why}; blocks: {paths or 'none'}"))
     rows.append(("cold", f"caches {document['caches']}{_resident(how['load'])}"))
     if "hot" in how:
         rows.append(("hot", f"files read through the page cache before{_resident(how['hot'])}"))
