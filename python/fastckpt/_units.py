@@ -23,6 +23,7 @@ _BYTES = {
     "B": 1,
     **{prefix + "B": 1000 ** (power + 1) for power, prefix in enumerate(("k", "M", "G", "T", "P"))},
     **{prefix + "iB": 1024 ** (power + 1) for power, prefix in enumerate(("K", "M", "G", "T", "P"))},
+    "KB": 1000,
 }
 
 _DIGITS = 3

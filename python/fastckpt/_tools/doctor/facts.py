@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fastckpt
+from fastckpt._paths import refuse_url
 
 from . import cuda, limits, measure
 from .signals import Signals
@@ -42,6 +43,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
         counted: whether the saves made for that show in the live counters.
         root: where ``/proc``, ``/sys`` and the like lie.
     """
+    refuse_url("doctor", directory)
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
         with Signals(held=True):  # the core, too, makes files and removes them, in milliseconds

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fastckpt._paths import path_of
+
 if TYPE_CHECKING:
     from fastckpt._paths import AnyPath
 
@@ -110,5 +112,5 @@ def checkpoint_bytes(path: AnyPath) -> int:
     """
     import fastckpt  # noqa: PLC0415 - a plan from numbers needs no checkpoint
 
-    with fastckpt.open(path) as opened:
+    with fastckpt.open(path_of("plan", path)) as opened:
         return sum(opened.shards.values())
