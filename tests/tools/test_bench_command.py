@@ -572,7 +572,7 @@ def test_a_simulation_refuses_what_is_no_measurement(where, tmp_path, capsys):
     for content in ("{", "[]", '{"scores": {}}'):
         (tmp_path / "x.json").write_text(content)
         assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), "--params", "1B", "--gpus", "8"]) == 2
-        assert "is no result of 'fastckpt bench DIR --json'" in capsys.readouterr().err
+        assert "is not a result of 'fastckpt bench DIR --json'" in capsys.readouterr().err
     more = ["--params", "1B", "--gpus", "8", "--node-write", "4"]
     assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), *more]) == 2
     assert "leave out --node-write" in capsys.readouterr().err

@@ -462,7 +462,7 @@ def test_verdicts_follow_what_was_asked_for() -> None:
     found = verdicts(fastckpt.plan(**job, goodput=0.9, mttf_cluster="1h"))
     assert found == {"light": False, "medium": False, "high": True}
     plan = fastckpt.plan(**job, interval="30s", mttf_cluster="1000h", write=1000)
-    assert plan.verdicts[0].reason == "a checkpoint is due every 30.0 s"
+    assert plan.verdicts[0].reason == "a checkpoint starts every 30.0 s"
     assert not plan.verdicts[0].enough
     plan = fastckpt.plan(**job, interval="10h", mttf_cluster="10h", write=1000)
     assert not any(verdicts(plan).values())
@@ -472,7 +472,7 @@ def test_verdicts_follow_what_was_asked_for() -> None:
 def test_what_cannot_be_kept_up_is_noted() -> None:
     plan = fastckpt.plan(size="13.8TB", gpus=512, write=100, interval="1min")
     assert plan.goodput == 0
-    assert "takes 2.30 min, but one is due every 60.0 s: it cannot be kept up" in plan.notes[0].replace(
+    assert "takes 2.30 min, but one starts every 60.0 s: it cannot be kept up" in plan.notes[0].replace(
         "138 s", "2.30 min"
     )
     assert fastckpt.plan(size="13.8TB", gpus=512, write=1000, interval="1min").notes == ()

@@ -1,7 +1,7 @@
-"""The command ``fastckpt``: look into checkpoints, verify and convert them, plan them, clean up.
+"""The command ``fastckpt``: inspect, verify, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
-slower than its tier), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
+slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
 too; everything else goes to standard error.
 """
 
@@ -47,7 +47,7 @@ _REMEDIES = {
 
 
 class UsageError(Exception):
-    """The command line is not understood."""
+    """The command line cannot be parsed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", description="Look into checkpoints, verify, convert and plan them.")
+    parser = _Parser(prog="fastckpt", description="Inspect, verify, convert, plan and clean up checkpoints.")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print one JSON document")
         return sub
 
-    info = command("info", "tell what a checkpoint holds, and when and how it was written")
+    info = command("info", "show what a checkpoint holds, and when and how it was written")
     info.add_argument("path", metavar="PATH", type=Path)
 
     ls = command("ls", "list the tensors of a checkpoint")
@@ -92,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
 
     convert = command(
         "convert",
-        "make a checkpoint of another format, or a safetensors file of a checkpoint",
-        "From .pt, .pth, .ckpt and .bin (tensors and plain containers only: no pickle is executed), from .safetensors, "
-        "from a directory of Hugging Face; or from a checkpoint to one .safetensors file, for which the state must fit "
-        "into memory.",
+        "convert other formats to a checkpoint, or a checkpoint to safetensors",
+        "SRC is a .pt, .pth, .ckpt or .bin file (tensors and plain containers only: no pickle is executed), a "
+        ".safetensors file or a Hugging Face directory, and DST a new checkpoint; or SRC is a checkpoint and DST one "
+        ".safetensors file. The state must fit into memory.",
     )
     convert.add_argument("path", metavar="SRC", type=Path)
     convert.add_argument("destination", metavar="DST", type=Path)
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
-    except Exception as error:  # noqa: BLE001 - a user of the command is told what is wrong, not where in our code
+    except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
         status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
         message = _message(error, operation, path)
         document, lines = {"error": message, "type": type(error).__name__}, []

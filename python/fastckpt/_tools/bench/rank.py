@@ -1,4 +1,4 @@
-"""One rank: a process of its own that holds a state, and saves and loads it when it is told to."""
+"""One rank: a process of its own that holds a state, and saves and loads it on request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATIONS = ("raw_write", "raw_read", "save", "load", "hot")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a rank is to be.
+    """What defines a rank.
 
     Attributes:
         rank: its number.
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank can do no more."""
+    """Why a rank stopped."""
 
     reason: str
 
@@ -179,7 +179,7 @@ def serve(connection: Connection, spec: Spec) -> None:
     except (EOFError, ConnectionError):
         # The parent is gone, or has had enough.
         sys.exit(0)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         with contextlib.suppress(OSError):
             connection.send(Failure(f"{doing}: {type(error).__name__}: {error}"))
         sys.exit(1)

@@ -97,7 +97,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
 
 
 def _once(ranks: Ranks, operation: str, number: int, measured: Measured) -> list[dict[str, Any]]:
-    # Nothing of what was before may still be on its way to the disk, the removal of files included; and only clean
+    # No earlier write or removal may still be in flight to the disk; and only clean
     # pages can be dropped.
     os.sync()
     dropped = operation in ("raw_read", "load") and caches.drop()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Of each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
 Rounds: TypeAlias = "Sequence[Sequence[Mapping[str, Any]]]"
 
-#: Which plain transfer each operation is held against. A hot load need not touch the device at all.
+#: The plain transfer that each operation is compared with. A hot load need not touch the device at all.
 _AGAINST = {"save": "raw_write", "load": "raw_read"}
 
 

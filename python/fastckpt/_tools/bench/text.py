@@ -93,7 +93,7 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _resident(how: Mapping[str, Any]) -> str:
     known = how["resident"]
     if known is None:
-        return "; what was cached cannot be told here"
+        return "; how much was cached is unknown here"
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 

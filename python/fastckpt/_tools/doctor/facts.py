@@ -189,7 +189,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
 
 
 def file_system(directory: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return type, source, mount point and options of the file system of a directory, None where nobody says."""
+    """Return type, source, mount point and options of the file system of a directory, None where it is unknown."""
     return _mount(os.path.realpath(directory), _text(Path("/proc/self/mountinfo")) or "")
 
 

@@ -67,13 +67,13 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
 
     others = [option(name) for name in ("node_write", "node_read", "tier") if name in known]
     if others:
-        raise ValueError(f"simulate: --from says what a node writes and reads: leave out {', '.join(others)}")
+        raise ValueError(f"simulate: --from gives the speed of a node: leave out {', '.join(others)}")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["scores"]
         return {f"node_{kind}": float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"simulate: {file} is no result of 'fastckpt bench DIR --json': make one ({error!r})"
+            f"simulate: {file} is not a result of 'fastckpt bench DIR --json': make one ({error!r})"
         ) from None
 
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         allowed = {"gpus", "mttf_gpu", "mttf_cluster", "restart"}
         if set(known) - allowed:
             names = ", ".join(map(option, sorted(set(known) - allowed)))
-            raise ValueError(f"simulate: --cost stands for the size and the speed: leave out {names}")
+            raise ValueError(f"simulate: --cost replaces the size and the speed: leave out {names}")
         if "gpus" not in known:
             raise ValueError("simulate: --cost needs --gpus")
         gpus, cost, lag = known["gpus"], seconds("cost", options.cost), 0.0
