@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from bench.device import fio
 from fastckpt._tools.bench import caches, raw
-from fastckpt._tools.plan.units import size as bytes_of
+from fastckpt._units import bytes_of
 
 
 def ours(device: raw.Device, path: Path, size: int, kind: str) -> float:

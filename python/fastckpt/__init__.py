@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core, exceptions
-from fastckpt._api.checkpoint import Checkpoint, Composed, TensorInfo, open
+from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorInfo, open
 from fastckpt._api.load import load
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import register_type
@@ -29,10 +29,12 @@ from fastckpt.exceptions import (
 
 if TYPE_CHECKING:
     from fastckpt._api.in_flight import drain
+    from fastckpt._api.probe import probe
     from fastckpt._background.guard import Guard, guard
     from fastckpt._background.pending import PendingSave, SaveProgress
     from fastckpt._background.save_async import save_async
     from fastckpt._background.snapshot_memory import release_buffers
+    from fastckpt._core import Probe
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
 
@@ -47,8 +49,10 @@ __all__ = [
     "FormatVersionError",
     "Guard",
     "LoadReport",
+    "Origin",
     "PendingSave",
     "Plan",
+    "Probe",
     "ReplacedCheckpointError",
     "SaveProgress",
     "SaveReport",
@@ -64,6 +68,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "probe",
     "register_type",
     "release_buffers",
     "save",
@@ -84,6 +89,8 @@ _LATER = {
     "SaveProgress": "_background.pending",
     "save_async": "_background.save_async",
     "drain": "_api.in_flight",
+    "Probe": "_core",
+    "probe": "_api.probe",
     "Guard": "_background.guard",
     "guard": "_background.guard",
     "Diagnosis": "_tools.doctor",

@@ -11,6 +11,9 @@ __all__ = [
     "MAX_TOKENS",
     "Mappings",
     "Memory",
+    "Probe",
+    "ProbedFiles",
+    "ProbedRing",
     "Reader",
     "SaveOptions",
     "Snapshot",
@@ -118,24 +121,34 @@ def left_overs(directory: str) -> list[tuple[str, str, str, str, int, int]]:
 def remove_left_over(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
 
-def set_target(target: str) -> None:
-    """Tell the live counters what throughput this process wants: a tier, GB/s, or ``save=X,load=Y``.
+def set_target(target: str) -> tuple[float, float]:
+    """Set the target of this process, GB/s per GPU of saves and of loads, and return it; 0.0 for none.
 
     ``ValueError`` for anything else.
     """
 
-@type_check_only
-class Ring(TypedDict):
-    """Answers of the calls of io_uring, errno or 0. ``enter`` and ``register`` are asked without a ring."""
+@final
+class ProbedRing:
+    """Answers of the calls of io_uring: an errno, or 0.
 
-    errno: int
+    ``refused`` is why a save has no ring. ``enter`` and ``register`` are called without a ring: the kernel answers
+    ``EBADF`` or ``EINVAL``, a seccomp filter answers something else.
+    """
+
+    refused: int
     setup: int
     enter: int
     register: int
 
-@type_check_only
-class Files(TypedDict):
-    """What a file system takes: errno, 0 when it works, None when it was not tried."""
+@final
+class ProbedFiles:
+    """What a file system supports: an errno, 0 when it works, None when it was not tried.
+
+    ``direct_used`` is whether a save would try direct I/O; ``direct_alignment`` the alignments of memory and of offsets
+    in bytes, None where the kernel does not report them; ``direct_bypasses`` whether direct writes leave the page cache
+    alone, None if that cannot be seen; ``lock_reach`` which machines see a writer's lock: ``machine``, ``everywhere``
+    or ``unknown``.
+    """
 
     direct_open: int | None
     direct_write: int | None
@@ -151,11 +164,17 @@ class Files(TypedDict):
     lock: int | None
     lock_reach: str
 
-@type_check_only
-class Probe(TypedDict):
-    """What this process may do in a directory. Sizes are bytes, answers errno or 0."""
+@final
+class Probe:
+    """What a save in a directory would do; made by :func:`fastckpt.probe`.
 
-    ring: Ring
+    ``engine`` is the engine that would run, ``fallback`` why it is not the one that was asked for, ``threads`` its
+    workers, ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of
+    ``madvise``, an errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a
+    process's live counters, both in bytes. ``files`` says what the file system supports, or is None, and then
+    ``trouble`` is the step that failed and its errno.
+    """
+
     engine: str
     fallback: str | None
     threads: int
@@ -164,7 +183,8 @@ class Probe(TypedDict):
     populate: int
     staging: int
     counters: int
-    files: Files | None
+    ring: ProbedRing
+    files: ProbedFiles | None
     trouble: tuple[str, int] | None
 
 def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
@@ -177,8 +197,7 @@ def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
 def probe(directory: str, *, io: str) -> Probe:
     """Try in ``directory`` what a save with this ``io`` would do, and remove it all again.
 
-    ``trouble`` is the step that cannot be done there at all, and its errno; then ``files`` is None. ``ValueError`` for
-    an unknown engine.
+    ``ValueError`` for an unknown engine.
     """
 
 def try_priority(nice: int | None, io_priority: str | None) -> None:

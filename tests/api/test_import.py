@@ -80,7 +80,7 @@ def test_public_names():
             ),
             *("SaveReport", "LoadReport", "VerifyReport", "Damage", "CheckpointError", "CorruptCheckpointError"),
             *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError", "ReplacedCheckpointError"),
-            *("plan", "Plan", "doctor", "Diagnosis", "Finding"),
+            *("plan", "Plan", "doctor", "Diagnosis", "Finding", "probe", "Probe", "Origin"),
         ]
     )
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
@@ -113,9 +113,10 @@ def test_doctests():
     import doctest
 
     from fastckpt._api import checkpoint as _checkpoint
+    from fastckpt._api import probe as _probe
     from fastckpt._api import register as _register
 
-    for module in (_checkpoint, _register):
+    for module in (_checkpoint, _probe, _register):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

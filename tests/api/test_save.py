@@ -78,14 +78,31 @@ def test_silent_without_configured_logging(tmp_path):
         ({"threads": 1.5}, "threads must be"),
         ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
         ({"io": None}, "io must be"),
-        ({"shard_size": 0}, "save: shard_size must be an int of bytes, from 1 to"),
-        ({"shard_size": 1e9}, "shard_size must be"),
+        ({"shard_size": 0}, "save: shard_size must be a number of bytes from 1 to"),
+        ({"shard_size": True}, "shard_size must be"),
+        ({"shard_size": None}, "shard_size must be"),
+        ({"shard_size": "5 parsecs"}, r"a string such as '500MB', '2GB' or '1GiB' \(units: B, kB, MB.*not '5 parsecs'"),
+        ({"shard_size": "9EB"}, "shard_size must be"),
+        ({"bandwidth_limit": "2Gbit"}, "save: bandwidth_limit must be a number of bytes from 1 to"),
+        ({"bandwidth_limit": "fast/s"}, "bandwidth_limit must be"),
     ],
 )
 def test_arguments_are_checked_first(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         fastckpt.save([object()], tmp_path / "c", **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shard_size", [20_000, "20000", "20kB", "20 KB", "0.02MB", 2e4])
+def test_sizes_take_units(shard_size, tmp_path):
+    state = {name: np.zeros(15_000, np.uint8) for name in "abc"}
+    fastckpt.save(state, tmp_path / "c", shard_size=shard_size, bandwidth_limit="2GB/s")
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        assert len(checkpoint.shards) == 3
+        assert all(15_000 < size < 20_000 for size in checkpoint.shards.values())
+        origin = checkpoint.origin
+    assert origin.writer == f"fastckpt {fastckpt.__version__}"
+    assert origin.engine in ("uring", "threads", "buffered")
 
 
 URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@b/x", "file:///tmp/x", "S3:/bucket/x"]
@@ -106,6 +123,7 @@ def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
         "verify": lambda: fastckpt.verify(given),
         "doctor": lambda: fastckpt.doctor(given),
         "plan": lambda: fastckpt.plan(checkpoint=given, gpus=8),
+        "probe": lambda: fastckpt.probe(given),
     }.items():
         with pytest.raises(ValueError, match=rf"{name}: '{url.partition(':')[0]}:/.*' is a URL"):
             call()

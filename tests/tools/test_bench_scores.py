@@ -79,13 +79,18 @@ def test_fractions_of_the_raw_device():
     ],
 )
 def test_the_verdict_of_a_tier(tier, gpus, save, load, met):
-    found = scores.verdict(scores.scores(made_up(save, load)), TIERS[tier], gpus)
+    found = scores.verdict(scores.scores(made_up(save, load)), (TIERS[tier].write, TIERS[tier].read), gpus)
     assert (found["write"]["met"], found["read"]["met"]) == met
     assert found["met"] == all(met)
     assert found["write"]["needed"] == TIERS[tier].write
     assert found["read"]["needed"] == TIERS[tier].read
     assert found["write"]["reached"] == pytest.approx(2 / save / gpus)
     assert found["read"]["reached"] == pytest.approx(2 / load / gpus)
+
+
+def test_what_has_no_target_meets_it():
+    found = scores.verdict(scores.scores(made_up()), (0.0, 4.0), 1)
+    assert (found["write"]["met"], found["read"]["met"], found["met"]) == (True, False, False)
 
 
 def test_how_it_ran_is_added_up():
@@ -102,9 +107,9 @@ def test_how_it_ran_is_added_up():
 
 def test_the_summary_says_it_in_a_line():
     found = scores.scores(made_up())
-    document = {"scores": found, "tier": scores.verdict(found, TIERS["light"], 2)}
+    document = {"scores": found, "target": {"name": "light", **scores.verdict(found, (0.75, 1.0), 2)}}
     assert text.summary(document) == (
-        "saved 2.00 GB at 1 GB/s (0.50 of raw), loaded at 2 GB/s (0.90 of raw): light tier for 2 GPUs not met "
+        "saved 2.00 GB at 1 GB/s (0.50 of raw), loaded at 2 GB/s (0.90 of raw): target light for 2 GPUs not met "
         "(per GPU 0.5 of 0.75 GB/s written, 1 of 1 GB/s read)"
     )
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path, mode
         {"file": "model.safetensors", "bytes": (checkpoint / "model.safetensors").stat().st_size}
     ]
     assert document["format_version"] == 1
-    assert document["saved"]["engine"] in ("uring", "threads", "buffered")
+    assert document["engine"] in ("uring", "threads", "buffered")
     assert abs(document["created"] - checkpoint.stat().st_mtime) < 60
 
 
@@ -625,3 +626,25 @@ def test_a_damaged_checkpoint_is_not_converted(
     assert status == 1
     assert "model.safetensors" in err
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+COMMANDS = {name: parser for action in cli._parser()._actions for name, parser in (action.choices or {}).items()}
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_a_screen_and_names_every_option(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*([name] if name else []), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert 3 < len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    named = set(re.findall(r"--[a-z][a-z-]*", "\n".join(lines)))
+    if name:
+        options = {option for option in COMMANDS[name]._option_string_actions if option.startswith("--")}
+        others = {"--json"} if name == "simulate" else set()  # of the command that it names
+        assert named | {"--help"} == options | others
+    else:
+        assert all(any(line.split()[:1] == [command] for line in lines) for command in COMMANDS)

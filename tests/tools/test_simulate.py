@@ -178,7 +178,7 @@ def test_what_cannot_be_simulated_is_refused(said: dict[str, Any], message: str)
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-COST = ["bench", "--simulate", "--cost", "50s", "--gpus", 24_000, "--mttf-cluster", "124min"]
+COST = ["simulate", "--cost", "50s", "--gpus", 24_000, "--mttf-cluster", "124min"]
 
 
 def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,14 +201,14 @@ def test_the_command_takes_a_job_as_plan_does(capsys: pytest.CaptureFixture[str]
 
     job = ["--params", "405B", "--gpus", 16384, "--tp", 8, "--pp", 16, "--node-write", 4, "--restart", "5min"]
     more = ["--stall", "2s", "--days", 30, "--runs", 20, "--seed", 7, "--weibull", 2]
-    _, out, _ = call(capsys, "bench", "--simulate", *job, *more, "--json")
+    _, out, _ = call(capsys, "simulate", *job, *more, "--json")
     document = json.loads(out)
     plan = fastckpt.plan(params="405B", gpus=16384, tp=8, pp=16, node_write=4, restart="5min", stall=2)
     assert document["cost"] == 2
     assert document["lag"] == pytest.approx(plan.seconds - 2)
     assert document["restart"] == pytest.approx(300 + plan.restore_seconds)
     assert [document[name] for name in ("days", "runs", "seed", "shape")] == [30, 20, 7, 2]
-    _, out, _ = call(capsys, "bench", "--simulate", *job, *more)
+    _, out, _ = call(capsys, "simulate", *job, *more)
     assert "Weibull lives of shape 2" in out
     assert "later" in out
 
@@ -220,12 +220,12 @@ def test_a_simulation_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
-        (["bench"], "give --simulate"),
-        (["bench", "--simulate"], "give one of params"),
-        (["bench", "--simulate", "--cost", "50s"], "--cost needs --gpus"),
+        (["simulate", "--ranks", 2], "unrecognized arguments: --ranks"),
+        (["simulate"], "give one of params"),
+        (["simulate", "--cost", "50s"], "--cost needs --gpus"),
         ([*COST, "--params", "1B", "--node-write", 4], "leave out --node-write, --params"),
-        (["bench", "--simulate", "--cost", "0", "--gpus", 8], "cost must be more than 0"),
-        (["bench", "--simulate", "--cost", "1", "--gpus", 0], "--gpus must be at least 1, not 0"),
+        (["simulate", "--cost", "0", "--gpus", 8], "cost must be more than 0"),
+        (["simulate", "--cost", "1", "--gpus", 0], "--gpus must be at least 1, not 0"),
         ([*COST, "--plot", tmp_path / "x.docx"], "suffix must be one of"),
     ):
         status, out, err = call(capsys, *arguments)

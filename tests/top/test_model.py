@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fastckpt_top import demo as demonstration
@@ -150,24 +151,34 @@ def test_targets_come_from_the_option_then_the_operation_then_the_process_then_l
     assert model.main.target == 0.75 * GB
 
 
-@pytest.mark.parametrize(
-    ("word", "pair", "name"),
-    [
-        ("light", (0.75, 1), "light"),
-        ("HIGH", (3, 4), "high"),
-        ("2.7", (2.7, 2.7), "custom"),
-        ("save=3,load=4", (3, 4), "high"),
-        ("load=5", (0.75, 5), "custom"),
-    ],
-)
-def test_targets_are_parsed(word, pair, name):
-    target = targets.parse(word, "option")
-    assert (target.save / GB, target.load / GB, target.name) == (*pair, name)
+TARGETS = [
+    line.split(" -> ")
+    for line in (Path(__file__).parents[1] / "data" / "targets.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
 
 
-@pytest.mark.parametrize("word", ["", "fast", "-1", "0", "nan", "inf", "save=", "write=3", "save=3;load=4", "1e999"])
+@pytest.mark.parametrize(("word", "meant"), TARGETS, ids=[word for word, _ in TARGETS])
+def test_targets_are_parsed_as_the_core_does(word, meant):
+    if meant == "refused":
+        with pytest.raises(ValueError, match=r"give light, medium, high"):
+            targets.parse(word, "option")
+    else:
+        target = targets.parse(word, "option")
+        assert f"{int(target.save)} {int(target.load)}" == meant
+
+
+def test_a_target_has_the_name_of_its_tier():
+    assert [targets.parse(word, "option").name for word in ("HIGH", "save=3,load=4", "2.7")] == [
+        "high",
+        "high",
+        "custom",
+    ]
+
+
+@pytest.mark.parametrize("word", ["", "write=3", "save=3;load=4", "1e999"])
 def test_a_wrong_target_says_what_is_allowed(word):
-    with pytest.raises(ValueError, match=r"want light, medium, high"):
+    with pytest.raises(ValueError, match=r"give light, medium, high"):
         targets.parse(word, "option")
 
 

@@ -179,7 +179,7 @@ def test_usage_is_2(top):
         assert top(*args).returncode == 2, args
     result = top("--once", env={"FASTCKPT_TOP_TARGET": "fast"})
     assert result.returncode == 2
-    assert "want light, medium, high" in result.stderr
+    assert "give light, medium, high" in result.stderr
 
 
 def test_line_mode_where_there_is_no_terminal(producer, top):

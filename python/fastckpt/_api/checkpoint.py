@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt import _core
+from fastckpt._paths import path_of
 from fastckpt._state.builders import Entry, StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import plain_name
 from fastckpt._tensors.slicing import plan
+from fastckpt._text import suggest
 
 from .destinations import Targets
-from .load import suggest
-from .options import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     # Every type checker brings the stub; at run time nothing imports it.
     from typing_extensions import Self
 
-    from .options import AnyPath
+    from fastckpt._paths import AnyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,31 @@ class TensorInfo:
     bytes: int
     shard: str
     kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a checkpoint says about the save that wrote it.
+
+    Attributes:
+        format_version: version of the format.
+        writer: name and version of the program.
+        created: seconds since 1970 when the save began.
+        seconds: seconds that it took until all data was durable.
+        gigabytes_per_second: its throughput, GB being 10^9 bytes.
+        engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
+        fallback: why it is not the engine that was asked for, or None.
+        threads: worker threads used.
+    """
+
+    format_version: int
+    writer: str
+    created: float
+    seconds: float
+    gigabytes_per_second: float
+    engine: str
+    fallback: str | None
+    threads: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +134,13 @@ class Checkpoint:
         self._first: dict[int, list[Any]] = {}
         for token in check.found:
             self._first.setdefault(token[1], token)
-        files = [file for file, _ in self._reader.shards()]
+        self._shards = self._reader.shards()
+        about = self._reader.info()
+        writer = f"{about['writer']['name']} {about['writer']['version']}"
+        self._origin = Origin(
+            format_version=about["version"], writer=writer, created=about["created"], **about["saved"]
+        )
+        files = [file for file, _ in self._shards]
         self._infos = [self._describe(index, files) for index in range(len(self._stored))]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
         # Mostly nothing is tied, and then there is nothing to look for.
@@ -141,6 +172,16 @@ class Checkpoint:
     def path(self) -> str:
         """The checkpoint's directory, absolute."""
         return self._path
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """The name of each file that holds tensors, and its size in bytes."""
+        return dict(self._shards)
+
+    @property
+    def origin(self) -> Origin:
+        """What wrote it, when and how."""
+        return self._origin
 
     def keys(self) -> list[str]:
         """The names of all tensors, in the order of the state."""

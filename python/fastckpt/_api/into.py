@@ -12,9 +12,8 @@ from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors.dtypes import plain_name
+from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
-
-from .reports import count
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence

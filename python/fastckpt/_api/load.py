@@ -9,14 +9,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._paths import path_of
 from fastckpt._state.builders import Entry, StateBuilder, Validator, torch_for
 from fastckpt._state.collector import paused
 from fastckpt._state.select import find, named, prune
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._text import suggest
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework, path_of
+from .options import check_engine, check_framework
 from .outcome import conclude, until_settled
 from .progress import ticker
 from .reports import LoadReport
@@ -24,7 +26,9 @@ from .reports import LoadReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .options import AnyPath, Engine, Framework
+    from fastckpt._paths import AnyPath
+
+    from .options import Engine, Framework
 
 #: So many names are compared with one that matches nothing, and none that is longer.
 _KNOWN, _LONG = 5000, 500
@@ -209,12 +213,3 @@ def select(names: Iterable[tuple[int, str]], keys: Any) -> set[int]:
         pattern = patterns[matched.index(False)]
         raise KeyError(f"load: keys: {pattern!r} matches nothing{suggest(pattern, known)}")
     return wanted
-
-
-def suggest(name: str, names: Sequence[str]) -> str:
-    """A few names like ``name``, for an error message."""
-    import difflib  # noqa: PLC0415 - for an error only
-
-    # The comparison is slow, and a checkpoint may have 100,000 names.
-    close = difflib.get_close_matches(name, names[:_KNOWN], n=3, cutoff=0.5)
-    return f"; there are {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

@@ -6,8 +6,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from fastckpt._text import size
+
 from .outcome import logger
-from .reports import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

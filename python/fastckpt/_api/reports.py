@@ -5,50 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastckpt._text import count, size, visible
+
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
-
-
-def size(count: int) -> str:
-    """``count`` bytes in the largest decimal unit that keeps a leading digit."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:  # noqa: PLR2004 - the step between decimal units
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 shard``, ``2 shards``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-#: A cell that is longer stands out of its column, and does not widen it: one long name would pad every other row.
-_WIDEST = 100
-
-
-def visible(text: str) -> str:
-    """``text`` on one line as a terminal may have it.
-
-    Whatever could move its cursor, reverse its direction or not be encoded stands there as Python escapes it.
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
-def table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return lines with aligned columns of visible text; those in ``right`` are aligned to the right."""
-    rows = [[visible(cell) for cell in row] for row in rows]
-    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    from collections.abc import Mapping
 
 
 class Fixed(dict[str, Any]):

@@ -7,17 +7,21 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
+from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine, check_shard_size, path_of
+from .options import check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
 
 if TYPE_CHECKING:
-    from .options import AnyPath, Engine
+    from fastckpt._paths import AnyPath
+
+    from .options import Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
@@ -28,11 +32,11 @@ def save(
     *,
     overwrite: bool = True,
     metadata: Any = None,
-    shard_size: int = 5 * 10**9,
+    shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     io: Engine = "auto",
     threads: int | None = None,
-    bandwidth_limit: float | None = None,
+    bandwidth_limit: float | str | None = None,
     progress: bool = False,
 ) -> SaveReport:
     """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
@@ -48,7 +52,8 @@ def save(
             waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
-        shard_size: bytes per file, about: a tensor is never split.
+        shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
+            never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
             under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
             Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
@@ -58,8 +63,8 @@ def save(
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report tells which ran.
         threads: worker threads; by default as many as this process may use cores, within limits.
-        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on; None for
-            no limit.
+        bandwidth_limit: bytes per second that the save may write, so that others can use the same storage: a number,
+            or a string with a unit (``"2GB"``); None for no limit.
         progress: show a progress bar.
 
     Returns:
@@ -80,17 +85,17 @@ def save(
     began = time.perf_counter()
     target = path_of("save", path)
     check_engine("save", io, threads)
-    check_shard_size("save", shard_size)
-    check_bandwidth("save", bandwidth_limit)
+    file_bytes = bytes_of("save: shard_size", shard_size)
+    limit = check_bandwidth("save", bandwidth_limit)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
     flat = flatten(state)
     options = _core.SaveOptions(
         model_prefix=split_model("save", state, flat, model_key),
         overwrite=bool(overwrite),
-        shard_size=shard_size,
+        shard_size=file_bytes,
         io=io,
         threads=threads,
-        bandwidth_limit=None if bandwidth_limit is None else int(bandwidth_limit),
+        bandwidth_limit=limit,
         step=step_of(metadata),
     )
     try:

@@ -5,17 +5,24 @@ from __future__ import annotations
 from fastckpt import _core
 
 
-def set_target(target: str | float) -> None:
-    """Say what throughput the saves and loads of this process should reach; ``fastckpt-top`` shows them against it.
+def set_target(target: str | float) -> tuple[float, float]:
+    """Set the throughput that saves and loads of this process should reach; ``fastckpt-top`` compares them with it.
 
-    ``FASTCKPT_TOP_TARGET`` in the environment does the same.
+    ``FASTCKPT_TOP_TARGET`` in the environment does the same. ``--target`` of ``fastckpt bench`` and of ``fastckpt-top``
+    takes the same text.
 
     Args:
         target: ``"light"``, ``"medium"`` or ``"high"`` (the tiers of NVIDIA's sizing for DGX H100: 0.75, 1.5 and 3 GB/s
-            written, 1, 2 and 4 GB/s read, each per GPU), a number of GB/s per GPU for both, or ``"save=3,load=4"``.
-            GB is 10^9 bytes.
+            written, 1, 2 and 4 GB/s read, each per GPU); a number of GB/s per GPU for both; or ``"save=3,load=4"``,
+            where either may be missing and is then no target. Upper and lower case are the same. GB is 10^9 bytes.
+
+    Returns:
+        GB/s per GPU of saves and of loads, 0.0 where there is no target.
 
     Raises:
         ValueError: ``target`` is none of these.
     """
-    _core.set_target(str(target))
+    try:
+        return _core.set_target(str(target))
+    except ValueError as error:
+        raise ValueError(f"set_target: {error}") from None

@@ -6,14 +6,17 @@ import time
 from typing import TYPE_CHECKING
 
 from fastckpt import _core
+from fastckpt._paths import path_of
 
-from .options import check_engine, path_of
+from .options import check_engine
 from .outcome import conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
 
 if TYPE_CHECKING:
-    from .options import AnyPath, Engine
+    from fastckpt._paths import AnyPath
+
+    from .options import Engine
 
 
 def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, progress: bool = False) -> VerifyReport:

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice, check_shard_size, path_of
+from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of
+from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
+from fastckpt._units import bytes_of
 
 from .job import Job
 from .pending import PendingSave
 
 if TYPE_CHECKING:
-    from fastckpt._api.options import AnyPath, Engine
+    from fastckpt._api.options import Engine
+    from fastckpt._paths import AnyPath
 
 
 def save_async(  # noqa: PLR0913 - one more than save has
@@ -31,11 +34,11 @@ def save_async(  # noqa: PLR0913 - one more than save has
     max_in_flight: int = 1,
     overwrite: bool = True,
     metadata: Any = None,
-    shard_size: int = 5 * 10**9,
+    shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     io: Engine = "auto",
     threads: int | None = None,
-    bandwidth_limit: float | None = None,
+    bandwidth_limit: float | str | None = None,
     nice: int | None = None,
     io_priority: str | None = None,
     progress: bool = False,
@@ -64,7 +67,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         io: as for :func:`fastckpt.save`.
         threads: threads that copy, then threads that write; by default as many as this process may use cores, within
             limits.
-        bandwidth_limit: bytes a second that the save may write, so that others on the same storage go on.
+        bandwidth_limit: as for :func:`fastckpt.save`.
         nice: niceness of the writing threads, 0 to 19; None for that of the process.
         io_priority: I/O priority of the writing threads: ``idle``, or ``best-effort:0`` (first) to ``best-effort:7``;
             None for that of the process. Some I/O schedulers know no priorities.
@@ -83,8 +86,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     began = time.perf_counter()
     target = path_of("save_async", path)
     check_engine("save_async", io, threads)
-    check_shard_size("save_async", shard_size)
-    check_bandwidth("save_async", bandwidth_limit)
+    file_bytes = bytes_of("save_async: shard_size", shard_size)
+    limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
     nice, io_priority = _priority(nice, io_priority)
@@ -95,10 +98,10 @@ def save_async(  # noqa: PLR0913 - one more than save has
     settings = {
         "model_prefix": split_model("save_async", state, flat, model_key),
         "overwrite": bool(overwrite),
-        "shard_size": shard_size,
+        "shard_size": file_bytes,
         "io": io,
         "threads": threads,
-        "bandwidth_limit": None if bandwidth_limit is None else int(bandwidth_limit),
+        "bandwidth_limit": limit,
         "nice": nice,
         "io_priority": io_priority,
         "step": step_of(metadata),

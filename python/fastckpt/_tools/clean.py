@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
-from fastckpt._api.reports import count, size, table, visible
+from fastckpt._text import count, size, table, visible
 
 if TYPE_CHECKING:
     import argparse
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 #: What each state means, for people.
 STATES = {
     "alive": "its writer is running",
-    "dead": "nobody needs it: the next save here removes it",
+    "dead": "not needed: the next save here removes it",
     "unknown": "its writer may be running, perhaps on another machine",
     "kept": "an old checkpoint that a save was about to replace, or the save itself",
-    "foreign": "somebody's own, displaced by a save that was killed: move it by hand",
+    "foreign": "not a checkpoint, displaced by a save that was killed: move it by hand",
 }
 
 
@@ -40,7 +40,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="HOURS",
         type=float,
         help="with --remove: also what nothing proves to be dead, and old checkpoints that are kept, if nothing was "
-        "made or removed in it for so long; give more than any save takes",
+        "made or removed in it for that long; give more than any save takes",
     )
 
 

@@ -1,7 +1,7 @@
-"""The command ``fastckpt``: look into checkpoints, verify and convert them, plan them, clean up.
+"""The command ``fastckpt``: inspect, verify, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
-slower than its tier), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
+slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
 too; everything else goes to standard error.
 """
 
@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._api.load import suggest
-from fastckpt._api.reports import count, size, visible
-from fastckpt._api.reports import table as _table
-from fastckpt._tools.bench import command as _measure
+from fastckpt._text import count, size, suggest, table, visible
+from fastckpt._tools.bench import command as _bench
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
 from fastckpt._tools.plan import simulate_command as _simulate
@@ -50,11 +47,22 @@ _REMEDIES = {
 
 
 class UsageError(Exception):
-    """The command line is not understood."""
+    """The command line cannot be parsed."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too."""
+    """A parser that raises, so that ``--json`` holds for mistakes in the command line, too.
+
+    Args:
+        page: the text of ``--help``, where the options are too many for argparse to fit on a screen.
+    """
+
+    def __init__(self, *, page: str = "", **others: Any) -> None:
+        super().__init__(**others)
+        self._page = page
+
+    def format_help(self) -> str:
+        return f"{self._page}\n" if self._page else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -62,16 +70,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", description="Look into checkpoints, verify, convert and plan them.")
+    parser = _Parser(prog="fastckpt", description="Inspect, verify, convert, plan and clean up checkpoints.")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip())
+    def command(name: str, text: str, more: str = "", page: str = "") -> argparse.ArgumentParser:
+        about = f"{text[0].upper()}{text[1:]}. {more}".strip()
+        sub = commands.add_parser(name, help=text, description=about, page=page)
         sub.add_argument("--json", action="store_true", help="print one JSON document")
         return sub
 
-    info = command("info", "tell what a checkpoint holds, and when and how it was written")
+    info = command("info", "show what a checkpoint holds, and when and how it was written")
     info.add_argument("path", metavar="PATH", type=Path)
 
     ls = command("ls", "list the tensors of a checkpoint")
@@ -83,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
 
     convert = command(
         "convert",
-        "make a checkpoint of another format, or a safetensors file of a checkpoint",
-        "From .pt, .pth, .ckpt and .bin (tensors and plain containers only: no pickle is executed), from .safetensors, "
-        "from a directory of Hugging Face; or from a checkpoint to one .safetensors file, for which the state must fit "
-        "into memory.",
+        "convert other formats to a checkpoint, or a checkpoint to safetensors",
+        "SRC is a .pt, .pth, .ckpt or .bin file (tensors and plain containers only: no pickle is executed), a "
+        ".safetensors file or a Hugging Face directory, and DST a new checkpoint; or SRC is a checkpoint and DST one "
+        ".safetensors file. The state must fit into memory.",
     )
     convert.add_argument("path", metavar="SRC", type=Path)
     convert.add_argument("destination", metavar="DST", type=Path)
@@ -98,21 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
     )
 
-    _plan.add_options(
-        command("plan", "reckon how big checkpoints are, how often they are due, how fast storage has to be")
-    )
-
-    bench = command(
-        "bench",
-        "measure how fast checkpoints are saved and loaded in a directory, or simulate months of training",
-        "Exits with 1 if --check is given and the storage is slower than its tier.",
-    )
-    bench.add_argument("--simulate", action="store_true", help="simulate a job with failures; nothing is written")
-    _simulate.add_options(bench)
-    _measure.add_options(bench)
-
-    _doctor.register(command)
-    _clean.register(command)
+    for tool in (_plan, _bench, _simulate, _doctor, _clean):
+        tool.register(command)
     return parser
 
 
@@ -149,23 +145,18 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """What a checkpoint holds, on one screen."""
     with fastckpt.open(options.path) as checkpoint:
         tensors, metadata = _tensors(checkpoint), _metadata(checkpoint)
-    reader = _core.Reader(str(options.path))
-    about = reader.info()
     numbers: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor["dtype"]] += 1
         sizes[tensor["dtype"]] += tensor["bytes"]
     document = {
-        "path": str(options.path.absolute()),
-        "format_version": about["version"],
-        "writer": about["writer"],
-        "created": about["created"],
-        "saved": about["saved"],
+        "path": checkpoint.path,
+        **asdict(checkpoint.origin),
         "bytes": sum(sizes.values()),
         "tensors": len(tensors),
         "dtypes": {dtype: {"tensors": numbers[dtype], "bytes": size} for dtype, size in sizes.most_common()},
-        "shards": [{"file": file, "bytes": size} for file, size in reader.shards()],
+        "shards": [{"file": file, "bytes": size} for file, size in checkpoint.shards.items()],
         "metadata": metadata,
     }
     return OK, document, _info_lines(document)
@@ -173,24 +164,24 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def _info_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the screen for what :func:`_info` found."""
-    saved, writer, shards = document["saved"], document["writer"], document["shards"]
+    shards = document["shards"]
     created = dt.datetime.fromtimestamp(document["created"]).astimezone()
-    speed = f"{saved['seconds']:.3f} s, {saved['gigabytes_per_second']:.2f} GB/s"
+    speed = f"{document['seconds']:.3f} s, {document['gigabytes_per_second']:.2f} GB/s"
     rows = [
         ("path", document["path"]),
-        ("format", f"version {document['format_version']}, written by {writer['name']} {writer['version']}"),
+        ("format", f"version {document['format_version']}, written by {document['writer']}"),
         ("created", created.strftime("%Y-%m-%d %H:%M:%S %Z")),
-        ("saved", f"{speed}, engine {saved['engine']}, {count(saved['threads'], 'thread')}"),
+        ("saved", f"{speed}, engine {document['engine']}, {count(document['threads'], 'thread')}"),
     ]
-    if saved["fallback"]:
-        rows.append(("fallback", saved["fallback"]))
+    if document["fallback"]:
+        rows.append(("fallback", document["fallback"]))
     tensors, in_shards = count(document["tensors"], "tensor"), count(len(shards), "shard")
     rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
-    lines = _table(rows)
+    lines = table(rows)
 
     def section(head: str, cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
         if cells:
-            lines.extend(["", f"{head}:", *(f"  {line}" for line in _table(cells[:_LINES], right))])
+            lines.extend(["", f"{head}:", *(f"  {line}" for line in table(cells[:_LINES], right))])
         if len(cells) > _LINES:
             lines.append(f"  and {len(cells) - _LINES} more")
 
@@ -225,7 +216,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         (tensor["name"], tensor["dtype"], str(tensor["shape"]), str(tensor["bytes"]), tensor["shard"])
         for tensor in tensors
     ]
-    lines = _table([head, *rows], right=(3,))
+    lines = table([head, *rows], right=(3,))
     lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
     document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
     return OK, document, lines
@@ -252,24 +243,14 @@ def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str
     return OK, asdict(done), [line]
 
 
-def _bench(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """A measurement of a directory, or a simulation."""
-    if not options.simulate:
-        if options.path is None:
-            raise UsageError("bench: give DIR, to measure there, or give --simulate; see 'fastckpt bench --help'")
-        return _measure.run(options)
-    if others := _measure.given(options):
-        raise UsageError(f"bench --simulate writes nothing: leave out {', '.join(others)}")
-    return _simulate.run(options)
-
-
 _COMMANDS = {
     "info": _info,
     "ls": _ls,
     "verify": _verify,
     "convert": _convert,
     "plan": _plan.run,
-    "bench": _bench,
+    "bench": _bench.run,
+    "simulate": _simulate.run,
     "doctor": _doctor.run,
     "clean": _clean.run,
 }
@@ -304,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
-    except Exception as error:  # noqa: BLE001 - a user of the command is told what is wrong, not where in our code
+    except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
         status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
         message = _message(error, operation, path)
         document, lines = {"error": message, "type": type(error).__name__}, []

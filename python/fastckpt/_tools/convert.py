@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastckpt
-from fastckpt._api.options import refuse_url
+from fastckpt._paths import refuse_url
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
@@ -80,8 +80,8 @@ def convert(source: Path, destination: Path, *, keys: Sequence[str] | None, over
             raise CheckpointError(f"cannot choose tensors of {source}: only a checkpoint is converted in part")
         if destination.suffix in (".safetensors", *PICKLED):
             raise CheckpointError(
-                f"cannot convert {source} to {destination}: {source} is no checkpoint, so the result is one, which is "
-                f"a directory; give a name without {destination.suffix}"
+                f"cannot convert {source} to {destination}: the result is a checkpoint, which is a "
+                f"directory; give a name without {destination.suffix}"
             )
         state, metadata = _read(source)
         report = fastckpt.save(state, destination, overwrite=overwrite, metadata=metadata)
@@ -159,7 +159,7 @@ def _read_safetensors(
             metadata = file.metadata()
     except library.SafetensorError as error:
         raise CorruptCheckpointError(
-            f"cannot convert {source}: it is damaged or no safetensors file: {_first_line(error)}"
+            f"cannot convert {source}: it is damaged or not a safetensors file: {_first_line(error)}"
         ) from error
     return state, metadata
 
@@ -179,7 +179,7 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
     _regular(index)
     if index.stat().st_size > _HEADER:
         raise CorruptCheckpointError(
-            f"cannot convert {source}: {HUGGING_FACE_INDEX} has more than {_HEADER} bytes, so it is no index"
+            f"cannot convert {source}: {HUGGING_FACE_INDEX} has more than {_HEADER} bytes, so it is not an index"
         )
     try:
         content = json.loads(index.read_bytes())
@@ -189,14 +189,14 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
         metadata = content.get("metadata")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"cannot convert {source}: {HUGGING_FACE_INDEX} is no index of Hugging Face: {_first_line(error)}"
+            f"cannot convert {source}: {HUGGING_FACE_INDEX} is not an index of Hugging Face: {_first_line(error)}"
         ) from error
     read: dict[str, Any] = {}
     for file, names in shards.items():
         # The index is input: it may not lead out of the directory.
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):  # noqa: PTH119 - the name as text
             raise CorruptCheckpointError(
-                f"cannot convert {source}: {HUGGING_FACE_INDEX} names {file!r}, which is no safetensors file beside it"
+                f"cannot convert {source}: {HUGGING_FACE_INDEX} names {file!r}, not a safetensors file beside it"
             )
         read.update(_read_safetensors(source / file, names)[0])
     return {name: read[name] for name in content["weight_map"]}, metadata if isinstance(metadata, dict) else None
@@ -394,7 +394,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _refusal(error: Exception) -> str:
-    """Return the line of torch's page of advice that tells what was refused."""
+    """Return the line of torch's page of advice that names what was refused."""
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
     # What follows in the line is how to allow it after all.
     return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, _first_line(error)).strip())[0]

@@ -28,7 +28,7 @@ _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
-from .pickled import look
+from fastckpt._tools.pickled import look
 look(sys.argv[1], int(sys.argv[2]))
 """
 
@@ -63,17 +63,17 @@ def check(source: Path) -> None:
         text = answer.read()
     if done.returncode == 0 and not text:
         raise RefusedError(None, "the process that reads it first ended without an answer")
-    told = json.loads(text) if text else {}
-    kind = told.get("kind")
+    found = json.loads(text) if text else {}
+    kind = found.get("kind")
     if done.returncode > 0:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         kind = last.partition(":")[0]
-        told = {"kind": kind, "reason": last}
+        found = {"kind": kind, "reason": last}
     if done.returncode < 0 or kind == "MemoryError":
         size = source.stat().st_size
         raise RefusedError(None, f"to read it takes more memory or time than a file of {size} bytes may")
-    if told:
-        raise RefusedError(**told)
+    if found:
+        raise RefusedError(**found)
 
 
 def _answer() -> BinaryIO:
@@ -97,7 +97,7 @@ def look(path: str, answer: int) -> None:
 
     module: Any = _torch
     _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     try:
         flatten(load(module.torch, path), operation="convert")
     except CheckpointError:
@@ -105,9 +105,9 @@ def look(path: str, answer: int) -> None:
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
         kind = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         errno = error.errno if isinstance(error, OSError) else None
-        told = {"kind": kind, "reason": str(error), "errno": errno}
+        found = {"kind": kind, "reason": str(error), "errno": errno}
     with open(answer, "w", encoding="ascii") as file:
-        json.dump(told, file)
+        json.dump(found, file)
     os._exit(0)  # what it made need not be taken apart
 
 

@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def processes(self) -> int:
-        """Processes that write, one a GPU: all of them."""
+        """Processes that write, one per GPU: all of them."""
         return self.tp * self.pp * self.dp
 
     @property

@@ -1,64 +1,105 @@
-//! What this process may do here, as a dictionary.
+//! What this process may do here, as records. The stub documents them.
 
 use std::path::PathBuf;
 
-use fastckpt_core::probe::{self, Files, Probe};
+use fastckpt_core::probe;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::report;
 
-/// Tries what a save would do in `directory`; see the stub for what is in the dictionary.
+#[pyclass(frozen, get_all, module = "fastckpt")]
+struct ProbedRing {
+    refused: i32,
+    setup: i32,
+    enter: i32,
+    register: i32,
+}
+
+#[pyclass(frozen, get_all, module = "fastckpt")]
+struct ProbedFiles {
+    direct_open: probe::Answer,
+    direct_write: probe::Answer,
+    direct_read: probe::Answer,
+    direct_used: bool,
+    direct_alignment: Option<(u32, u32)>,
+    direct_bypasses: Option<bool>,
+    cachestat: probe::Answer,
+    uncached: probe::Answer,
+    fallocate: probe::Answer,
+    reflink: probe::Answer,
+    rename_exchange: probe::Answer,
+    lock: probe::Answer,
+    lock_reach: &'static str,
+}
+
+#[pyclass(frozen, get_all, module = "fastckpt")]
+struct Probe {
+    engine: &'static str,
+    fallback: Option<String>,
+    threads: usize,
+    cores: usize,
+    huge_pages: i32,
+    populate: i32,
+    staging: u64,
+    counters: usize,
+    ring: Py<ProbedRing>,
+    files: Option<Py<ProbedFiles>>,
+    trouble: Option<(&'static str, i32)>,
+}
+
+/// Tries what a save would do in `directory`.
 #[pyfunction]
 #[pyo3(name = "probe", signature = (directory, *, io))]
-fn run<'py>(py: Python<'py>, directory: PathBuf, io: &str) -> PyResult<Bound<'py, PyDict>> {
+fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {
     let options = report::options(py, io, None)?;
     let found = py.detach(|| probe::run(&directory, &options));
-    to_dict(py, &found)
+    let (files, trouble) = match found.files {
+        Ok(files) => (Some(Py::new(py, record_of(&files))?), None),
+        Err(trouble) => (None, Some((trouble.operation, trouble.errno))),
+    };
+    let ring = ProbedRing {
+        refused: found.ring.refused.map_or(0, |refused| refused.errno),
+        setup: found.ring.setup,
+        enter: found.ring.enter,
+        register: found.ring.register,
+    };
+    Ok(Probe {
+        engine: found.choice.engine.name(),
+        fallback: found.choice.fallback.map(|fallback| fallback.reason),
+        threads: found.choice.threads,
+        cores: found.cores,
+        huge_pages: found.huge_pages,
+        populate: found.populate,
+        staging: found.staging,
+        counters: found.counters,
+        ring: Py::new(py, ring)?,
+        files,
+        trouble,
+    })
 }
 
-fn to_dict<'py>(py: Python<'py>, found: &Probe) -> PyResult<Bound<'py, PyDict>> {
-    let ring = PyDict::new(py);
-    ring.set_item("errno", found.ring.refused.as_ref().map_or(0, |refused| refused.errno))?;
-    ring.set_item("setup", found.ring.setup)?;
-    ring.set_item("enter", found.ring.enter)?;
-    ring.set_item("register", found.ring.register)?;
-    let dict = PyDict::new(py);
-    dict.set_item("ring", ring)?;
-    dict.set_item("engine", found.choice.engine.name())?;
-    dict.set_item("fallback", found.choice.fallback.as_ref().map(|fallback| &fallback.reason))?;
-    dict.set_item("threads", found.choice.threads)?;
-    dict.set_item("cores", found.cores)?;
-    dict.set_item("huge_pages", found.huge_pages)?;
-    dict.set_item("populate", found.populate)?;
-    dict.set_item("staging", found.staging)?;
-    dict.set_item("counters", found.counters)?;
-    let files = found.files.as_ref().ok().map(|files| files_to_dict(py, files)).transpose()?;
-    dict.set_item("files", files)?;
-    let trouble = found.files.as_ref().err();
-    dict.set_item("trouble", trouble.map(|trouble| (trouble.operation, trouble.errno)))?;
-    Ok(dict)
-}
-
-fn files_to_dict<'py>(py: Python<'py>, files: &Files) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("direct_open", files.direct_open)?;
-    dict.set_item("direct_write", files.direct_write)?;
-    dict.set_item("direct_read", files.direct_read)?;
-    dict.set_item("direct_used", files.direct_used)?;
-    dict.set_item("direct_alignment", files.direct_alignment)?;
-    dict.set_item("direct_bypasses", files.direct_bypasses)?;
-    dict.set_item("cachestat", files.cachestat)?;
-    dict.set_item("uncached", files.uncached)?;
-    dict.set_item("fallocate", files.fallocate)?;
-    dict.set_item("reflink", files.reflink)?;
-    dict.set_item("rename_exchange", files.rename_exchange)?;
-    dict.set_item("lock", files.lock)?;
-    dict.set_item("lock_reach", files.lock_reach.word())?;
-    Ok(dict)
+fn record_of(files: &probe::Files) -> ProbedFiles {
+    ProbedFiles {
+        direct_open: files.direct_open,
+        direct_write: files.direct_write,
+        direct_read: files.direct_read,
+        direct_used: files.direct_used,
+        direct_alignment: files.direct_alignment,
+        direct_bypasses: files.direct_bypasses,
+        cachestat: files.cachestat,
+        uncached: files.uncached,
+        fallocate: files.fallocate,
+        reflink: files.reflink,
+        rename_exchange: files.rename_exchange,
+        lock: files.lock,
+        lock_reach: files.lock_reach.word(),
+    }
 }
 
 /// Adds what this file defines to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ProbedRing>()?;
+    module.add_class::<ProbedFiles>()?;
+    module.add_class::<Probe>()?;
     module.add_function(wrap_pyfunction!(run, module)?)
 }

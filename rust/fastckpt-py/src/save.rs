@@ -125,14 +125,14 @@ fn save<'py>(
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn set_target(py: Python<'_>, target: &str) -> PyResult<()> {
+fn set_target(py: Python<'_>, target: &str) -> PyResult<(f64, f64)> {
     let (save, load) = telemetry::parse_targets(target).ok_or_else(|| {
         PyValueError::new_err(format!(
-            "set_target: `{target}` is no target: give `light`, `medium`, `high`, GB/s, or `save=X,load=Y`"
+            "{target:?} is not a target: give light, medium, high, GB/s per GPU (as in 2.5), or save=X,load=Y"
         ))
     })?;
     py.detach(|| telemetry::set_target(save, load));
-    Ok(())
+    Ok((save as f64 / 1e9, load as f64 / 1e9))
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

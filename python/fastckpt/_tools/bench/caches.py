@@ -1,4 +1,4 @@
-"""What is in the page cache: dropped before a cold load, filled before a hot one, and counted either way."""
+"""What is in the page cache: dropped before a cold load, filled before a hot one, and measured in both cases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def warm(directory: Path) -> None:
 
 
 def resident(directory: Path) -> float | None:
-    """The share of the files in a directory that is in the page cache; None where nobody says (mincore(2))."""
+    """The share of the files in a directory that is in the page cache; None where mincore(2) fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     present = pages = 0
     for file in _files(directory):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._text import count
 from fastckpt._tools.plan.plots import check
-from fastckpt._tools.tiers import TIERS
 
 from .text import TITLES
 
@@ -17,7 +17,7 @@ __all__ = ["check", "draw"]
 
 
 def draw(file: Path, document: Mapping[str, Any]) -> None:
-    """Draw the throughput of each operation: the median as a bar, every round as a dot, the tiers as lines.
+    """Draw the throughput of each operation: the median as a bar, every round as a dot, the target as lines.
 
     Args:
         file: what to write; its suffix says the format. :func:`check` has been asked.
@@ -36,10 +36,11 @@ def draw(file: Path, document: Mapping[str, Any]) -> None:
         colour = "0.75" if name.startswith("raw") else "C0"
         axes.bar(at, document["scores"][name]["gb_per_s"]["median"], color=colour, width=0.6)
         axes.plot([at] * len(rates), rates, "o", color="black", markersize=4)
-    gpus, tier = document["tier"]["gpus"], TIERS[document["tier"]["name"]]
-    for rate, kind, colour in ((tier.write, "write", "C3"), (tier.read, "read", "C2")):
-        label = f"{tier.name} tier, {kind}: {rate * gpus:g} GB/s for {gpus} GPU{'s' * (gpus != 1)}"
-        axes.axhline(rate * gpus, color=colour, linestyle="--", linewidth=1, label=label)
+    target = document["target"]
+    for kind, colour in (("write", "C3"), ("read", "C2")):
+        if rate := target[kind]["needed"] * target["gpus"]:
+            label = f"target {target['name']}, {kind}: {rate:g} GB/s for {count(target['gpus'], 'GPU')}"
+            axes.axhline(rate, color=colour, linestyle="--", linewidth=1, label=label)
     axes.set_xticks(range(len(names)), [TITLES[name] for name in names])
     axes.set(ylabel="GB/s of all ranks, by the slowest", ylim=(0, None))
     axes.set_title(document["directory"]["path"], fontsize="medium")

@@ -1,4 +1,4 @@
-"""One rank: a process of its own that holds a state, and saves and loads it when it is told to."""
+"""One rank: a process of its own that holds a state, and saves and loads it on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
-from fastckpt._api.reports import Report
 
 from . import caches, raw, shapes
 
@@ -30,7 +29,7 @@ OPERATIONS = ("raw_write", "raw_read", "save", "load", "hot")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a rank is to be.
+    """What defines a rank.
 
     Attributes:
         rank: its number.
@@ -38,7 +37,7 @@ class Spec:
         share: what it saves.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads, or None.
-        target: what the live counters are to be held against.
+        target: for the live counters, as :func:`fastckpt.set_target` takes it.
         environment: variables that it runs with.
     """
 
@@ -68,13 +67,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank can do no more."""
+    """Why a rank stopped."""
 
     reason: str
 
 
 class _Reports(logging.Handler):
-    """The report of the last operation: :func:`fastckpt.load` tells its own only to the log."""
+    """The report of the last load: :func:`fastckpt.load` returns the state and logs its report."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -84,7 +83,7 @@ class _Reports(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], Report):
+        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], fastckpt.LoadReport):
             self.last = record.args[0]
 
 
@@ -116,31 +115,16 @@ class _Rank:
         return lambda began: self._load(checkpoint, began, resident, compare=request.round == 1)
 
     def _save(self, path: Path, step: int, began: float) -> dict[str, Any]:
-        fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
-        return self._sample(time.monotonic() - began)
+        report = fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
+        return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
         loaded = fastckpt.load(path, framework="numpy", **self.how)
         seconds = time.monotonic() - began
-        sample = {**self._sample(seconds), "resident": resident}
+        sample = {**_sample(self.reports.last, seconds), "resident": resident}
         if compare and (wrong := shapes.difference(self.state, loaded)):
             raise ValueError(f"load {path}: {wrong} is not what was saved: run 'fastckpt verify' on a checkpoint there")
         return sample
-
-    def _sample(self, seconds: float) -> dict[str, Any]:
-        report = self.reports.last
-        return {
-            "bytes": report.bytes,
-            "seconds": seconds,
-            "phases": dict(report.phases),
-            "engine": report.engine,
-            "fallback": report.fallback,
-            "threads": report.threads,
-            "thread_bytes": list(report.thread_bytes),
-            "blocks": dict(report.blocks),
-            "paths": dict(report.paths),
-            "copied": report.copied,
-        }
 
     def remove(self) -> None:
         """Remove what the round has written."""
@@ -149,6 +133,21 @@ class _Rank:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _sample(report: fastckpt.SaveReport | fastckpt.LoadReport, seconds: float) -> dict[str, Any]:
+    return {
+        "bytes": report.bytes,
+        "seconds": seconds,
+        "phases": dict(report.phases),
+        "engine": report.engine,
+        "fallback": report.fallback,
+        "threads": report.threads,
+        "thread_bytes": list(report.thread_bytes),
+        "blocks": dict(report.blocks),
+        "paths": dict(report.paths),
+        "copied": report.copied,
+    }
 
 
 def serve(connection: Connection, spec: Spec) -> None:
@@ -180,7 +179,7 @@ def serve(connection: Connection, spec: Spec) -> None:
     except (EOFError, ConnectionError):
         # The parent is gone, or has had enough.
         sys.exit(0)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         with contextlib.suppress(OSError):
             connection.send(Failure(f"{doing}: {type(error).__name__}: {error}"))
         sys.exit(1)

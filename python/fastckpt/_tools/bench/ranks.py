@@ -1,4 +1,4 @@
-"""All ranks, seen from the parent: started together, told what to do together, and ended together."""
+"""All ranks, seen from the parent: started, instructed and ended together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(message)
-            except OSError:  # noqa: PERF203 - one a rank
+            except OSError:  # noqa: PERF203 - one per rank
                 self._died(rank, "waiting")
 
     def _answers(self, doing: str) -> list[Any]:

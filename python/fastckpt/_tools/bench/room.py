@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 from fastckpt._tools.doctor import limits
 
 from . import raw
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: Beside the tensors: headers and manifest; interpreter, staging slabs and rings of a rank.
+#: Beside the tensors: headers and manifest; interpreter, staging buffers and rings of a rank.
 _FILES = 4 << 20
 _PROCESS = 160 << 20
 
@@ -41,7 +41,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         ValueError: it does not fit; the message says how much would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
-    what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in all"
+    what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     on_disk = total + _FILES * ranks

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count
+from fastckpt._text import count
 from fastckpt._tools.doctor.signals import Signals
 
 from . import caches
@@ -35,7 +35,7 @@ class Run:
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads of each rank, or None.
-        target: what the live counters are to be held against.
+        target: for the live counters of each rank, as :func:`fastckpt.set_target` takes it.
         hot: whether there are hot loads.
     """
 
@@ -97,7 +97,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
 
 
 def _once(ranks: Ranks, operation: str, number: int, measured: Measured) -> list[dict[str, Any]]:
-    # Nothing of what was before may still be on its way to the disk, the removal of files included; and only clean
+    # No earlier write or removal may still be in flight to the disk; and only clean
     # pages can be dropped.
     os.sync()
     dropped = operation in ("raw_read", "load") and caches.drop()

@@ -1,4 +1,4 @@
-"""What samples say: the slowest rank's time and throughput, against the plain file and against a tier.
+"""What samples say: the slowest rank's time and throughput, against the plain file and against a target.
 
 As MLPerf Storage scores checkpoints: all ranks begin together, and the slowest one's duration and the slowest one's
 throughput count. Nothing here looks at anything but its arguments. GB is 10^9 bytes.
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from fastckpt._tools.tiers import Tier
-
 #: Of each round, the samples of all ranks: each at least with ``bytes`` and ``seconds``.
 Rounds: TypeAlias = "Sequence[Sequence[Mapping[str, Any]]]"
 
-#: Which plain transfer each operation is held against. A hot load need not touch the device at all.
+#: The plain transfer that each operation is compared with. A hot load need not touch the device at all.
 _AGAINST = {"save": "raw_write", "load": "raw_read"}
 
 
@@ -75,19 +73,23 @@ def scores(samples: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def verdict(found: Mapping[str, Mapping[str, Any]], tier: Tier, gpus: int) -> dict[str, Any]:
-    """Whether saves and cold loads, by their medians, give each GPU what a tier asks for.
+def verdict(found: Mapping[str, Mapping[str, Any]], target: tuple[float, float], gpus: int) -> dict[str, Any]:
+    """Whether saves and cold loads, by their medians, reach a target.
+
+    Args:
+        found: the scores.
+        target: GB/s per GPU of saves and of loads, 0.0 for none.
+        gpus: GPUs that share the storage.
 
     Returns:
-        ``name``, ``gpus``, ``met``; ``write`` and ``read``, each with ``needed`` and ``reached`` (GB/s per GPU) and
-        ``met``.
+        ``gpus``, ``met``; ``write`` and ``read``, each with ``needed`` and ``reached`` (GB/s per GPU) and ``met``.
     """
     parts = {
         kind: {"needed": needed, "reached": found[operation]["gb_per_s"]["median"] / gpus}
-        for kind, operation, needed in (("write", "save", tier.write), ("read", "load", tier.read))
+        for kind, operation, needed in (("write", "save", target[0]), ("read", "load", target[1]))
     }
     judged = {kind: {**part, "met": part["reached"] >= part["needed"]} for kind, part in parts.items()}
-    return {"name": tier.name, "gpus": gpus, "met": all(part["met"] for part in judged.values()), **judged}
+    return {"gpus": gpus, "met": all(part["met"] for part in judged.values()), **judged}
 
 
 def engine(rounds: Rounds) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastckpt._tools.tiers import OPTIMIZER_BYTES, WEIGHT_BYTES, WORKLOADS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Tensors of a rank, as those of a small Llama in four groups: enough that each has its part in the cost.
+#: Tensors per rank, like those of a small Llama in four groups: enough that each has its part in the cost.
 TENSORS = 512
 
 #: What is kept of each parameter: its group, its dtype. The weights stand as float16, since numpy has no bfloat16.
@@ -42,7 +42,7 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all."""
+        """All bytes."""
         return self.weights + self.optimizer
 
 
@@ -101,7 +101,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
         elements = size // np.dtype(dtype).itemsize
         if elements < count:
             raise ValueError(
-                f"bench: {share.bytes} bytes a rank are too few for {share.tensors} tensors: "
+                f"bench: {share.bytes} bytes per rank are too few for {share.tensors} tensors: "
                 "give a larger --size or --scale, or fewer --tensors"
             )
         for index, part in enumerate(_cut(elements, count)):

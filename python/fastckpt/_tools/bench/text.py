@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count, size, table
+from fastckpt._text import count, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,15 +16,15 @@ TITLES = {
     "load": "load, cold",
     "hot": "load, hot",
 }
-_HEAD = ("", "GB/s", "min", "max", "seconds", "min", "max", "slowest rank", "a thread", "of raw")
+_HEAD = ("", "GB/s", "min", "max", "seconds", "min", "max", "slowest rank", "per thread", "of raw")
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """The result in one line."""
-    save, load, tier = document["scores"]["save"], document["scores"]["load"], document["tier"]
-    judged = f"{tier['name']} tier for {count(tier['gpus'], 'GPU')} {'met' if tier['met'] else 'not met'}"
+    save, load, target = document["scores"]["save"], document["scores"]["load"], document["target"]
+    judged = f"target {target['name']} for {count(target['gpus'], 'GPU')} {'met' if target['met'] else 'not met'}"
     asked = ", ".join(
-        f"{tier[kind]['reached']:.3g} of {tier[kind]['needed']:g} GB/s {verb}"
+        f"{target[kind]['reached']:.3g} of {target[kind]['needed']:g} GB/s {verb}"
         for kind, verb in (("write", "written"), ("read", "read"))
     )
     return (
@@ -76,7 +76,7 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         threads = " to ".join(map(str, sorted({one["threads"][0], one["threads"][-1]})))
         why = f" ({'; '.join(one['fallbacks'])})" if one["fallbacks"] else ""
         paths = ", ".join(f"{number} {path}" for path, number in one["paths"].items())
-        rows.append((TITLES[name], f"engine {engines}, threads a rank {threads}{why}; blocks: {paths or 'none'}"))
+        rows.append((TITLES[name], f"engine {engines}, threads per rank {threads}{why}; blocks: {paths or 'none'}"))
     rows.append(("cold", f"caches {document['caches']}{_resident(how['load'])}"))
     if "hot" in how:
         rows.append(("hot", f"files read through the page cache before{_resident(how['hot'])}"))
@@ -93,7 +93,7 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _resident(how: Mapping[str, Any]) -> str:
     known = how["resident"]
     if known is None:
-        return "; what was cached cannot be told here"
+        return "; how much was cached is unknown here"
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastckpt._api.options import AnyPath
+    from fastckpt._paths import AnyPath
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
@@ -66,7 +66,7 @@ class Diagnosis:
 
 
 def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
-    """Tell how checkpoints in a directory will be written and read, what stands in the way, and what to do about it.
+    """Report how checkpoints in a directory will be written and read, what slows them down, and what to do about it.
 
     Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
     files in the directory, of at most a tenth of its free space and 256 MiB, which are removed also when the call is
@@ -83,7 +83,7 @@ def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
     Raises:
         ValueError: ``FASTCKPT_IO`` names no engine, or ``path`` is a URL.
     """
-    # Nobody pays for this at import.
+    # Imported here, so that importing fastckpt stays fast.
     from . import facts, findings  # noqa: PLC0415
 
     return findings.diagnose(facts.collect(os.fsdecode(path), measured=probe))

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +21,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     parser = command(
         "doctor",
-        "tell how checkpoints will be written in a directory, what stands in the way, and what to do about it",
+        "report how checkpoints will be written in a directory, and what to improve",
         "Exits with 0 if all is well, with 1 if there are warnings, with 2 if no checkpoint can be made there.",
     )
     parser.add_argument(
@@ -106,7 +106,11 @@ def _io_rows(io: Mapping[str, Any]) -> dict[str, str]:
     if io["direct_write"] != "ok":
         direct = f"refused ({io['direct_write'] or io['direct_open']})"
     else:
-        passes = {True: "goes past the page cache", False: "is buffered all the same", None: "(no telling if cached)"}
+        passes = {
+            True: "goes past the page cache",
+            False: "is buffered all the same",
+            None: "may use the page cache",
+        }
         direct = f"works, {passes[io['direct_bypasses']]}"
     if io["memory_alignment"] is not None:
         direct += f", alignment {io['memory_alignment']} in memory, {io['offset_alignment']} in the file"

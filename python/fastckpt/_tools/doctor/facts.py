@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._api.options import refuse_url
+from fastckpt._paths import refuse_url
 
 from . import cuda, limits, measure
 from .signals import Signals
@@ -48,27 +47,27 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
         with Signals(held=True):  # the core, too, makes files and removes them, in milliseconds
-            probe = _core.probe(directory, io="auto")
+            probe = fastckpt.probe(directory)
         found: dict[str, Any] = {
             "kernel": _kernel(root),
             "container": _container(root),
             "process": _process(root),
-            "io_uring": _ring(probe["ring"], root),
-            "engine": {"requested": requested, **{key: probe[key] for key in ("engine", "fallback", "threads")}},
-            "directory": _directory(directory, probe["trouble"], root),
-            "io": _io(probe["files"]),
-            "cpu": {**limits.cpu(root), "cores": probe["cores"]},
+            "io_uring": _ring(probe.ring, root),
+            "engine": {"requested": requested, **_pick(probe, "engine", "fallback", "threads")},
+            "directory": _directory(directory, probe.trouble, root),
+            "io": _io(probe.files),
+            "cpu": {**limits.cpu(root), "cores": probe.cores},
             "memory": {
                 **limits.memory(root),
-                "huge_pages": _name(probe["huge_pages"]),
-                "populate": _name(probe["populate"]),
-                "staging_bytes": probe["staging"],
+                "huge_pages": _name(probe.huge_pages),
+                "populate": _name(probe.populate),
+                "staging_bytes": probe.staging,
             },
-            "counters": _counters(probe["counters"]),
+            "counters": _counters(probe.counters),
             "versions": _versions(),
         }
         found["measured"] = None
-        if measured and probe["files"]:
+        if measured and probe.files:
             with contextlib.nullcontext() if counted else measure.uncounted():
                 found["measured"] = measure.measure(directory, found)
         return {**found, "cuda": devices()}
@@ -146,11 +145,11 @@ def _lsm(root: Path) -> str | None:
     return f"apparmor {label}" if label and "unconfined" not in label and ":" not in label else None
 
 
-def _ring(ring: _core.Ring, root: Path) -> dict[str, Any]:
+def _ring(ring: Any, root: Path) -> dict[str, Any]:
     sysctl = root / "proc/sys/kernel"
     return {
-        "answer": _name(ring["errno"]),
-        **{call: _name(ring[call]) for call in ("setup", "enter", "register")},
+        "answer": _name(ring.refused),
+        **{call: _name(answer) for call, answer in _pick(ring, "setup", "enter", "register").items()},
         "disabled": _number(sysctl / "io_uring_disabled"),
         "group": _number(sysctl / "io_uring_group"),
         "configured": _configured(root),
@@ -190,7 +189,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
 
 
 def file_system(directory: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return type, source, mount point and options of the file system of a directory, None where nobody says."""
+    """Return type, source, mount point and options of the file system of a directory, None where it is unknown."""
     return _mount(os.path.realpath(directory), _text(Path("/proc/self/mountinfo")) or "")
 
 
@@ -213,21 +212,26 @@ def _mount(path: str, mountinfo: str) -> dict[str, str | None]:
     return found
 
 
-def _io(files: _core.Files | None) -> dict[str, Any] | None:
+def _io(files: Any) -> dict[str, Any] | None:
     if files is None:
         return None
-    memory, offset = files["direct_alignment"] or (None, None)
-    answers: dict[str, Any] = {key: value for key, value in files.items() if key not in _NOT_ANSWERS}
+    memory, offset = files.direct_alignment or (None, None)
     return {
-        **{key: _name(value) for key, value in answers.items()},
-        "direct_used": files["direct_used"],
-        "direct_bypasses": files["direct_bypasses"],
+        **{key: _name(answer) for key, answer in _pick(files, *_ANSWERS).items()},
+        **_pick(files, "direct_used", "direct_bypasses", "lock_reach"),
         "memory_alignment": memory,
         "offset_alignment": offset,
     }
 
 
-_NOT_ANSWERS = ("direct_used", "direct_bypasses", "direct_alignment")
+_ANSWERS = (
+    *("direct_open", "direct_write", "direct_read", "cachestat", "uncached", "fallocate", "reflink"),
+    *("rename_exchange", "lock"),
+)
+
+
+def _pick(record: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _counters(needed: int) -> dict[str, Any]:

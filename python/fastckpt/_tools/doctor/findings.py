@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._api.reports import count, size
+from fastckpt._text import count, size
 
 from . import Diagnosis, Finding, ring
 
@@ -107,7 +107,7 @@ def _ring(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="little-memlock",
             level="note",
-            text=f"RLIMIT_MEMLOCK is {memlock // 1024} KiB for all processes of this user: a few rings, not one a rank",
+            text=f"RLIMIT_MEMLOCK is {memlock // 1024} KiB per user: enough for a few rings, not for one per rank",
             evidence=(f"RLIMIT_MEMLOCK: soft {memlock} bytes",),
             remedies=ring.MEMLOCK,
         )
@@ -295,7 +295,7 @@ def _cores(facts: Mapping[str, Any]) -> Iterator[Finding]:
         f"{cpu['online']} online, {cpu['affinity']} in the affinity mask",
         f"quota {cpu['quota'] or 'none'}, LOCAL_WORLD_SIZE {cpu['local_world_size'] or 'unset'}",
     )
-    # Under torchrun with bound ranks the mask is a rank's own; without, it is everybody's.
+    # Under torchrun with bound ranks the mask is a rank's own; without, it is that of all ranks.
     if usable < 1 or ranks > cpu["affinity"]:
         yield Finding(
             code="few-cores",

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 #: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
 _BLOCK, _THREADS = 4 << 20, 4
-#: At most so many bytes at a time, and so large a part of what is free on the disk and in memory.
+#: The most bytes to write at a time, and the divisors of what is free on the disk and in memory.
 _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
-#: What may be taken where nobody says how much there is.
-_UNTOLD = 16 << 20
+#: What may be used where the free space is unknown.
+_UNKNOWN = 16 << 20
 #: How much larger a second piece may be than the first: it took little time, and says little of more.
 _GROWTH = 16
 #: Seconds that one direction of the plain part should take, and all rounds of save and load together.
@@ -43,7 +43,7 @@ def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("raw_write", "raw_read", "save", "load", "error"))
     free, memory = facts["directory"]["free_bytes"], facts["memory"]["available_bytes"]
     room = min(
-        _UNTOLD if free is None else free // _OF_DISK, _UNTOLD if memory is None else memory // _OF_MEMORY, _MOST
+        _UNKNOWN if free is None else free // _OF_DISK, _UNKNOWN if memory is None else memory // _OF_MEMORY, _MOST
     )
     room -= room % mmap.PAGESIZE
     if room < _LEAST:
@@ -108,7 +108,7 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # More each time, until it takes a while. The first says little: somebody else's sync may be in the way.
+        # More each time, until it takes a while. The first says little: another process's sync may slow it down.
         size = _LEAST
         for turn in itertools.count():
             if allocate:
@@ -156,7 +156,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
         for thread in threads:
             thread.join()
     finally:
-        # When Ctrl-C ended the waiting, nobody may still use the descriptor: its number may be another file's next.
+        # When Ctrl-C ended the waiting, no thread may still use the descriptor: its number may be another file's next.
         stop.set()
         for thread in threads:
             thread.join()

@@ -92,7 +92,7 @@ def diagnose(facts: Mapping[str, Any]) -> Finding | None:
     if ring["disabled"] is not None:
         evidence.append(f"kernel.io_uring_disabled is {ring['disabled']}")
     if code == "io_uring-seccomp" and _disabled(facts):
-        text += "; and without the filter kernel.io_uring_disabled would stand in the way, so change both"
+        text += "; and without the filter kernel.io_uring_disabled would refuse io_uring, so change both"
         remedies = {place: f"{remedy}\n{_SYSCTL.get(place, '')}".strip() for place, remedy in remedies.items()}
     return Finding(code=code, level="warning", text=text, evidence=tuple(evidence), remedies=remedies)
 
@@ -102,7 +102,12 @@ def _cause(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 - o
     process = facts["process"]
     if facts["kernel"]["sandbox"] == "gvisor":
         text = "gVisor has no io_uring"
-        return "io_uring-gvisor", text, {"any": "none needed: threads do; for io_uring use another runtime class"}, []
+        return (
+            "io_uring-gvisor",
+            text,
+            {"any": "none needed: the engine threads works; for io_uring use another runtime class"},
+            [],
+        )
     if answer in _REFUSALS:
         return _refused(answer, facts)
     if answer == "ENOMEM":
@@ -169,7 +174,12 @@ def _refused(answer: str, facts: Mapping[str, Any]) -> Cause:  # noqa: PLR0911 -
         return *seccomp, ["no setting of the kernel's refuses it"]
     name = process["lsm"] or "an unknown security module"
     text = f"{name} refuses io_uring ({answer})"
-    return "io_uring-lsm", text, {"any": "ask whoever runs this machine; the kernel's log (dmesg) may name it"}, []
+    return (
+        "io_uring-lsm",
+        text,
+        {"any": "ask the administrator; the kernel's log (dmesg) may name it"},
+        [],
+    )
 
 
 def _disabled(facts: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Arithmetic before hardware: how big checkpoints are, how often they are due, how fast storage has to be.
+"""Arithmetic before hardware: the size of checkpoints, the interval between them, the speed of the storage.
 
-``units`` are quantities as people write them; ``architectures`` counts a model's parameters, ``sizing`` the bytes of a
+``architectures`` counts a model's parameters, ``sizing`` the bytes of a
 checkpoint; ``layout`` knows who writes and reads them, ``interval`` the formulas of the field. ``plan`` puts these
-together, ``sweep`` does so many times, ``text`` and ``plots`` show it. ``simulate`` holds the formulas against months
+together, ``sweep`` repeats it, ``text`` and ``plots`` show it. ``simulate`` compares the formulas with months
 of training. ``command`` and ``simulate_command`` are the command line.
 """

@@ -2,93 +2,75 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-EXAMPLE = """example:
-  A trillion parameters on 3072 GPUs, storage that writes 273 GB/s, a checkpoint every 4 hours:
-    fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273 --interval 4h
-  The best interval for Llama 3 405B on 16,384 GPUs, by its config, if storage keeps to NVIDIA's light tier:
-    fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
-  How that changes with the number of GPUs:
-    fastckpt plan --params 405B --goodput 0.95 --write 500 --sweep gpus=1000:64000:x2 --plot gpus.svg
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
 
-Numbers take units: 405B parameters, 13.8TB or 105GiB, 124min, 50000h, 273GB/s, 95%.
-docs/sizing.md explains every line of the output."""
+#: The options that describe a job, which ``fastckpt simulate`` takes as well.
+JOB_HELP = """\
+size      --params N | --config FILE (config.json) | --checkpoint DIR |
+          --size BYTES; and --expert-params N, --weights bf16|fp16|fp32|fp8,
+          --master fp32|bf16|none, --optimizer adamw|adam|adam8bit|sgd|lion|
+          muon|adafactor|none
+layout    --gpus N, --tp N, --pp N, --dp N, --ep N, --zero 0..3,
+          --gpus-per-node N (8)
+failures  --mttf-gpu TIME (50000h) | --mttf-cluster TIME, --restart TIME
+storage   --tier light|medium|high (light) for each GPU, or GB/s: --write,
+          --read of all, --node-write, --node-read of a node; --stall TIME"""
 
-_JOB: dict[str, tuple[tuple[str, str | type[int], str], ...]] = {
-    "size": (
-        ("--params", "N", "parameters of the model, as in 405B"),
-        ("--config", "FILE", "count them from a Hugging Face config.json"),
-        ("--checkpoint", "DIR", "a checkpoint that exists: its files are the size"),
-        ("--size", "BYTES", "the size itself, as in 13.8TB"),
-        ("--expert-params", "N", "how many of --params belong to routed experts"),
-        ("--weights", "TYPE", "precision of the weights: bf16 (default), fp16, fp32, fp8"),
-        ("--master", "TYPE", "of the master weights: fp32, bf16, none (default: fp32; none for fp32 weights)"),
-        ("--optimizer", "NAME", "adamw (default), adam, adam8bit, sgd, lion, muon, adafactor, none"),
-    ),
-    "layout": (
-        ("--gpus", int, "all GPUs"),
-        ("--tp", int, "tensor parallelism"),
-        ("--pp", int, "pipeline parallelism"),
-        ("--dp", int, "data parallelism (default: what the GPUs leave)"),
-        ("--ep", int, "expert parallelism, a divisor of --dp"),
-        ("--zero", int, "ZeRO stage 0 to 3 (default: 0 with --tp or --pp, else 3, which is FSDP)"),
-        ("--gpus-per-node", int, "GPUs of a node (default: 8)"),
-    ),
-    "failures": (
-        ("--mttf-gpu", "TIME", "mean time to failure of a GPU, in hours (default: 50000h)"),
-        ("--mttf-cluster", "TIME", "of the whole cluster instead, in hours, or as in 124min"),
-        ("--restart", "TIME", "seconds to notice a failure and start again, without the reading"),
-    ),
-    "storage": (
-        ("--write", "GB/s", "what it writes in all"),
-        ("--read", "GB/s", "what it reads in all (default: as written)"),
-        ("--node-write", "GB/s", "what one node writes; the slower of the two counts"),
-        ("--node-read", "GB/s", "what one node reads (default: as --node-write)"),
-        ("--tier", "NAME", "light, medium or high instead: GB/s for each GPU (default: light)"),
-        ("--stall", "TIME", "how long training stands still for a checkpoint (default: until it is durable)"),
-    ),
-}
-_RULES = (
-    ("--goodput", "SHARE", "time wanted for training, as in 0.95: (1 - SHARE) of the MTTF"),
-    ("--overhead", "SHARE", "time that checkpoints may take, as in 0.05: the stall / SHARE"),
-    ("--interval", "TIME", "the interval itself, as in 4h, from start to start (default: the best)"),
+HELP = f"""usage: fastckpt plan OPTION...
+
+Plan checkpoints: their size, how often to save, how fast storage must be.
+Numbers take units: 405B parameters, 13.8TB, 105GiB, 124min, 273GB/s, 95%.
+
+{JOB_HELP}
+interval  --goodput SHARE | --overhead SHARE | --interval TIME (the best);
+          --target-seconds TIME that a checkpoint may take
+output    --json; --sweep gpus=1000,2000 | gpus=1000:64000:x2; --plot FILE
+
+example:
+  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273 --interval 4h
+  fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
+  fastckpt plan --params 405B --goodput 95% --sweep gpus=1000:64000:x2
+docs/sizing.md explains every option and every line of the output."""
+
+_RULES = ("goodput", "overhead", "interval", "target_seconds")
+_WORDS = (
+    *("params", "config", "checkpoint", "size", "expert_params", "weights", "master", "optimizer"),
+    *("mttf_gpu", "mttf_cluster", "restart", "write", "read", "node_write", "node_read", "tier", "stall"),
 )
+_NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
+
+
+def option(name: str) -> str:
+    """The option that sets an argument of :func:`fastckpt.plan`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a job, which :func:`job` reads back."""
-    for title, options in _JOB.items():
-        group = parser.add_argument_group(title)
-        for name, kind, text in options:
-            if isinstance(kind, str):
-                group.add_argument(name, metavar=kind, help=text)
-            else:
-                group.add_argument(name, metavar="N", type=kind, help=text)
+    for name in _WORDS:
+        parser.add_argument(option(name))
+    for name in _NUMBERS:
+        parser.add_argument(option(name), type=int)
 
 
-def job(options: argparse.Namespace) -> dict[str, Any]:
+def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:
     """What was said of a job, as arguments of :func:`fastckpt.plan`."""
-    names = [name[2:].replace("-", "_") for group in _JOB.values() for name, *_ in group]
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``fastckpt plan``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLE
+def register(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand; ``command(name, text, page)`` makes its parser."""
+    parser = command("plan", "plan the size, the interval and the storage of checkpoints", page=HELP)
     add_job_options(parser)
-    group = parser.add_argument_group("interval (one of)")
-    for name, kind, text in _RULES:
-        group.add_argument(name, metavar=kind, help=text)
-    group.add_argument("--target-seconds", metavar="TIME", help="how long a checkpoint may take")
-    group = parser.add_argument_group("many plans")
-    group.add_argument(
-        "--sweep", metavar="NAME=VALUES", help="gpus=1000,2000 or gpus=1000:8000:1000 or gpus=1000:64000:x2"
-    )
-    group.add_argument("--plot", metavar="FILE", type=Path, help="draw the sweep; needs matplotlib")
+    for name in _RULES:
+        parser.add_argument(option(name))
+    parser.add_argument("--sweep")
+    parser.add_argument("--plot", type=Path)
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -98,8 +80,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from .plan import plan  # noqa: PLC0415
     from .text import plan_table, sweep_table  # noqa: PLC0415
 
-    rules = ("goodput", "overhead", "interval", "target_seconds")
-    known = {**job(options), **{name: getattr(options, name) for name in rules if getattr(options, name) is not None}}
+    known = {**job(options), **job(options, _RULES)}
     if options.sweep is None:
         if options.plot is not None:
             raise ValueError("plan: --plot draws a sweep: give --sweep, as in --sweep gpus=1000:64000:x2")

@@ -1,7 +1,7 @@
 """How often to save, and what it costs: the formulas of the field.
 
 All times are in seconds. An *interval* runs from the start of one checkpoint to the start of the next: training, and
-then the checkpoint's cost, for which training stands still. Young's and Daly's own results are the training alone.
+then the checkpoint's cost, for which training stops. Young's and Daly's own results are the training alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
     """Mean time to failure of a cluster: ``mttf / accelerators``.
 
     Source: the rate of failures of independent parts is the sum of their rates; Micron and Lightbits quote 124 minutes
-    for 24,000 accelerators (49,600 h each), MLCommons reckons with 50,000 h.
+    for 24,000 accelerators (49,600 h each), MLCommons assumes 50,000 h.
 
     Args:
         mttf: that of one accelerator.

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastckpt import _units as units
+
 # The tiers stand beside this package: the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
 
-from . import architectures, sizing, units
+from . import architectures, sizing
 from . import interval as formulas
 from .layout import Layout, Share, check, layout
 
 if TYPE_CHECKING:
     import os
 
-    from fastckpt._api.options import AnyPath
+    from fastckpt._paths import AnyPath
 
-#: Hours that one accelerator runs between failures, as MLCommons reckons.
+#: Hours that one accelerator runs between failures, as MLCommons assumes.
 MTTF_GPU = 50_000.0
 
 #: NVIDIA's guidance: checkpoints and what goes with them should cost less than 5 % of training.
@@ -55,7 +57,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How big a job's checkpoints are, how often they are due, and how fast storage has to be.
+    """The size of a job's checkpoints, the interval between them, and the speed that the storage needs.
 
     Rates are in GB/s, GB being 10^9 bytes; times in seconds. Intervals run from the start of one checkpoint to the
     start of the next.
@@ -63,15 +65,15 @@ class Plan:
     Attributes:
         bytes: size of a checkpoint.
         parameters: of the model, or None where only bytes are known.
-        bytes_per_parameter: what was reckoned with, or None.
+        bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
         shares: who writes how much, the busiest first.
-        write: GB/s that are written in all while a checkpoint is.
-        read: GB/s that are read in all during a restore.
+        write: total GB/s written during a checkpoint.
+        read: total GB/s read during a restore.
         speed: where the two come from, in words.
         seconds: how long a checkpoint takes until it is durable.
-        stall: for how long of that training stands still.
+        stall: seconds of that for which training stops.
         mttf: mean time between failures of the cluster.
         goodput_wanted: the share of time that was asked for, or the usual 0.95.
         interval: seconds from checkpoint to checkpoint.
@@ -124,7 +126,7 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """Nodes in all."""
+        """All nodes."""
         return -(-self.layout.gpus // self.gpus_per_node)
 
     @property
@@ -139,12 +141,12 @@ class Plan:
 
     @property
     def checkpoints_per_day(self) -> float:
-        """Checkpoints a day: ``86400 / interval``."""
+        """Checkpoints per day: ``86400 / interval``."""
         return _DAY / self.interval
 
     @property
     def bytes_per_day(self) -> float:
-        """Bytes written a day: checkpoints a day times their size."""
+        """Bytes written per day: checkpoints per day times their size."""
         return self.bytes * self.checkpoints_per_day
 
     @property
@@ -154,7 +156,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """The share of time for which training stands still to save: ``stall / interval``."""
+        """The share of time for which training stops to save: ``stall / interval``."""
         return self.stall / self.interval
 
     @property
@@ -169,7 +171,7 @@ class Plan:
 
     @property
     def failures_per_day(self) -> float:
-        """Failures a day: ``86400 / mttf``."""
+        """Failures per day: ``86400 / mttf``."""
         return _DAY / self.mttf
 
     @property
@@ -179,7 +181,7 @@ class Plan:
 
     @property
     def lost_gpu_hours_per_day(self) -> float:
-        """GPU hours a day of training lost with failures, and of restarting."""
+        """GPU hours per day of training lost with failures, and of restarting."""
         return (
             self.layout.gpus * self.failures_per_day * (self.lost_seconds + self.restart + self.restore_seconds) / 3600
         )
@@ -234,7 +236,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     stall: float | str | None = None,
     restart: float | str | None = None,
 ) -> Plan:
-    """Reckon how big checkpoints are, how often they are due, and how fast storage has to be.
+    """Calculate the size of checkpoints, the interval between them, and the speed that the storage needs.
 
     Numbers may be strings with units: ``"405B"`` parameters, ``"13.8TB"``, ``"124min"``, ``"273GB/s"``, ``"95%"``.
 
@@ -265,14 +267,14 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
         overhead: the share of time that checkpoints may stop training for: the interval is ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the start of the next. Without any of the three, the best.
-        write: GB/s that the storage writes in all.
-        read: GB/s that it reads in all; as ``write`` by default.
+        write: total GB/s that the storage writes.
+        read: total GB/s that it reads; as ``write`` by default.
         node_write: GB/s that one node writes, as measured there; the slower of the two counts.
         node_read: GB/s that one node reads; as ``node_write`` by default.
         tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if nothing is said of speed.
         target_seconds: how long a checkpoint may take: the speed that this needs if no speed is given, else what the
             verdicts are measured against.
-        stall: seconds for which training stands still, where checkpoints are written in the background; all of it by
+        stall: seconds for which training stops, where checkpoints are written in the background; all of it by
             default.
         restart: seconds to notice a failure and start again, without the reading; 0 by default.
 
@@ -300,7 +302,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     every = rule.interval(standing, mttf)
     if every < seconds:
         notes.append(
-            f"a checkpoint takes {units.show_seconds(seconds)}, but one is due every {units.show_seconds(every)}: it "
+            f"a checkpoint takes {units.show_seconds(seconds)}, but one starts every {units.show_seconds(every)}: it "
             "cannot be kept up"
         )
     away = 0.0 if restart is None else units.seconds("restart", restart)
@@ -394,7 +396,7 @@ def _held(
         raise ValueError(f"plan: give one of {', '.join(named)}" + (f", not {' and '.join(given)}" if given else ""))
     each = sizing.bytes_per_parameter(weights, master, optimizer)
     if expert_params is not None and params is None:
-        raise ValueError("plan: expert_params goes with params alone; a config tells its experts itself")
+        raise ValueError("plan: give expert_params only with params: a config names its experts")
     if params is not None:
         count = units.parameters("params", params)
         experts = 0 if expert_params is None else units.parameters("expert_params", expert_params)
@@ -405,7 +407,7 @@ def _held(
         counted = architectures.read(config)
         held = sizing.contents(counted.parameters, counted.experts, each)
         return counted.parameters, sum(each), held, list(counted.notes)
-    known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.size("size", size or 0)
+    known = sizing.checkpoint_bytes(checkpoint) if checkpoint is not None else units.bytes_of("size", size or 0)
     return None, None, sizing.contents(1, 0, each).scaled(known), []
 
 
@@ -440,7 +442,7 @@ class _Moves:
         return self.shares[0].bytes / tier.write / 1e9, self.restore_bytes / self.gpus / tier.read / 1e9
 
     def at_rates(self, rates: dict[str, float]) -> tuple[float, float]:
-        """Seconds at what the storage moves in all, or a node, whichever is slower."""
+        """Seconds at the speed of the whole storage or of a node, whichever is slower."""
         # A node full of the busiest writers is the last to end; of readers all nodes are alike.
         busiest = min(self.gpus_per_node, self.shares[0].gpus) * self.shares[0].bytes
         reads = self.gpus_per_node * self.restore_bytes / self.gpus
@@ -491,7 +493,7 @@ def _verdict(
     if target is not None:
         enough, reason = seconds <= target, f"{units.show_seconds(target)} a checkpoint asked for"
     elif every < seconds:
-        enough, reason = False, f"a checkpoint is due every {units.show_seconds(every)}"
+        enough, reason = False, f"a checkpoint starts every {units.show_seconds(every)}"
     else:
         enough, reason = reached >= rule.goodput, f"{units.show_share(rule.goodput)} goodput wanted"
         if formulas.expected_goodput(every, 0.0, mttf, restart) < rule.goodput and rule.name != "best":

@@ -32,7 +32,7 @@ def _matplotlib() -> Any:
 
 
 def check(file: Path) -> None:
-    """Refuse, before anything is reckoned, a picture that could not be drawn.
+    """Refuse, before anything is calculated, a picture that could not be drawn.
 
     Raises:
         ImportError: matplotlib is not installed.

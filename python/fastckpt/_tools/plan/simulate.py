@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _DAY = 86400.0
 
-#: Fewer failures in all runs tell nothing about the best interval.
+#: Fewer failures in all runs say nothing about the best interval.
 _FEWEST = 300
-#: More are memory and minutes of work for digits that nobody needs.
+#: More are memory and minutes of work for meaningless digits.
 _MOST = 20_000_000
 
 #: Groups of runs whose scatter gives the standard errors.

@@ -1,23 +1,34 @@
-"""The command ``fastckpt bench --simulate``."""
+"""The command ``fastckpt simulate``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import add_job_options, job
+from .command import JOB_HELP, add_job_options, job, option
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from .simulate import Point, Simulation
 
-EXAMPLE = """example:
-  Three months of Llama 3 405B on 16,384 GPUs whose nodes write 4 GB/s each:
-    fastckpt bench --simulate --params 405B --gpus 16384 --tp 8 --pp 16 --node-write 4 --restart 5min
-  Checkpoints of 50 s on 24,000 GPUs, 124 minutes between failures:
-    fastckpt bench --simulate --cost 50s --gpus 24000 --mttf-cluster 124min"""
+HELP = f"""usage: fastckpt simulate OPTION...
+
+Simulate months of training with failures, and compare the goodput with the
+formulas of 'fastckpt plan'. Nothing is written.
+
+{JOB_HELP}
+or        --cost TIME that a checkpoint stops training, with --gpus
+or        --from FILE, the speed of a node from 'fastckpt bench DIR --json'
+runs      --days N (90), --runs N (100), --seed N (0), --weibull SHAPE (1):
+          GPUs fail early (below 1) or wear out (above 1)
+output    --json; --plot FILE
+
+example:
+  fastckpt simulate --cost 50s --gpus 24000 --mttf-cluster 124min
+  fastckpt simulate --params 405B --gpus 16384 --tp 8 --pp 16 --node-write 4
+docs/sizing.md explains every line of the output."""
 
 _MEASURED = (("write", "save"), ("read", "load"))
 
@@ -25,44 +36,17 @@ _MEASURED = (("write", "save"), ("read", "load"))
 _EVERY = 4
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the simulation: the job's, as ``fastckpt plan`` has them, and its own."""
-    from argparse import RawDescriptionHelpFormatter  # noqa: PLC0415 - the caller has it already
-    from pathlib import Path  # noqa: PLC0415
-
-    parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLE
+def register(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand; ``command(name, text, page)`` makes its parser."""
+    parser = command("simulate", "simulate months of training with failures", page=HELP)
     add_job_options(parser)
-    group = parser.add_argument_group("simulation")
-    group.add_argument(
-        "--cost", metavar="TIME", help="how long a checkpoint stops training, instead of a size and speed"
-    )
-    group.add_argument(
-        "--from",
-        metavar="FILE",
-        dest="measured",
-        type=Path,
-        help="what one node writes and reads, as 'fastckpt bench DIR --json' measured it",
-    )
-    group.add_argument("--days", metavar="N", type=float, default=90.0, help="days of each run (default: 90)")
-    group.add_argument("--runs", metavar="N", type=int, default=100, help="how many runs (default: 100)")
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="of the random numbers (default: 0)")
-    group.add_argument(
-        "--weibull",
-        metavar="SHAPE",
-        type=float,
-        default=1.0,
-        help="GPUs that fail early (below 1) or wear out (above 1)",
-    )
-    group.add_argument("--plot", metavar="FILE", type=Path, help="draw goodput over the interval; needs matplotlib")
-
-
-def given(options: argparse.Namespace) -> list[str]:
-    """The options of the simulation and of its job that were given."""
-    names = [f"--{name.replace('_', '-')}" for name in job(options)]
-    own = {"days": 90.0, "runs": 100, "seed": 0, "weibull": 1.0, "cost": None}
-    names += [f"--{name}" for name, default in own.items() if getattr(options, name) != default]
-    return names + ["--from"] * (options.measured is not None)
+    parser.add_argument("--cost")
+    parser.add_argument("--from", dest="measured", type=Path)
+    parser.add_argument("--days", type=float, default=90.0)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weibull", type=float, default=1.0)
+    parser.add_argument("--plot", type=Path)
 
 
 def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
@@ -81,23 +65,24 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
     """
     import json  # noqa: PLC0415
 
-    others = [f"--{name.replace('_', '-')}" for name in ("node_write", "node_read", "tier") if name in known]
+    others = [option(name) for name in ("node_write", "node_read", "tier") if name in known]
     if others:
-        raise ValueError(f"bench --simulate: --from says what a node writes and reads: leave out {', '.join(others)}")
+        raise ValueError(f"simulate: --from gives the speed of a node: leave out {', '.join(others)}")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["scores"]
         return {f"node_{kind}": float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"bench --simulate: {file} is no result of 'fastckpt bench DIR --json': make one ({error!r})"
+            f"simulate: {file} is not a result of 'fastckpt bench DIR --json': make one ({error!r})"
         ) from None
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Simulate a job: exit status, document, lines."""
+    from fastckpt._units import seconds  # noqa: PLC0415
+
     from .plan import mttf_of, plan  # noqa: PLC0415 - imported here, so that the other commands start without it
     from .simulate import simulate  # noqa: PLC0415
-    from .units import seconds  # noqa: PLC0415
 
     if options.plot is not None:
         from . import plots  # noqa: PLC0415
@@ -113,13 +98,13 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     else:
         allowed = {"gpus", "mttf_gpu", "mttf_cluster", "restart"}
         if set(known) - allowed:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(set(known) - allowed))
-            raise ValueError(f"bench --simulate: --cost stands for the size and the speed: leave out {names}")
+            names = ", ".join(map(option, sorted(set(known) - allowed)))
+            raise ValueError(f"simulate: --cost replaces the size and the speed: leave out {names}")
         if "gpus" not in known:
-            raise ValueError("bench --simulate: --cost needs --gpus")
+            raise ValueError("simulate: --cost needs --gpus")
         gpus, cost, lag = known["gpus"], seconds("cost", options.cost), 0.0
         if gpus < 1:
-            raise ValueError(f"bench --simulate: --gpus must be at least 1, not {gpus}")
+            raise ValueError(f"simulate: --gpus must be at least 1, not {gpus}")
         mttf = mttf_of(known.get("mttf_gpu"), known.get("mttf_cluster"), gpus)
         restart = seconds("restart", known["restart"]) if "restart" in known else 0.0
     result = simulate(
@@ -141,10 +126,10 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 def lines(result: Simulation) -> list[str]:
     """What a simulation found, for people."""
-    from fastckpt._api.reports import table  # noqa: PLC0415
+    from fastckpt._text import table  # noqa: PLC0415
+    from fastckpt._units import digits, show_seconds, show_share  # noqa: PLC0415
 
     from .simulate import PARTED  # noqa: PLC0415
-    from .units import digits, show_seconds, show_share  # noqa: PLC0415
 
     lives = "exponential lives" if result.shape == 1 else f"Weibull lives of shape {result.shape:g}"
     lag = f", durable {show_seconds(result.lag)} later" if result.lag else ""

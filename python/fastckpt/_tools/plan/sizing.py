@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fastckpt._paths import path_of
+
 if TYPE_CHECKING:
-    from fastckpt._api.options import AnyPath
+    from fastckpt._paths import AnyPath
 
 #: Bytes of one weight as it is trained and saved.
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
@@ -108,8 +110,7 @@ def checkpoint_bytes(path: AnyPath) -> int:
         FileNotFoundError: there is none.
         CheckpointError: it cannot be opened.
     """
-    # Imported here, so that a plan from numbers needs no compiled core.
-    from fastckpt import _core  # noqa: PLC0415
-    from fastckpt._api.options import path_of  # noqa: PLC0415
+    import fastckpt  # noqa: PLC0415 - a plan from numbers needs no checkpoint
 
-    return sum(size for _, size in _core.Reader(path_of("plan", path)).shards())
+    with fastckpt.open(path_of("plan", path)) as opened:
+        return sum(opened.shards.values())

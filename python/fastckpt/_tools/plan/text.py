@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fastckpt._api.reports import table
-
-from .units import digits, show_bytes, show_rate, show_seconds, show_share
+from fastckpt._text import table
+from fastckpt._units import digits, show_bytes, show_rate, show_seconds, show_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -281,7 +281,7 @@ fn what_fails_in_one_worker_ends_them_all() {
             let error = run(&job, &Memory::of(Vec::new()), threads, Some(&plan), &mut go_on).unwrap_err();
             match fault {
                 Fault::Panic => {
-                    assert!(matches!(&error, Error::Panic(text) if text == "injected"), "{error}")
+                    assert!(matches!(&error, Error::Panic(text) if text == "injected"), "{error}");
                 }
                 _ => assert_eq!(error.errno(), Some(libc::ENOSPC)),
             }

@@ -1,9 +1,10 @@
-"""Quantities with their units: read from what people write, and written for people to read."""
+"""Quantities with their units, read from what callers pass and written for people. The API and the tools share it."""
 
 from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 _NUMBER = re.compile(r"\s*([-+]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*")
 
@@ -22,6 +23,7 @@ _BYTES = {
     "B": 1,
     **{prefix + "B": 1000 ** (power + 1) for power, prefix in enumerate(("k", "M", "G", "T", "P"))},
     **{prefix + "iB": 1024 ** (power + 1) for power, prefix in enumerate(("K", "M", "G", "T", "P"))},
+    "KB": 1000,
 }
 
 _DIGITS = 3
@@ -74,9 +76,27 @@ def parameters(what: str, value: float | str) -> int:
     return round(_scaled(what, value, _COUNTS, "", least=1))
 
 
-def size(what: str, value: float | str) -> int:
-    """A number of bytes, as in ``13.8TB`` (10^12) or ``105GiB`` (2^30)."""
-    return round(_scaled(what, value, _BYTES, "", least=1))
+def bytes_of(what: str, value: Any) -> int:
+    """A number of bytes: a number, or a string of a number and a unit, as in ``13.8TB`` (10^12) or ``105GiB`` (2^30).
+
+    Args:
+        what: what it is, for the error.
+        value: what the caller gave.
+
+    Raises:
+        ValueError: it is not that, or not from 1 to 2**63 - 1.
+    """
+    try:
+        number, unit = _split(what, value)
+        result = value if type(value) is int else round(number * _BYTES[unit])
+    except (TypeError, ValueError, LookupError):
+        result = 0
+    if not 1 <= result < 2**63:
+        raise ValueError(
+            f"{what} must be a number of bytes from 1 to 2**63 - 1, or a string such as '500MB', '2GB' or '1GiB' "
+            f"(units: {', '.join(filter(None, _BYTES))}), not {value!r}"
+        )
+    return result
 
 
 def rate(what: str, value: float | str) -> float:

@@ -1,0 +1,36 @@
+"""Probing: what a save would do in a directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastckpt import _core
+from fastckpt._paths import path_of
+
+if TYPE_CHECKING:
+    from fastckpt._paths import AnyPath
+
+    from .options import Engine
+
+
+def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
+    """Try in a directory what a save there would do: the engine, direct I/O, the renames of a commit.
+
+    Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.doctor` explains the answers.
+
+    Args:
+        path: the directory that is to hold checkpoints.
+        io: as for :func:`fastckpt.save`.
+
+    Returns:
+        The answers. A directory that cannot be used is an answer, not an error.
+
+    Raises:
+        ValueError: ``io`` or ``FASTCKPT_IO`` is not an engine, or ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt, tempfile
+        >>> fastckpt.probe(tempfile.mkdtemp(), io="buffered").engine
+        'buffered'
+    """
+    return _core.probe(path_of("probe", path), io=io)

@@ -1,0 +1,53 @@
+"""What lint-imports cannot see: the compiled core, the package's own names, and ``sys.modules``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "python" / "fastckpt"
+FILES = sorted(PACKAGE.rglob("*.py"))
+#: What any stage may take from the package: the compiled core is not a Python module, the others lie at the bottom.
+SHARED = {"_core", "_paths", "_text", "_units", "exceptions"}
+
+
+def imports_at_run_time(node: ast.AST):
+    """What is imported: ``X`` of the package itself, ``*`` for the package, ``X.`` of a module X in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from imports_at_run_time(other)
+        elif isinstance(child, ast.ImportFrom) and child.module and child.module.split(".")[0] == "fastckpt":
+            yield from [alias.name for alias in child.names] if child.module == "fastckpt" else [f"{child.module[9:]}."]
+        elif isinstance(child, ast.Import):
+            yield from [f"{alias.name[9:]}." for alias in child.names if alias.name.startswith("fastckpt.")]
+            yield from ["*" for alias in child.names if alias.name == "fastckpt"]
+        else:
+            yield from imports_at_run_time(child)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_the_package_itself_is_imported_by_the_tools_alone(file):
+    taken = set(imports_at_run_time(ast.parse(file.read_text(encoding="utf-8"))))
+    if "_tools" in file.parts:
+        assert not {name for name in taken if name.split(".")[0] == "_core"}, "the tools use the public API"
+    elif file.name not in ("__init__.py", "__main__.py"):
+        own = {name for name in taken if "." not in name} - SHARED
+        assert not own, f"import {own} from the module that defines it"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_module_of_ours_is_looked_up_in_sys_modules(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        # The statement or expression around each `sys.modules`.
+        parts = [
+            child for child in ast.iter_child_nodes(node) if ast.unparse(child) in ("sys.modules", "sys.modules.get")
+        ]
+        if parts:
+            text = ast.unparse(node)
+            assert "fastckpt" not in text, text
+            assert "__name__" not in text, text
+            assert "__package__" not in text, text
