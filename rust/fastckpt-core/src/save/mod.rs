@@ -98,7 +98,7 @@ fn write(
 
     let written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
     let Written { ran, unsynced, seconds: [allocated, wrote, synced], .. } = written;
-    let moving = begin.elapsed().as_secs_f64();
+    let moving = planned + allocated + wrote + synced;
 
     let bytes = part.total();
     let saved = Saved {
