@@ -116,12 +116,14 @@ impl Checkpoint {
     }
 
     /// Its path, as it was opened.
-    pub(crate) fn path(&self) -> &Path {
+    #[must_use]
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Its directory.
-    pub(crate) fn directory(&self) -> BorrowedFd<'_> {
+    #[must_use]
+    pub fn directory(&self) -> BorrowedFd<'_> {
         self.directory.as_fd()
     }
 

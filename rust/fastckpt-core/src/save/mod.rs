@@ -3,7 +3,6 @@
 //! [`save`] takes all three.
 
 mod job;
-mod link;
 mod shards;
 
 use std::borrow::Cow;
@@ -12,8 +11,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
-pub use self::link::link_shard;
-pub use self::shards::{Bytes, Part, Unsynced, Written, write_shards};
+pub use self::shards::{Bytes, Part, Unsynced, Written, link_shard, write_shards};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;

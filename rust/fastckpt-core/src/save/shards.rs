@@ -1,7 +1,9 @@
-//! The first step of a save: shards of a plan are written into a workspace, and made durable.
+//! The first step of a save: shards of a plan are written into a workspace and made durable, or taken over from another
+//! checkpoint.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -133,6 +135,22 @@ pub fn write_shards(
     let unsynced = job.unsynced();
     let seconds = [allocated, written - allocated, synced - written];
     Ok(Written { shards, tensors, unsynced, ran, seconds })
+}
+
+/// Takes `shard` over, as `name`, from the checkpoint in the directory `from`, whose path is for messages: a hard link;
+/// where the file system has none, a copy, which takes no space where it shares blocks. Returns its entry for the
+/// manifest.
+///
+/// Its length is compared with what was written; its content is not read. The entries of its tensors stay as they are,
+/// but for the place of the shard.
+pub fn link_shard(
+    workspace: &Workspace,
+    from: (BorrowedFd<'_>, &Path),
+    shard: &ShardEntry,
+    name: &str,
+) -> Result<ShardEntry> {
+    workspace.link(from, &shard.file, name, shard.bytes)?;
+    Ok(ShardEntry { file: name.to_owned(), ..shard.clone() })
 }
 
 /// Creates the shards with their final sizes.

@@ -283,15 +283,13 @@ fn a_shard_is_taken_over_from_another_checkpoint() {
     let path = parent.path().join("new");
     let mut workspace = Workspace::create(&path, true).unwrap();
     let written = state.write(&workspace, &[0]).unwrap();
-    for (from, name, why) in [
-        ("model.safetensors", file(1), "has no shard"),
-        (&file(1), "../x".to_owned(), "not the name of a shard"),
-        (&file(1), file(0), "exists"),
-    ] {
-        let error = link_shard(&workspace, &old, from, &name).unwrap_err();
+    let shard = &old.body().shards[1];
+    let from = (old.directory(), old.path());
+    for (name, why) in [("../x".to_owned(), "not the name of a shard"), (file(0), "exists")] {
+        let error = link_shard(&workspace, from, shard, &name).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
-    let linked = link_shard(&workspace, &old, &file(1), &file(1)).unwrap();
+    let linked = link_shard(&workspace, from, shard, &file(1)).unwrap();
     let tensors = [written.tensors, vec![old.body().tensors[1].clone()]].concat();
     let body = state.body([written.shards, vec![linked]].concat(), tensors);
     seal_here(&mut workspace, &body, None).unwrap();
@@ -311,7 +309,7 @@ fn a_shard_of_another_length_is_not_taken_over() {
     let file = old.body().shards[1].file.clone();
     std::fs::File::options().write(true).open(path.join(&file)).unwrap().set_len(PAGE).unwrap();
     let workspace = Workspace::create(&parent.path().join("new"), true).unwrap();
-    let error = link_shard(&workspace, &old, &file, &file).unwrap_err();
+    let error = link_shard(&workspace, (old.directory(), &path), &old.body().shards[1], &file).unwrap_err();
     assert!(error.to_string().contains("it has 4096 bytes"), "{error}");
     assert!(!workspace.path_of(&file).exists());
 }
