@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core, exceptions
 from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorInfo, open
 from fastckpt._api.load import load
+from fastckpt._api.manage import ListedCheckpoint, remove
+from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import register_type
 from fastckpt._api.reports import Damage, LoadReport, SaveReport, VerifyReport
@@ -48,6 +50,7 @@ __all__ = [
     "Finding",
     "FormatVersionError",
     "Guard",
+    "ListedCheckpoint",
     "LoadReport",
     "Origin",
     "PendingSave",
@@ -71,6 +74,7 @@ __all__ = [
     "probe",
     "register_type",
     "release_buffers",
+    "remove",
     "save",
     "save_async",
     "set_target",

@@ -9,6 +9,8 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "Leftover",
+    "ListedCheckpoint",
     "Mappings",
     "Memory",
     "Probe",
@@ -20,9 +22,11 @@ __all__ = [
     "__version__",
     "check_target",
     "crowded",
-    "left_overs",
+    "leftovers",
+    "list_checkpoints",
     "probe",
-    "remove_left_over",
+    "remove",
+    "remove_leftover",
     "save",
     "set_target",
     "try_priority",
@@ -111,14 +115,59 @@ def save(
 def check_target(path: str, overwrite: bool) -> None:
     """Raise what a save to ``path`` would: its parent is missing, or something has the name that stays."""
 
-def left_overs(directory: str) -> list[tuple[str, str, str, str, int, int]]:
-    """What lies in ``directory`` under temporary names.
+@final
+class ListedCheckpoint:
+    """A checkpoint in a directory: its own docstring says what each attribute is."""
 
-    Each is ``(name, checkpoint, host, state, bytes, changed)``: the state is ``alive``, ``dead``, ``unknown``,
-    ``kept`` or ``foreign``; ``changed`` is seconds since 1970.
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def created(self) -> float | None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def aside(self) -> bool: ...
+    @property
+    def damage(self) -> str | None: ...
+
+def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
+    """The checkpoints in ``directory``, by name."""
+
+def remove(path: str, everything: bool) -> None:
+    """Remove a checkpoint; with ``everything`` also plain files in it that are not ours."""
+
+@final
+class Leftover:
+    """What lies in a directory of checkpoints under a temporary name.
+
+    Attributes:
+        name: the name of the directory.
+        checkpoint: the name of the checkpoint that it belongs to.
+        host: the machine it was made on.
+        state: ``alive``, ``dead``, ``unknown``, ``kept`` or ``foreign``.
+        bytes: bytes of its files.
+        changed: seconds since 1970 when something was last made, removed or renamed in it.
     """
 
-def remove_left_over(directory: str, name: str, force: bool) -> bool:
+    @property
+    def name(self) -> str: ...
+    @property
+    def checkpoint(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def changed(self) -> int: ...
+
+def leftovers(directory: str) -> list[Leftover]:
+    """What lies in ``directory`` under temporary names."""
+
+def remove_leftover(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
 
 def set_target(target: str) -> tuple[float, float]:

@@ -71,6 +71,7 @@ def test_public_names():
                 "load",
                 "open",
                 "verify",
+                *("remove", "ListedCheckpoint"),
                 "register_type",
                 "Checkpoint",
                 "Composed",
@@ -85,6 +86,9 @@ def test_public_names():
     )
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
     assert all(getattr(fastckpt, name).__doc__ for name in fastckpt.__all__ if name != "__version__")
+    # Whoever imports all keeps Python's own.
+    assert callable(fastckpt.list)
+    assert "list" not in fastckpt.__all__
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
 
 

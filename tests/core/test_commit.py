@@ -1,4 +1,4 @@
-"""A path that exists is a whole checkpoint: order, kills, faults, rivals and left-overs (DESIGN.md section 4).
+"""A path that exists is a whole checkpoint: order, kills, faults, rivals and leftovers (DESIGN.md section 4).
 
 Each class of test names the mutant that it is there to catch.
 """
@@ -183,7 +183,7 @@ def kill_in_save(child, log, seconds):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kill_during_a_first_save(children, parent, tmp_path, engine):
-    """Mutants: the final name made early; a left-over that nobody sweeps; a lock that outlives its holder."""
+    """Mutants: the final name made early; a leftover that nobody sweeps; a lock that outlives its holder."""
     dice = random.Random(f"{SEED} first {engine}")
     path = parent / "step"
     seconds = 0.02
@@ -607,7 +607,7 @@ def test_two_savers_on_one_path(children, parent, existing):
 
 
 def test_savers_of_different_paths_in_one_parent_do_not_meet(children, parent):
-    """Mutant: a sweep that takes a living neighbour's work for a left-over."""
+    """Mutant: a sweep that takes a living neighbour's work for a leftover."""
     rivals = [
         children.start("contend", path=str(parent / f"step-{number}"), first=number, step=1, count=10, nbytes=SMALL)
         for number in range(4)
@@ -622,7 +622,7 @@ def test_savers_of_different_paths_in_one_parent_do_not_meet(children, parent):
     assert [whole(parent / f"step-{number}", SMALL) for number in range(4)] == [9, 10, 11, 12]
 
 
-# --- left-overs ----------------------------------------------------------------------------------------------------
+# --- leftovers ----------------------------------------------------------------------------------------------------
 
 HOST = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
@@ -648,7 +648,7 @@ def lock(directory):
     return fd
 
 
-def test_left_overs_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
+def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
     """Mutants: sweeping by age or by name alone; following a link; never sweeping."""
     with pytest.raises(ProcessLookupError):
         os.kill(DEAD, 0)

@@ -198,7 +198,7 @@ def test_checkpoint_of_an_overlays_lower_layer(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.parametrize("pids", [False, True], ids=["host name", "PID namespace"])
-def test_left_overs_of_another_container_of_this_machine(children, parent, tmp_path, pids):
+def test_leftovers_of_another_container_of_this_machine(children, parent, tmp_path, pids):
     """A container has a host name of its own, and processes that this one cannot see; the kernel is the same."""
     path = parent / "step"
     fastckpt.save(numbered(0, SMALL), path)

@@ -67,7 +67,7 @@ def contend(one, two, names):
 
 
 def different_names(one, two, logs):
-    """Two savers, each with a name of its own in one parent: no save takes the other's work for a left-over."""
+    """Two savers, each with a name of its own in one parent: no save takes the other's work for a leftover."""
     contend(one, two, ["of-0", "of-1"])
     assert [look(two[0], two[1] / "of-0"), look(one[0], one[1] / "of-1")] == [18, 19]
     tidy(one[1], "of-0", "of-1")
@@ -143,7 +143,7 @@ def killed(one, two, logs):
 
 
 def killed_and_not_swept(one, two, logs):
-    """Where nothing proves a death on another machine, its left-overs stay, and harm nobody; its own machine sweeps."""
+    """Where nothing proves a death on another machine, its leftovers stay, and harm nobody; its own machine sweeps."""
     path = one[1] / "step"
     save(one[0], path, 1)
     with machines.stopped_save(one[0], path, logs / "log", "fdatasync", index=2) as child:

@@ -47,10 +47,10 @@ def clean(capsys, *arguments):
 def test_listing_changes_nothing(left, tmp_path, capsys):
     status, document = clean(capsys, tmp_path)
     assert status == 0
-    assert {one["name"]: one["state"] for one in document["left_overs"]} == {
+    assert {one["name"]: one["state"] for one in document["leftovers"]} == {
         path.name: state for state, path in left.items()
     }
-    for one in document["left_overs"]:
+    for one in document["leftovers"]:
         assert one["checkpoint"] == "step-1"
         assert one["host"] == ("node8" if one["state"] == "unknown" else "node7")
         assert one["bytes"] >= 8192
@@ -59,13 +59,13 @@ def test_listing_changes_nothing(left, tmp_path, capsys):
     assert all(path.exists() for path in left.values())
     assert cli.main(["clean", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for word in ("step-1", "node8", "its writer is running", "3 left-overs stayed"):
+    for word in ("step-1", "node8", "its writer is running", "3 leftovers stayed"):
         assert word in text
 
 
 def test_the_dead_are_removed_and_what_is_unknown_when_it_is_old(left, tmp_path, capsys):
     _, document = clean(capsys, tmp_path, "--remove")
-    assert [one["state"] for one in document["left_overs"] if one["removed"]] == ["dead"]
+    assert [one["state"] for one in document["leftovers"] if one["removed"]] == ["dead"]
     assert [state for state, path in left.items() if path.exists()] == ["alive", "unknown"]
     clean(capsys, tmp_path, "--remove", "--older-than", "1")
     assert left["unknown"].exists()

@@ -52,25 +52,25 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     directory = os.fspath(options.path.absolute())
     found: list[dict[str, Any]] = []
     failures: list[str] = []
-    for name, checkpoint, host, state, held, changed in sorted(_core.left_overs(directory)):
-        old = hours is not None and time.time() - changed > hours * 3600
+    for one in sorted(_core.leftovers(directory), key=lambda one: one.name):
+        old = hours is not None and time.time() - one.changed > hours * 3600
         try:
-            removed = options.remove and _core.remove_left_over(directory, name, old)
+            removed = options.remove and _core.remove_leftover(directory, one.name, old)
         except OSError as error:
             removed = False
             failures.append(str(error))
         found.append(
             {
-                "name": name,
-                "checkpoint": checkpoint,
-                "host": host,
-                "state": state,
-                "bytes": held,
-                "changed": changed,
+                "name": one.name,
+                "checkpoint": one.checkpoint,
+                "host": one.host,
+                "state": one.state,
+                "bytes": one.bytes,
+                "changed": one.changed,
                 "removed": removed,
             }
         )
-    document = {"path": directory, "left_overs": found, "failures": failures}
+    document = {"path": directory, "leftovers": found, "failures": failures}
     return 1 if failures else 0, document, [*_lines(directory, found), *map(visible, failures)]
 
 
@@ -85,4 +85,4 @@ def _lines(directory: str, found: list[dict[str, Any]]) -> list[str]:
     left = [one for one in found if not one["removed"]]
     lines = table(rows, right=(3,))
     lines += [f"{state}: {text}" for state, text in STATES.items() if any(one["state"] == state for one in left)]
-    return [*lines, f"{count(len(left), 'left-over')} stayed"]
+    return [*lines, f"{count(len(left), 'leftover')} stayed"]

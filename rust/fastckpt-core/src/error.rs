@@ -54,6 +54,14 @@ pub enum Error {
     /// An object of the core was used when it cannot be.
     #[error("{0}")]
     Misused(&'static str),
+    /// What is to be removed must not be.
+    #[error("cannot remove `{}`: {why}", Visible(&path.display()))]
+    Stays {
+        /// The path given.
+        path: PathBuf,
+        /// Why it stays.
+        why: String,
+    },
     /// The tensors or options do not make a checkpoint.
     #[error("{0}")]
     Invalid(String),
@@ -97,6 +105,7 @@ impl Error {
         match self {
             Self::Io { source, .. } => source.raw_os_error(),
             Self::Exists { .. } => Some(libc::EEXIST),
+            Self::Stays { .. } => Some(libc::ENOTEMPTY),
             Self::Replaced { .. } => Some(libc::ENOENT),
             _ => None,
         }

@@ -1,4 +1,4 @@
-//! `_core.check_target`, `_core.left_overs`, `_core.remove_left_over`.
+//! `_core.check_target`, `_core.remove`, `_core.list_checkpoints`, `_core.leftovers`, `_core.remove_leftover`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,35 +8,103 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, to_python};
 
+/// A checkpoint in a directory.
+///
+/// Attributes:
+///     name: its name.
+///     path: its path, to load it.
+///     created: seconds since 1970 when its save began; None if its manifest is damaged.
+///     bytes: bytes of its files, those of other people left out.
+///     aside: whether nothing has its name, because a save took it aside and has put nothing in its place: that save was
+///         killed, or is just there. ``load`` finds the checkpoint all the same.
+///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is.
+#[pyclass(frozen, get_all, module = "fastckpt")]
+struct ListedCheckpoint {
+    name: OsString,
+    path: OsString,
+    created: Option<f64>,
+    bytes: u64,
+    aside: bool,
+    damage: Option<String>,
+}
+
+#[pymethods]
+impl ListedCheckpoint {
+    fn __repr__(&self) -> String {
+        let Self { name, created, bytes, aside, damage, .. } = self;
+        let name = name.to_string_lossy();
+        let created = created.map_or_else(|| "None".to_owned(), |created| format!("{created:.3}"));
+        let aside = if *aside { "True" } else { "False" };
+        let damage = damage.as_ref().map_or_else(|| "None".to_owned(), |damage| format!("{damage:?}"));
+        format!(
+            "ListedCheckpoint(name={name:?}, created={created}, bytes={bytes}, aside={aside}, damage={damage})"
+        )
+    }
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
+struct Leftover {
+    name: OsString,
+    checkpoint: String,
+    host: String,
+    state: &'static str,
+    bytes: u64,
+    changed: i64,
+}
+
+/// Runs `call` without the GIL, and maps its error.
+fn detached<T: Send>(
+    py: Python<'_>,
+    call: impl FnOnce() -> fastckpt_core::error::Result<T> + Send,
+) -> PyResult<T> {
+    py.detach(call).map_err(|error| to_python(&error, &Raised::default()))
+}
+
 /// See `_core.pyi`.
 #[pyfunction]
 fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool) -> PyResult<()> {
-    py.detach(|| commit::check(&path, overwrite)).map_err(|error| to_python(&error, &Raised::default()))
-}
-
-/// Name, checkpoint, host, state, bytes, when it was changed.
-type LeftOver = (OsString, String, String, &'static str, u64, i64);
-
-/// See `_core.pyi`.
-#[pyfunction]
-fn left_overs(py: Python<'_>, directory: PathBuf) -> PyResult<Vec<LeftOver>> {
-    let found = py.detach(|| commit::left_overs(&directory));
-    let found = found.map_err(|error| to_python(&error, &Raised::default()))?;
-    Ok(found
-        .into_iter()
-        .map(|one| (one.name, one.of, one.host, one.state.word(), one.bytes, one.changed))
-        .collect())
+    detached(py, || commit::check(&path, overwrite))
 }
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn remove_left_over(py: Python<'_>, directory: PathBuf, name: OsString, force: bool) -> PyResult<bool> {
-    let removed = py.detach(|| commit::remove_left_over(&directory, &name, force));
-    removed.map_err(|error| to_python(&error, &Raised::default()))
+fn remove(py: Python<'_>, path: PathBuf, everything: bool) -> PyResult<()> {
+    detached(py, || commit::remove(&path, everything))
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+fn list_checkpoints(py: Python<'_>, directory: PathBuf) -> PyResult<Vec<ListedCheckpoint>> {
+    let found = detached(py, || commit::list(&directory))?;
+    let listed = found.into_iter().map(|commit::Listed { name, path, created, bytes, aside, damage }| {
+        ListedCheckpoint { name, path: path.into_os_string(), created, bytes, aside, damage }
+    });
+    Ok(listed.collect())
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+fn leftovers(py: Python<'_>, directory: PathBuf) -> PyResult<Vec<Leftover>> {
+    let found = detached(py, || commit::leftovers(&directory))?;
+    let leftovers = found.into_iter().map(|commit::Leftover { name, of, host, state, bytes, changed }| {
+        Leftover { name, checkpoint: of, host, state: state.word(), bytes, changed }
+    });
+    Ok(leftovers.collect())
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+fn remove_leftover(py: Python<'_>, directory: PathBuf, name: OsString, force: bool) -> PyResult<bool> {
+    detached(py, || commit::remove_leftover(&directory, &name, force))
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ListedCheckpoint>()?;
+    module.add_class::<Leftover>()?;
     module.add_function(wrap_pyfunction!(check_target, module)?)?;
-    module.add_function(wrap_pyfunction!(left_overs, module)?)?;
-    module.add_function(wrap_pyfunction!(remove_left_over, module)?)
+    module.add_function(wrap_pyfunction!(remove, module)?)?;
+    module.add_function(wrap_pyfunction!(list_checkpoints, module)?)?;
+    module.add_function(wrap_pyfunction!(leftovers, module)?)?;
+    module.add_function(wrap_pyfunction!(remove_leftover, module)?)
 }

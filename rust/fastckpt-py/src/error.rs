@@ -19,10 +19,12 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     let text = error.to_string();
     match error {
         // Python makes FileNotFoundError, FileExistsError and their kin of the number.
-        Error::Io { path, .. } | Error::Exists { path, .. } => match error.errno() {
-            Some(errno) => PyOSError::new_err((errno, text, path.clone().into_os_string())),
-            None => PyOSError::new_err(text),
-        },
+        Error::Io { path, .. } | Error::Exists { path, .. } | Error::Stays { path, .. } => {
+            match error.errno() {
+                Some(errno) => PyOSError::new_err((errno, text, path.clone().into_os_string())),
+                None => PyOSError::new_err(text),
+            }
+        }
         Error::Corrupt { .. } => CorruptCheckpointError::new_err(text),
         Error::Replaced { path } => {
             ReplacedCheckpointError::new_err((error.errno(), text, path.clone().into_os_string()))

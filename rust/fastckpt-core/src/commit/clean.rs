@@ -15,7 +15,7 @@ use crate::sys::file::open_directory;
 
 /// What lies in a directory of checkpoints under a temporary name.
 #[derive(Debug)]
-pub struct LeftOver {
+pub struct Leftover {
     /// The name of the directory.
     pub name: OsString,
     /// Which checkpoint it belongs to.
@@ -31,7 +31,7 @@ pub struct LeftOver {
 }
 
 /// Lists what lies in `directory` under temporary names.
-pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
+pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
     let mut found = Vec::new();
@@ -45,7 +45,7 @@ pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
             u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
         });
         let Some(Finding { state, .. }) = examine(parent.as_fd(), name) else { continue };
-        found.push(LeftOver {
+        found.push(Leftover {
             of: temporary.of().to_string_lossy().into_owned(),
             host: temporary.host(),
             state,
@@ -57,9 +57,9 @@ pub fn left_overs(directory: &Path) -> Result<Vec<LeftOver>> {
     Ok(found)
 }
 
-/// Removes one of [`left_overs`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is kept; never one
-/// whose writer lives. Returns whether it was removed.
-pub fn remove_left_over(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
+/// Removes one of [`leftovers`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is
+/// kept; never one whose writer lives. Returns whether it was removed.
+pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let Some(finding) = examine(parent.as_fd(), name) else { return Ok(false) };
     match finding.state {
@@ -80,13 +80,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn left_overs_are_listed_and_removed_on_request() {
+    fn leftovers_are_listed_and_removed_on_request() {
         let parent = tempfile::tempdir().unwrap();
         let mut other = living();
         let alive = half(parent.path().join(name_by("c", other.id())));
         let gone = half(parent.path().join(name_by("c", dead())));
         let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-1-00000001"));
-        let all = left_overs(parent.path()).unwrap();
+        let all = leftovers(parent.path()).unwrap();
         let state =
             |path: &Path| all.iter().find(|one| Some(one.name.as_os_str()) == path.file_name()).unwrap();
         assert_eq!(state(&alive).state, State::Alive);
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!((state(&unknown).state, state(&unknown).of.as_str()), (State::Unknown, "step-1"));
         assert_eq!((state(&unknown).host.as_str(), state(&unknown).bytes > 0), ("node7", true));
         let remove =
-            |path: &Path, force| remove_left_over(parent.path(), path.file_name().unwrap(), force).unwrap();
+            |path: &Path, force| remove_leftover(parent.path(), path.file_name().unwrap(), force).unwrap();
         assert!(!remove(&alive, true) && !remove(&unknown, false) && !remove(Path::new("/c"), true));
         assert!(remove(&unknown, true) && remove(&gone, false));
         assert!(alive.exists() && !unknown.exists() && !gone.exists());

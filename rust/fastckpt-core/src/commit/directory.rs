@@ -1,13 +1,25 @@
 //! Directories: opened, listed, told apart, synced.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, Dir, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::{Errno, Result, retry_on_intr};
 
 use super::locks::is_nfs;
+
+/// How often somebody looks again when others save to and remove the same name meanwhile.
+pub(super) const TURNS: u8 = 100;
+/// What the owner of a directory needs to fill it.
+pub(super) const OWNER: u32 = 0o700;
+
+/// Splits a path into its parent and its own name; nothing for one that ends in no name.
+pub(super) fn split(path: &Path) -> Option<(PathBuf, OsString)> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Some((parent.to_path_buf(), path.file_name()?.to_owned()))
+}
 
 /// Which directory it is, whatever its name. An inode's number is not given away again while the directory is open.
 pub(super) type Id = (u64, u64);
@@ -23,8 +35,9 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 
 /// Which directory a rename has just brought to `name` inside `parent`.
 ///
-/// A network client renames by name, and believes to find under the new name what it believed to have the old one. If another client
-/// put something else there before, that belief is wrong, and asking again does not mend it on NFS: only a listing names what there is.
+/// A network client renames by name, and believes to find under the new name what it believed to have the old one. If
+/// another client put something else there before, that belief is wrong, and asking again does not mend it on NFS: only
+/// a listing names what there is.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
@@ -77,14 +90,15 @@ pub(super) fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd
     retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))
 }
 
-/// Has a network file system ask its server what is in `directory`: what is believed of names in there may be half a minute old.
+/// Has a network file system ask its server what is in `directory`: what is believed of names in there may be half a
+/// minute old.
 pub(crate) fn refresh(directory: impl AsFd) {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(directory, "", flags, StatxFlags::BASIC_STATS);
 }
 
-/// Makes the names in `directory` durable. Returns whether that can be asked for: some file systems (vboxsf, 9p, old CIFS) refuse it on
-/// directories, and write names through.
+/// Makes the names in `directory` durable. Returns whether that can be asked for: some file systems (vboxsf, 9p, old
+/// CIFS) refuse it on directories, and write names through.
 pub(super) fn sync(directory: BorrowedFd<'_>) -> Result<bool> {
     match retry_on_intr(|| fs::fsync(directory)) {
         Err(Errno::INVAL | Errno::BADF) => Ok(false),

@@ -8,11 +8,10 @@ use std::os::unix::ffi::OsStrExt as _;
 use rustix::fs::{self, AtFlags, FileType, Mode};
 use rustix::io::Errno;
 
-use super::OWNER;
-use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
-use super::names::{Kind, Temporary};
+use super::content::{has_magic, written};
+use super::directory::{Id, OWNER, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
+use super::names::{Kind, Temporary, displaced_name};
 use super::owner::{Life, Verdict, judge};
-use super::target::has_magic;
 use crate::format::manifest;
 
 /// The temporary directories in `parent`.
@@ -22,9 +21,9 @@ pub(super) fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| Temporary::parse(name.as_bytes()).is_some()).collect())
 }
 
-/// Takes the directory `found`, which is `expected`, away from whoever else may want it, and removes it. The rename decides: of all who
-/// try, one wins, and a directory that has its final name by now is not touched. The `verdict` that it may be removed is held until then,
-/// and no longer: its file is open, and NFS only renames what is open.
+/// Takes the directory `found`, which is `expected`, away from whoever else may want it, and removes it. The rename
+/// decides: of all who try, one wins, and a directory that has its final name by now is not touched. The `verdict` that
+/// it may be removed is held until then, and no longer: its file is open, and NFS only renames what is open.
 pub(super) fn remove(
     parent: BorrowedFd<'_>,
     found: &OsStr,
@@ -35,22 +34,45 @@ pub(super) fn remove(
     if temporary.kind == Kind::Del {
         return destroy(parent, found, expected);
     }
-    let (claimed, garbage) = (temporary.renamed(Kind::Tmp), temporary.renamed(Kind::Del));
-    match fs::renameat(parent, found, parent, &claimed) {
-        Err(Errno::NOENT | Errno::STALE) => return Ok(()),
-        other => other?,
+    let claimed = temporary.renamed(Kind::Tmp);
+    if !claim(parent, found, &claimed, expected)? {
+        return Ok(());
     }
-    if id_of_renamed(parent, &claimed) != Some(expected) {
-        // Another one came to lie there since it was looked at.
-        return Ok(fs::renameat(parent, &claimed, parent, found)?);
-    }
+    let garbage = temporary.renamed(Kind::Del);
     fs::renameat(parent, &claimed, parent, &garbage)?;
     drop(verdict);
     destroy(parent, &garbage, expected)
 }
 
-/// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already gone is not a failure.
-fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
+/// Renames `found` to the temporary name `claimed`. Returns whether it was `expected`; if not, it has its name again.
+pub(super) fn claim(
+    parent: BorrowedFd<'_>,
+    found: &OsStr,
+    claimed: &OsStr,
+    expected: Id,
+) -> io::Result<bool> {
+    match fs::renameat(parent, found, parent, claimed) {
+        Err(Errno::NOENT | Errno::STALE) => return Ok(false),
+        other => other?,
+    }
+    if id_of_renamed(parent, claimed) == Some(expected) {
+        return Ok(true);
+    }
+    // Another one came to lie there since it was looked at.
+    unclaim(parent, found, claimed).map(|()| false)
+}
+
+/// Gives what was claimed its name back; if that is taken, a name that nobody sweeps.
+pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) -> io::Result<()> {
+    fs::renameat(parent, claimed, parent, found).map_err(|error| {
+        let _ = fs::renameat(parent, claimed, parent, displaced_name(claimed));
+        error.into()
+    })
+}
+
+/// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already
+/// gone is not a failure.
+pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
         other => other,
@@ -84,8 +106,8 @@ pub enum State {
     Dead,
     /// Its writer may live: nothing proves its death here.
     Unknown,
-    /// The only copy of an old checkpoint, or the workspace that belongs to it: a commit stands between its two renames, or
-    /// the successor was removed.
+    /// The only copy of an old checkpoint, or the workspace that belongs to it: a commit stands between its two
+    /// renames, or the successor was removed.
     Kept,
     /// Not made by fastckpt: what somebody put in a save's way.
     Foreign,
@@ -120,7 +142,8 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let files = entries(directory.as_fd()).ok()?;
     let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
     let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was killed.
+    // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was
+    // killed.
     let foreign = !plain || (temporary.kind != Kind::Del && !manifest && !files.is_empty());
     let (state, verdict) = match temporary.kind {
         _ if foreign => (State::Foreign, None),
@@ -176,12 +199,6 @@ pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -
     let later =
         written(holder.as_fd()).is_some_and(|holder| written(old.as_fd()).is_none_or(|old| holder >= old));
     other && later && has_magic(holder.as_fd()).unwrap_or(false)
-}
-
-/// When the manifest of the checkpoint in `directory` was written, seconds and nanoseconds.
-pub(super) fn written(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
-    let stat = fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    Some((stat.st_mtime, stat.st_mtime_nsec))
 }
 
 /// Removes what nobody needs from the target's parent.
@@ -254,7 +271,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn left_overs_of_the_dead_are_swept_and_the_living_are_left_alone() {
+    fn leftovers_of_the_dead_are_swept_and_the_living_are_left_alone() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("c");
         let mine = Workspace::create(&path, true).unwrap();
@@ -273,7 +290,8 @@ pub(super) mod tests {
         std::fs::create_dir(&empty).unwrap();
         let kept = [
             at(name_by("c", other.id())),
-            // Another boot, no lock, changed since this one: perhaps a machine that this one exports the file system to.
+            // Another boot, no lock, changed since this one: perhaps a machine that this one exports the file system
+            // to.
             at(".c.tmp-elsewhere-0000000000000001-1-1-1-00000001".into()),
             at(aside_name(&name_by("b", dead()), 0)),
             at(".c.tmp-backup".into()),

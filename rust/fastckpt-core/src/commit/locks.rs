@@ -28,8 +28,8 @@ impl Reach {
     }
 }
 
-/// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs, overlayfs, f2fs, ZFS,
-/// bcachefs, JFS, NILFS.
+/// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs,
+/// overlayfs, f2fs, ZFS, bcachefs, JFS, NILFS.
 const LOCAL: [u64; 11] = [
     0xEF53,
     0x5846_5342,

@@ -60,12 +60,19 @@ pub(super) fn workspace_name(name: &OsStr) -> OsString {
     compose(&stem(name), Kind::Tmp, workspace().as_bytes())
 }
 
-/// The name of the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two attempts share
-/// one: whoever judges what one of them left must not meet the next.
+/// The name of the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
+/// attempts share one: whoever judges what one of them left must not meet the next.
 pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     let parsed = Temporary::parse(temporary.as_bytes());
     let mut name = parsed.map_or_else(OsString::new, |t| compose(t.stem, Kind::Old, t.workspace));
     name.push(format!("{attempt:02x}"));
+    name
+}
+
+/// A name beside the workspace named `temporary` that nobody sweeps, for what is somebody's own.
+pub(super) fn displaced_name(temporary: &OsStr) -> OsString {
+    let mut name = temporary.to_owned();
+    name.push(".displaced");
     name
 }
 

@@ -1,6 +1,7 @@
 //! Who made a temporary directory, and whether it is provably dead (`docs/format.md`, 6.2).
 //!
-//! A wrong proof would make a save fail that lives. It could not destroy a checkpoint: whatever is removed is renamed first.
+//! A wrong proof would make a save fail that lives. It could not destroy a checkpoint: whatever is removed is renamed
+//! first.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,8 +26,8 @@ pub(super) struct Owner {
     namespace: u64,
     /// Its number in there.
     pub(super) pid: u32,
-    /// When it was started, in clock ticks since the boot; 0 if unknown. Numbers of processes are given again, and after a restart
-    /// a container's first process has the number 1 in a namespace that may have the old one's inode.
+    /// When it was started, in clock ticks since the boot; 0 if unknown. Numbers of processes are given again, and
+    /// after a restart a container's first process has the number 1 in a namespace that may have the old one's inode.
     start: u64,
 }
 
@@ -80,7 +81,8 @@ impl fmt::Display for Owner {
     }
 }
 
-/// When a process was started: field 22 of `/proc/PID/stat` (`proc(5)`), counted behind the name, which may hold anything.
+/// When a process was started: field 22 of `/proc/PID/stat` (`proc(5)`), counted behind the name, which may hold
+/// anything.
 fn start_of(process: &str) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
@@ -130,8 +132,8 @@ fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
         Ok(()) => {}
     }
     let dead = match reach(directory) {
-        // An earlier boot of this machine cannot be told from a machine that this one exports the file system to, except
-        // by what happened there last.
+        // An earlier boot of this machine cannot be told from a machine that this one exports the file system to,
+        // except by what happened there last.
         Reach::Machine => {
             (owner.boot != 0 && owner.boot == Owner::myself().boot) || unchanged_since_boot(directory)
         }

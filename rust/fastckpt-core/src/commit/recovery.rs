@@ -10,17 +10,16 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, AtFlags};
 use rustix::io::Errno;
 
-use super::directory::{entries, id_of, is_empty, open_child, refresh, sync};
-use super::leftovers::written;
+use super::content::{has_magic, written};
+use super::directory::{entries, id_of, is_empty, open_child, refresh, split, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
-use super::split;
-use super::target::has_magic;
 use crate::error::{Error, Result};
 use crate::format::manifest;
 use crate::sys::file::open_directory;
 
-/// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably dead.
+/// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably
+/// dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
 /// How often a directory is listed that others change meanwhile.
 const LISTINGS: u8 = 3;
@@ -48,7 +47,8 @@ pub(super) struct Aside {
 
 /// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
 ///
-/// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves between them.
+/// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves
+/// between them.
 pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
     let (mut last, mut turn) = (None, 0);
     let all = loop {
@@ -84,7 +84,8 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
         let Some(written) = written(directory.as_fd()) else { continue };
         let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
         let verdict = old.owner().map(|owner| judge(owner, workspace.as_fd()));
-        // Looked for after the verdict. Without its workspace, its successor had the name: if that is gone, somebody removed it.
+        // Looked for after the verdict. Without its workspace, its successor had the name: if that is gone, somebody
+        // removed it.
         if id_of(parent, &old.workspace()).is_none() {
             continue;
         }
@@ -160,7 +161,7 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     let mut directory = open_directory(path);
     if missing(&directory) {
         let named = followed(path);
-        let instead = split(&named).ok().and_then(|(parent_path, name)| {
+        let instead = split(&named).and_then(|(parent_path, name)| {
             let parent = open_directory(&parent_path).ok()?;
             recover(&parent_path, parent.as_fd(), &name)
         });
@@ -178,7 +179,7 @@ mod tests {
     use crate::commit::leftovers::tests::{dead, half, name_by};
     use crate::commit::names::aside_name;
     use crate::commit::tests::{checkpoint, content};
-    use crate::commit::{Workspace, left_overs};
+    use crate::commit::{Workspace, leftovers};
 
     use super::*;
 
@@ -222,7 +223,7 @@ mod tests {
         // The successor had the name, and somebody removed it.
         assert!(open_checkpoint(&path).is_err());
         assert!(aside.exists());
-        assert_eq!(left_overs(parent.path()).unwrap()[0].state, State::Kept);
+        assert_eq!(leftovers(parent.path()).unwrap()[0].state, State::Kept);
         checkpoint(parent.path(), "c", "two");
         drop(Workspace::create(&path, true).unwrap());
         assert!(!aside.exists() && content(&path).ends_with("two"));

@@ -1,20 +1,43 @@
 //! How a finished checkpoint takes the target's name, and what happens to the one that had it (`docs/format.md`, 6.3).
 
-use std::ffi::{CStr, OsStr, OsString};
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt as _;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::AsFd as _;
 
-use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, Mode, RenameFlags};
 use rustix::io::Errno;
 
-use super::directory::{Id, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
-use super::leftovers::{is_superseded, remove};
-use super::names::aside_name;
+use super::content::has_magic;
+use super::directory::{Id, OWNER, TURNS, id, id_of, id_of_renamed, open_child, refresh, sync};
+use super::leftovers::{is_superseded, remove, sweep};
+use super::names::{aside_name, displaced_name};
 use super::recovery::is_free;
-use super::target::{Old, examine, has_magic};
-use super::{Committed, TURNS, Workspace, is_ours};
+use super::target::{Old, examine, look};
+use super::workspace::Workspace;
 use crate::error::{Error, Result};
+
+/// What publishing has to tell.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Another save to the same path ended while this one ran, and this one replaced its checkpoint.
+    pub rival: bool,
+    /// The file system cannot be asked to make names durable.
+    pub unsynced: bool,
+    /// The old checkpoint had to make way before the new one took its place.
+    pub in_two_steps: bool,
+}
+
+impl Published {
+    /// In words.
+    #[must_use]
+    pub fn warnings(self) -> Vec<String> {
+        let rival = "another save to this path ended while this one ran, and its checkpoint was replaced: processes \
+            of one job need a path each, or one of them saves";
+        let unsynced = "this file system does not sync directories: whether the checkpoint's name survives a power \
+            cut is up to it";
+        let all = [(self.rival, rival), (self.unsynced, unsynced)];
+        all.into_iter().filter(|(applies, _)| *applies).map(|(_, text)| text.to_owned()).collect()
+    }
+}
 
 /// What a rename came to.
 pub(super) enum Step {
@@ -25,8 +48,55 @@ pub(super) enum Step {
 }
 
 impl Workspace {
+    /// Gives the sealed checkpoint the target's name, and makes that durable.
+    pub fn publish(mut self) -> Result<Published> {
+        let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
+        let shards = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
+        self.check_files(shards)?;
+        let (before, mode) = (own.before, own.mode);
+        let mut done = Published::default();
+        let mut attempt = 0;
+        let displaced = loop {
+            let old = look(self.parent.as_fd(), &self.name, &self.target, self.overwrite)?;
+            done.rival |= old.as_ref().is_some_and(|old| Some(old.id) != before);
+            match self.take_the_name(old.as_ref(), attempt, &mut done)? {
+                Step::Done(displaced) => break displaced,
+                Step::Again => attempt += 1,
+            }
+        };
+        self.own = None;
+        self.close_to_others(mode)?;
+        done.unsynced |=
+            !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
+        // XFS that has shut down syncs a directory without an error; asked for a file it admits the failure.
+        match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
+            Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
+        }
+        // No longer needed; if removing it fails the next save will sweep it.
+        if let Some((displaced, id)) = displaced {
+            let _ = remove(self.parent.as_fd(), &displaced, id, None);
+        }
+        if done.in_two_steps {
+            // A rival that was killed may have taken one aside that this save did not meet. It must not come back.
+            sweep(self.parent.as_fd());
+        }
+        Ok(done)
+    }
+
+    /// Gives the directory the mode of the one that it replaces, where that is closed to its owner, too: until now it
+    /// had to be filled.
+    fn close_to_others(&self, mode: Option<u32>) -> Result<()> {
+        if let Some(mode) = mode.filter(|mode| mode & OWNER != OWNER) {
+            // Refused where the file system has no modes.
+            let _ = fs::fchmod(self.directory(), Mode::from_raw_mode(mode));
+            sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
+        }
+        Ok(())
+    }
+
     /// One attempt to take the target's name, which `old` has.
-    pub(super) fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Committed) -> Result<Step> {
+    pub(super) fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Published) -> Result<Step> {
         if let Some(old) = old {
             match self.carry_over(old.directory.as_fd()) {
                 Err(error) if is_gone(&error) && attempt < TURNS => return Ok(Step::Again),
@@ -40,13 +110,13 @@ impl Workspace {
             return Ok(Step::Again); // its files may have been listed after it was emptied
         }
         let outcome = match old {
-            None => self.publish(),
+            None => self.take_free_name(),
             Some(old) if old.name != self.name => self.replace_in_two_steps(old, attempt, done),
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the finished
-            // directory itself that somebody removed.
+            // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the
+            // finished directory itself that somebody removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
                 Ok(Step::Again)
@@ -65,7 +135,7 @@ impl Workspace {
     }
 
     /// First save to this name.
-    fn publish(&self) -> Result<Step> {
+    fn take_free_name(&self) -> Result<Step> {
         self.rename().map_err(self.renaming())?;
         Ok(Step::Done(None))
     }
@@ -80,7 +150,7 @@ impl Workspace {
     }
 
     /// Save over `old`.
-    pub(super) fn replace(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
+    pub(super) fn replace(&self, old: &Old, attempt: u8, done: &mut Published) -> Result<Step> {
         match self.exchange() {
             Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
             other => other.map_err(self.renaming())?,
@@ -103,8 +173,7 @@ impl Workspace {
             let _ = self.exchange();
         }
         // What is displaced is somebody's own: under a name that nobody sweeps it stays.
-        let mut kept = self.temporary.clone();
-        kept.push(".displaced");
+        let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
             "what was put there while it was saved now is `{}`",
@@ -117,9 +186,10 @@ impl Workspace {
         fs::renameat_with(&self.parent, &self.temporary, &self.parent, &self.name, RenameFlags::EXCHANGE)
     }
 
-    /// Where names cannot be exchanged (NFS, Lustre, FUSE): the old one makes way, the new one takes its place. A load or save that
-    /// finds the name missing puts the old one back (`recover`), unless the new one has it: then it no longer has a temporary name.
-    pub(super) fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Committed) -> Result<Step> {
+    /// Where names cannot be exchanged (NFS, Lustre, FUSE): the old one makes way, the new one takes its place. A load
+    /// or save that finds the name missing puts the old one back (`recover`), unless the new one has it: then it no
+    /// longer has a temporary name.
+    pub(super) fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Published) -> Result<Step> {
         let (parent, name) = (&self.parent, &self.name);
         let aside = aside_name(&self.temporary, attempt);
         done.in_two_steps = true;
@@ -138,8 +208,8 @@ impl Workspace {
         match outcome {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
-                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more. A save that began
-                // earlier and took it leaves the old one to be swept when this one has the name.
+                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more. A
+                // save that began earlier and took it leaves the old one to be swept when this one has the name.
                 let holder = open_child(parent.as_fd(), name);
                 let checkpoint = holder.is_ok_and(|holder| has_magic(holder.as_fd()).unwrap_or(false));
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
@@ -155,8 +225,8 @@ impl Workspace {
         }
     }
 
-    /// Looks at what was displaced, which may be another directory than the one that was looked at before, or hold more by now: it must
-    /// be one that may be replaced, and its files of other people are taken along.
+    /// Looks at what was displaced, which may be another directory than the one that was looked at before, or hold more
+    /// by now: it must be one that may be replaced, and its files of other people are taken along.
     fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
         let directory = match open_child(self.parent.as_fd(), displaced) {
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
@@ -178,69 +248,6 @@ impl Workspace {
         }
         Ok(())
     }
-
-    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there. Returns whether
-    /// there was any that was not here yet, or has changed since.
-    pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
-        let path = &self.target;
-        let mut brought = false;
-        for (file, kind) in entries(old).map_err(Error::io("list", path))? {
-            let ours = is_ours(file.to_bytes()) || is_remnant(file.to_bytes());
-            if ours || kind != FileType::RegularFile {
-                continue;
-            }
-            match self.bring(old, &file) {
-                Ok(new) => brought |= new,
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {} // removed meanwhile
-                Err(error) => return Err(Error::io("carry files over from", path)(error)),
-            }
-        }
-        Ok(brought)
-    }
-
-    /// Takes one file along, in place of one of that name which is older.
-    fn bring(&self, old: BorrowedFd<'_>, file: &CStr) -> io::Result<bool> {
-        let there = fs::statat(old, file, AtFlags::SYMLINK_NOFOLLOW)?;
-        let same = |here: fs::Stat| {
-            let facts = |stat: &fs::Stat| (stat.st_size, stat.st_mtime, stat.st_mtime_nsec);
-            id(&here) == id(&there) || facts(&here) == facts(&there)
-        };
-        if fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(same) {
-            return Ok(false);
-        }
-        // Whole under another name first: what is cut short here must not be taken for the file in the next attempt.
-        let _ = fs::unlinkat(&self.directory, ON_ITS_WAY, AtFlags::empty());
-        match fs::linkat(old, file, &self.directory, ON_ITS_WAY, AtFlags::empty()) {
-            Ok(()) => {}
-            Err(error @ (Errno::NOENT | Errno::STALE)) => return Err(error.into()),
-            // No hard links here.
-            Err(_) => self.copy_file(old, file)?,
-        }
-        fs::renameat(&self.directory, ON_ITS_WAY, &self.directory, file)?;
-        Ok(true)
-    }
-
-    fn copy_file(&self, old: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
-        let from = fs::openat(old, name, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-        let mut from = std::fs::File::from(from);
-        let about = from.metadata()?;
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let mode = Mode::from_raw_mode(about.mode() & 0o777);
-        let to = fs::openat(&self.directory, ON_ITS_WAY, flags, mode)?;
-        let mut to = std::fs::File::from(to);
-        io::copy(&mut from, &mut to)?;
-        to.set_modified(about.modified()?)?;
-        to.sync_all()
-    }
-}
-
-/// A file of other people that is being taken along.
-const ON_ITS_WAY: &CStr = c".fastckpt-carried";
-
-/// Whether `name` is what an interrupted carrying left, or what a file system makes of a file that is removed while somebody has it open
-/// (NFS, FUSE).
-fn is_remnant(name: &[u8]) -> bool {
-    name == ON_ITS_WAY.to_bytes() || name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
 }
 
 /// Whether the directory that was looked at has gone: its successor has the name.
@@ -261,7 +268,7 @@ fn is_taken(error: &Error) -> bool {
 #[cfg(test)]
 mod tests {
     use crate::commit::target::look;
-    use crate::commit::tests::{checkpoint, content, names};
+    use crate::commit::tests::{checkpoint, content, names, sealed};
 
     use super::*;
 
@@ -274,7 +281,7 @@ mod tests {
         std::fs::remove_dir_all(&path).unwrap();
         std::fs::create_dir_all(path.join("my experiments")).unwrap();
         for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
-            let outcome = replace(&workspace, &old, 0, &mut Committed::default());
+            let outcome = replace(&workspace, &old, 0, &mut Published::default());
             assert!(matches!(outcome, Err(Error::Exists { .. })));
             assert_eq!(names(&path), ["my experiments"]);
             assert!(workspace.is_there());
@@ -286,12 +293,11 @@ mod tests {
         for replace in [Workspace::replace, Workspace::replace_in_two_steps] {
             let parent = tempfile::tempdir().unwrap();
             let path = checkpoint(parent.path(), "c", "one");
-            let workspace = Workspace::create(&path, true).unwrap();
-            workspace.write_manifest(b"{\"fastckpt\":1,mine").unwrap();
+            let workspace = sealed(&path, "mine");
             let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
             checkpoint(parent.path(), "c", "rival");
             std::fs::write(path.join("config.json"), "{}").unwrap();
-            let mut done = Committed::default();
+            let mut done = Published::default();
             assert!(matches!(replace(&workspace, &old, 0, &mut done).unwrap(), Step::Done(Some(_))));
             assert!(done.rival && content(&path).ends_with("mine"));
             assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
@@ -319,14 +325,13 @@ mod tests {
                 std::fs::rename(parent.path().join("new"), path.join("config.json")).unwrap();
             };
             config("old");
-            let workspace = Workspace::create(&path, true).unwrap();
-            workspace.write_manifest(b"{\"fastckpt\":1,two").unwrap();
+            let workspace = sealed(&path, "two");
             let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
             assert!(workspace.carry_over(old.directory.as_fd()).unwrap());
             assert!(!workspace.carry_over(old.directory.as_fd()).unwrap(), "it is here already");
             config("new");
             std::fs::write(path.join("notes.txt"), "late").unwrap();
-            replace(&workspace, &old, 0, &mut Committed::default()).unwrap();
+            replace(&workspace, &old, 0, &mut Published::default()).unwrap();
             assert!(content(&path).ends_with("two"));
             assert_eq!(std::fs::read_to_string(path.join("config.json")).unwrap(), "new");
             assert_eq!(names(&path), ["config.json", "fastckpt.json", "notes.txt"]);
@@ -341,7 +346,7 @@ mod tests {
             let workspace = Workspace::create(&path, true).unwrap();
             let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap().unwrap();
             std::fs::create_dir(path.join("logs")).unwrap();
-            let outcome = replace(&workspace, &old, 0, &mut Committed::default());
+            let outcome = replace(&workspace, &old, 0, &mut Published::default());
             assert!(matches!(outcome, Err(Error::Exists { .. })));
             assert!(content(&path).ends_with("one") && path.join("logs").is_dir());
         }
@@ -351,8 +356,7 @@ mod tests {
     fn a_save_that_began_earlier_and_took_the_name_is_no_failure() {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
-        let workspace = Workspace::create(&path, true).unwrap();
-        workspace.write_manifest(b"{\"fastckpt\":1,mine").unwrap();
+        let workspace = sealed(&path, "mine");
         let rival = checkpoint(parent.path(), "rival", "rival");
         let written = std::fs::File::open(rival.join("fastckpt.json")).unwrap();
         written.set_modified(std::time::UNIX_EPOCH).unwrap();
@@ -361,9 +365,9 @@ mod tests {
         std::fs::rename(&path, parent.path().join(&aside)).unwrap();
         std::fs::rename(&rival, &path).unwrap();
         let old = look(workspace.parent.as_fd(), &aside, &path, true).unwrap().unwrap();
-        let outcome = workspace.replace_in_two_steps(&old, 1, &mut Committed::default());
+        let outcome = workspace.replace_in_two_steps(&old, 1, &mut Published::default());
         assert!(is_taken(&outcome.err().unwrap()));
-        workspace.commit([].into_iter()).unwrap();
+        workspace.publish().unwrap();
         assert!(content(&path).ends_with("mine"));
     }
 }

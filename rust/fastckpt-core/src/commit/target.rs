@@ -1,19 +1,17 @@
 //! What has the target's name, and whether a save may take its place.
 
 use std::ffi::{OsStr, OsString};
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, FileType};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::Errno;
 
-use super::directory::{Id, entries, id, id_of, open_child, refresh};
+use super::content::{has_magic, is_ours};
+use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh, split};
 use super::recovery::{Free, is_free, taken_aside};
-use super::{TURNS, is_ours};
-use crate::error::{Error, Result};
-use crate::format::manifest;
-use crate::sys::file::open_regular;
+use crate::error::{Error, OPEN_PARENT, Result};
+use crate::sys::file::open_directory;
 
 /// A directory that a save may replace.
 #[derive(Debug)]
@@ -26,6 +24,23 @@ pub(super) struct Old {
     pub(super) mode: u32,
 }
 
+/// Opens the parent of a save's target; returns it with its path and the target's own name.
+pub(super) fn open_parent(target: &Path) -> Result<(OwnedFd, PathBuf, OsString)> {
+    let (path, name) = split(target).ok_or_else(|| Error::Exists {
+        path: target.to_path_buf(),
+        why: "the path must end in the checkpoint's own name".to_owned(),
+    })?;
+    let parent = open_directory(&path).map_err(Error::io(OPEN_PARENT, &path))?;
+    Ok((parent, path, name))
+}
+
+/// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name
+/// that stays.
+pub fn check(target: &Path, overwrite: bool) -> Result<()> {
+    let (parent, _, name) = open_parent(target)?;
+    look_at_name(parent.as_fd(), &name, target, overwrite).map(drop)
+}
+
 /// Looks at what is current under the name `name`: nothing, a directory that may be replaced, or an error.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
@@ -33,8 +48,8 @@ pub(super) fn look(
     target: &Path,
     overwrite: bool,
 ) -> Result<Option<Old>> {
-    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's death:
-    // whose rename comes first has the name, and the other one looks again.
+    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's
+    // death: whose rename comes first has the name, and the other one looks again.
     while is_free(parent, name) {
         match taken_aside(parent, name) {
             Free::Taken => {}
@@ -118,21 +133,4 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
         }
     }
     Ok(())
-}
-
-/// Whether a directory holds a manifest of fastckpt, of any version, whole or damaged.
-pub(super) fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
-    let mut begin = [0; manifest::MAGIC.len()];
-    match open_regular(directory, manifest::FILE) {
-        Ok((fd, _)) => {
-            let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
-            Ok(read == begin.len() && begin == *manifest::MAGIC)
-        }
-        // There is none, or something else has its name. Any other failure says nothing about what is there.
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
-            Ok(false)
-        }
-        Err(error) => Err(error),
-    }
 }

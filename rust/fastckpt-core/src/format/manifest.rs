@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::path::Path;
 
 use safetensors::Dtype;
-use serde::de::{SeqAccess, Visitor};
+use serde::de::{DeserializeOwned, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
@@ -25,7 +25,7 @@ pub const VERSION: u64 = 1;
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
 
 /// The manifest as it is in the file, after the prefix.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
     /// Who wrote it.
     pub writer: Writer,
@@ -247,7 +247,31 @@ impl std::io::Write for Count {
 }
 
 /// Reads and checks the bytes of a manifest; `path` is for messages.
-pub fn decode(mut bytes: Vec<u8>, path: &Path) -> Result<Body> {
+pub fn decode(bytes: Vec<u8>, path: &Path) -> Result<Body> {
+    let body = parse(bytes, path)?;
+    validate::check(&body).map_err(|what| Error::corrupt(path, what))?;
+    Ok(body)
+}
+
+/// What a list of checkpoints needs of a manifest.
+#[derive(Debug, Deserialize)]
+pub struct Head {
+    /// Seconds since 1970 UTC when the save began.
+    pub created: f64,
+    /// The files.
+    #[serde(deserialize_with = "shards")]
+    pub shards: Vec<ShardEntry>,
+}
+
+/// Reads the head of a manifest. Its checksum and its shards are checked, its tensors are not.
+pub fn decode_head(bytes: Vec<u8>, path: &Path) -> Result<Head> {
+    let head: Head = parse(bytes, path)?;
+    head.shards.iter().try_for_each(validate::check_shard).map_err(|what| Error::corrupt(path, what))?;
+    Ok(head)
+}
+
+/// Checks version and checksum, and reads the rest as JSON.
+fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     let corrupt = |what: String| Error::corrupt(path, what);
     let rest = bytes
         .strip_prefix(MAGIC)
@@ -276,9 +300,7 @@ pub fn decode(mut bytes: Vec<u8>, path: &Path) -> Result<Body> {
     let begin = bytes.len() - body.len() - 1;
     bytes[begin] = b'{';
     let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
-    let body: Body = serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))?;
-    validate::check(&body).map_err(corrupt)?;
-    Ok(body)
+    serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
 }
 
 #[cfg(test)]

@@ -55,7 +55,7 @@ pub(super) fn check(body: &Body) -> Result<(), String> {
 }
 
 /// Whether a shard's own fields are possible.
-fn check_shard(shard: &ShardEntry) -> Result<(), String> {
+pub(super) fn check_shard(shard: &ShardEntry) -> Result<(), String> {
     let file = &shard.file;
     let stem = file.strip_suffix(".safetensors").unwrap_or_default();
     if stem.is_empty() || file.len() > 255 || file.contains(['/', '\\', '\0']) || file.starts_with('.') {

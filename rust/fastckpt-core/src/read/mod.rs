@@ -5,7 +5,7 @@ mod map;
 mod verify;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -113,6 +113,16 @@ impl Checkpoint {
         let body = manifest::decode(bytes, &manifest)?;
         let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
         Ok(Self { path: path.to_path_buf(), directory, body, seal, certain: OnceLock::new(), sound_headers })
+    }
+
+    /// Its path, as it was opened.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its directory.
+    pub(crate) fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
     }
 
     /// The manifest.

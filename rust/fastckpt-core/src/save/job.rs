@@ -6,9 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use serde_json::value::RawValue;
-
-use super::{Contents, Request};
+use super::shards::{self, Bytes, Unsynced};
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::content::Content;
@@ -20,15 +18,15 @@ use crate::engine::path::{IoPath, Reason};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
-use crate::format::layout::{Plan, Shard};
-use crate::format::manifest::{Body, Logical, Saved, ShardEntry, TensorEntry, Writer};
+use crate::format::layout::{Plan, Shard, TensorSpec};
+use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
 use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 use crate::sys::pagemap::{self, PageMap};
 use crate::sys::slabs;
-use crate::telemetry::{Lane, Operation, State};
+use crate::telemetry::{Lane, State};
 
 fn too_short() -> Error {
     Error::Invalid("a tensor is shorter than its shape".to_owned())
@@ -65,7 +63,7 @@ struct Assembled {
 /// Fills blocks from the tensors, and takes note of their checksums.
 pub(super) struct WriteJob<'a> {
     plan: &'a Plan,
-    request: &'a Request<'a>,
+    wanted: &'a shards::Part<'a>,
     /// Where each tensor lies; none where there are `images`.
     contents: &'a [Content],
     /// The shards as they will be.
@@ -103,29 +101,32 @@ fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
 
 impl<'a> WriteJob<'a> {
     pub(super) fn new(
-        plan: &'a Plan,
-        request: &'a Request<'a>,
+        wanted: &'a shards::Part<'a>,
         workspace: &'a Workspace,
         choice: &Choice,
         options: &Options,
         begin: Instant,
     ) -> Self {
-        let blocks: Vec<usize> =
-            plan.shards.iter().map(|shard| shard.bytes.div_ceil(plan.block_size) as usize).collect();
-        let extents = request.tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {
-            geometry::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size) as usize
+        let plan = wanted.plan;
+        let blocks = plan.shards.iter().enumerate().map(|(index, shard)| {
+            if wanted.has(index) { shard.bytes.div_ceil(plan.block_size) as usize } else { 0 }
+        });
+        let blocks: Vec<usize> = blocks.collect();
+        let extents = wanted.tensors.iter().zip(&plan.places).map(|(tensor, &(shard, offset))| {
+            let bytes = tensor.bytes().filter(|_| wanted.has(shard)).unwrap_or(0);
+            geometry::extent_count(offset, bytes, plan.block_size) as usize
         });
         let first_block = running_sum(blocks.iter().copied());
         let first_extent = running_sum(extents);
         let zeros =
             |sums: &[usize]| (0..sums.last().copied().unwrap_or(0)).map(|_| AtomicU64::new(0)).collect();
-        let (contents, images) = match request.contents {
-            Contents::Tensors(contents, ..) => (contents, &[][..]),
-            Contents::Images(_, images) => (&[][..], images),
+        let (contents, images) = match wanted.bytes {
+            Bytes::Tensors(contents) => (contents, &[][..]),
+            Bytes::Images(images) => (&[][..], images),
         };
         Self {
             plan,
-            request,
+            wanted,
             contents,
             images,
             workspace,
@@ -365,26 +366,18 @@ impl<'a> WriteJob<'a> {
         self.block_crcs.len() == 1
     }
 
-    /// Makes durable what the workers left for the end.
-    pub(super) fn sync(&self, operation: &Operation) -> Result<()> {
-        let (Some(file), Some(shard)) = (self.unsynced.get(), self.plan.shards.first()) else {
-            return Ok(());
-        };
-        file.sync().map_err(|error| Error::io("sync", &self.workspace.path_of(&shard.file))(error))?;
-        operation.durable(shard.bytes);
-        Ok(())
+    /// What the workers left to be made durable.
+    pub(super) fn unsynced(&self) -> Option<Unsynced> {
+        let file = Arc::clone(self.unsynced.get()?);
+        let shard = &self.plan.shards[self.locate(0).0];
+        Some(Unsynced { file, path: self.workspace.path_of(&shard.file), bytes: shard.bytes })
     }
 
-    /// The manifest, once all blocks are written.
-    pub(super) fn body(
-        &self,
-        created: f64,
-        saved: Saved,
-        structure: Box<RawValue>,
-        metadata: Box<RawValue>,
-    ) -> Body {
+    /// What the manifest says of the shards and their tensors, once all blocks are written.
+    pub(super) fn entries(&self) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
         let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
-        let shards = self.plan.shards.iter().enumerate().map(|(index, shard)| {
+        let shards = self.wanted.shards.iter().map(|&index| {
+            let shard = &self.plan.shards[index];
             let mut left = shard.bytes;
             let crcs = &self.block_crcs[self.first_block[index]..self.first_block[index + 1]];
             let crc = crcs.iter().fold(checksum::of(&[]), |all, crc| {
@@ -392,38 +385,40 @@ impl<'a> WriteJob<'a> {
                 left -= len;
                 checksum::combine(all, load(crc), len)
             });
-            ShardEntry {
-                file: shard.file.clone(),
-                prefix: shard.prefix.clone(),
-                bytes: shard.bytes,
-                data_offset: shard.header.len() as u64,
-                header_crc: checksum::to_hex(checksum::of(&shard.header)),
-                crc: checksum::to_hex(crc),
-            }
+            shard_entry(shard, crc)
         });
-        let tensors = self.request.tensors.iter().enumerate().map(|(index, tensor)| {
+        let tensors = (self.wanted.tensors.iter().zip(&self.plan.places).enumerate())
+            .filter(|(_, (_, (shard, _)))| self.wanted.has(*shard));
+        let tensors = tensors.map(|(index, (tensor, &place))| {
             let crcs = &self.extent_crcs[self.first_extent[index]..self.first_extent[index + 1]];
-            let (shard, offset) = self.plan.places[index];
-            TensorEntry {
-                name: tensor.name.clone(),
-                dtype: tensor.dtype,
-                shape: tensor.shape.clone(),
-                shard,
-                offset,
-                crc: crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect(),
-                logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
-            }
+            tensor_entry(tensor, place, crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect())
         });
-        Body {
-            writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
-            created,
-            saved,
-            block_size: self.plan.block_size,
-            shards: shards.collect(),
-            tensors: tensors.collect(),
-            structure,
-            metadata,
-        }
+        (shards.collect(), tensors.collect())
+    }
+}
+
+/// A shard in the manifest.
+pub(super) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
+    ShardEntry {
+        file: shard.file.clone(),
+        prefix: shard.prefix.clone(),
+        bytes: shard.bytes,
+        data_offset: shard.header.len() as u64,
+        header_crc: checksum::to_hex(checksum::of(&shard.header)),
+        crc: checksum::to_hex(crc),
+    }
+}
+
+/// A tensor in the manifest.
+pub(super) fn tensor_entry(tensor: &TensorSpec, (shard, offset): (usize, u64), crc: String) -> TensorEntry {
+    TensorEntry {
+        name: tensor.name.clone(),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone(),
+        shard,
+        offset,
+        crc,
+        logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
     }
 }
 
@@ -439,11 +434,11 @@ impl Job for WriteJob<'_> {
     }
 
     fn total(&self) -> u64 {
-        self.plan.shards.iter().map(|shard| shard.bytes).sum()
+        self.wanted.shards().map(|shard| shard.bytes).sum()
     }
 
     fn largest(&self) -> usize {
-        let longest = self.plan.shards.iter().map(|shard| shard.bytes).max().unwrap_or(0);
+        let longest = self.wanted.shards().map(|shard| shard.bytes).max().unwrap_or(0);
         geometry::up(longest.min(self.plan.block_size), PAGE) as usize
     }
 

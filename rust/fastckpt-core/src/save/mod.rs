@@ -1,31 +1,32 @@
-//! Saving: plan, write, sync, commit.
+//! Saving, in three steps that can be taken one by one, also by several processes: [`write_shards`] writes files into a
+//! workspace, [`seal`] completes it with index and manifest, [`Workspace::publish`] gives it the checkpoint's name.
+//! [`save`] takes all three.
 
 mod job;
+mod link;
+mod shards;
 
 use std::borrow::Cow;
-use std::io::ErrorKind;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
-use self::job::WriteJob;
-use crate::commit::{Index, Workspace};
-use crate::engine::choice::Choice;
+pub use self::link::link_shard;
+pub use self::shards::{Bytes, Part, Unsynced, Written, write_shards};
+use crate::commit::Workspace;
 use crate::engine::content::Content;
-use crate::engine::job::{Job as _, TICK, Tick};
+use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
-use crate::engine::run::run;
 use crate::error::{Error, Result};
+use crate::format::geometry;
 use crate::format::groups::Group;
 use crate::format::index;
 use crate::format::layout::{self, Plan, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{self, Saved};
+use crate::format::manifest::{self, Body, Saved, Writer};
 use crate::format::tokens;
-use crate::sys::file::DataFile;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation, Phase};
 
@@ -56,8 +57,8 @@ pub struct Request<'a> {
 }
 
 /// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
-/// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory after the rename,
-/// the new checkpoint has the name, but may not survive a power cut.
+/// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory
+/// after the rename, the new checkpoint has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
     let operation = Operation::begin(Kind::Save, request.path, options.step, &options.environment);
     let outcome = write(request, options, &operation, tick, MAX_BYTES);
@@ -77,34 +78,29 @@ fn write(
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     let structure = tokens("structure", request.structure)?;
     let metadata = tokens("metadata", request.metadata)?;
-    let total =
-        request.tensors.iter().fold(0, |sum: u64, tensor| sum.saturating_add(tensor.bytes().unwrap_or(0)));
-    let choice = Choice::new(options, total);
-    let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-    let plan = match request.contents {
-        Contents::Tensors(contents, ..) if contents.len() != request.tensors.len() => {
-            return Err(Error::Invalid("each tensor needs its content".to_owned()));
+    let tensors = request.tensors;
+    let (plan, bytes) = match request.contents {
+        Contents::Tensors(contents, groups, shard_size) => {
+            let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
+            let plan = layout::plan(tensors, groups, shard_size, block_size)?;
+            (Cow::Owned(plan), Bytes::Tensors(contents))
         }
-        Contents::Tensors(_, groups, shard_size) => {
-            Cow::Owned(layout::plan(request.tensors, groups, shard_size, block_size)?)
-        }
-        Contents::Images(plan, _) => Cow::Borrowed(plan),
+        Contents::Images(plan, images) => (Cow::Borrowed(plan), Bytes::Images(images)),
     };
-    let workspace = Workspace::create(request.path, request.overwrite)?;
-    let job = WriteJob::new(&plan, request, &workspace, &choice, options, begin);
-    let at_most = manifest::at_most(request.tensors, &plan, request.structure, request.metadata);
-    manifest::check_size(at_most, most, || {
-        job.body(created, Saved::default(), structure.clone(), metadata.clone())
-    })?;
-    allocate(&plan, &workspace, begin, &mut *tick)?;
+    let plan = &*plan;
+    let body = empty_body(created, plan.block_size, structure, metadata);
+    let mut workspace = Workspace::create(request.path, request.overwrite)?;
+    let at_most = manifest::at_most(tensors, plan, request.structure, request.metadata);
+    manifest::check_size(at_most, most, || expected(&body, plan, tensors))?;
+    let shards: Vec<usize> = (0..plan.shards.len()).collect();
+    let part = Part { plan, tensors, bytes, shards: &shards };
     let planned = begin.elapsed().as_secs_f64();
 
-    let ran = run(&job, &choice, options, plan.block_size, operation, &mut *tick)?;
-    operation.phase(Phase::Fsync);
-    let moving = begin.elapsed().as_secs_f64();
-    let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, moving);
+    let written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
+    let Written { ran, unsynced, seconds: [allocated, wrote, synced], .. } = written;
+    let moving = planned + allocated + wrote + synced;
 
-    let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
+    let bytes = part.total();
     let saved = Saved {
         engine: ran.engine.name().to_owned(),
         fallback: ran.fallback.as_ref().map(|fallback| fallback.reason.clone()),
@@ -112,64 +108,81 @@ fn write(
         seconds: moving,
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
     };
-    let body = job.body(created, saved, structure, metadata);
-    if !job.leaves_a_sync() {
-        operation.phase(Phase::Commit);
-    }
-    let index = match body.shards.len() {
-        0 | 1 => None,
-        _ => Some(workspace.write_index(&index::encode(&body)?)?),
-    };
-    workspace.write_manifest(&manifest::encode(&body)?)?;
-    let rest = Instant::now();
-    job.sync(operation)?;
-    let rest = rest.elapsed().as_secs_f64();
-    operation.phase(Phase::Commit);
-    index.map_or(Ok(()), Index::sync)?;
-    workspace.sync_manifest()?;
-    let total = job.total();
-    // The shards are closed: should the commit fail, NFS and FUSE would only rename what is open, and its directory stays.
-    drop(job);
+    let body = Body { saved, shards: written.shards, tensors: written.tensors, ..body };
+    let rest = seal(&mut workspace, &body, unsynced, operation)?;
+    let total = part.shards().map(|shard| shard.bytes).sum();
     // From here on it is quick, and cannot be stopped half-way.
     if !tick(total, total) {
         return Err(Error::Interrupted);
     }
-    let shards = plan.shards.iter().map(|shard| (shard.file.as_str(), shard.bytes));
-    let committed = workspace.commit(shards)?;
+    let published = workspace.publish()?;
     let seconds = begin.elapsed().as_secs_f64();
     Ok(Report {
         bytes,
         phases: vec![
-            ("plan", planned),
-            ("write", written - planned),
-            ("fsync", moving - written + rest),
+            ("plan", planned + allocated),
+            ("write", wrote),
+            ("fsync", synced + rest),
             ("commit", seconds - moving - rest),
         ],
         seconds,
         ran,
-        warnings: committed.warnings(),
+        warnings: published.warnings(),
         shards: plan.shards.len(),
-        tensors: request.tensors.len(),
+        tensors: tensors.len(),
     })
 }
 
-/// Creates the shards with their final sizes.
-fn allocate(plan: &Plan, workspace: &Workspace, begin: Instant, tick: Tick<'_>) -> Result<()> {
-    let mut last = begin;
-    let mut go_on = || {
-        let late = last.elapsed() >= TICK;
-        last = if late { Instant::now() } else { last };
-        !late || tick(0, plan.shards.iter().map(|shard| shard.bytes).sum())
-    };
-    for shard in &plan.shards {
-        DataFile::create(workspace.directory(), &shard.file, shard.bytes, &mut go_on).map_err(|error| {
-            match error.kind() {
-                ErrorKind::Interrupted => Error::Interrupted,
-                _ => Error::io("allocate", &workspace.path_of(&shard.file))(error),
-            }
-        })?;
+/// The second step: completes `workspace` with the index and the manifest that say `body`, and makes both durable, with
+/// the shard that the first step left `unsynced`. Returns the seconds that the sync of that took. Refuses a body with a
+/// shard that is not there.
+pub fn seal(
+    workspace: &mut Workspace,
+    body: &Body,
+    unsynced: Option<Unsynced>,
+    operation: &Operation,
+) -> Result<f64> {
+    if unsynced.is_none() {
+        operation.phase(Phase::Commit);
     }
-    Ok(())
+    let shards = body.shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect();
+    let index_file = (body.shards.len() > 1).then(|| index::encode(body)).transpose()?;
+    let mut rest = 0.0;
+    // A file system that has the shard and its manifest to write makes them durable in one go.
+    workspace.seal(shards, index_file.as_deref(), &manifest::encode(body)?, || {
+        let begin = Instant::now();
+        // Closed with that: should the commit fail, NFS and FUSE would only rename what is open, and its directory
+        // stays.
+        unsynced.map_or(Ok(()), |unsynced| unsynced.sync(operation))?;
+        rest = begin.elapsed().as_secs_f64();
+        operation.phase(Phase::Commit);
+        Ok(())
+    })?;
+    Ok(rest)
+}
+
+/// A manifest of nothing yet.
+fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata: Box<RawValue>) -> Body {
+    Body {
+        writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
+        created,
+        saved: Saved::default(),
+        block_size,
+        shards: Vec::new(),
+        tensors: Vec::new(),
+        structure,
+        metadata,
+    }
+}
+
+/// `body` as it will be, but for the checksums.
+fn expected(body: &Body, plan: &Plan, tensors: &[TensorSpec]) -> Body {
+    let shards = plan.shards.iter().map(|shard| job::shard_entry(shard, 0));
+    let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
+        let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
+        job::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
+    });
+    Body { shards: shards.collect(), tensors: tensors.collect(), ..body.clone() }
 }
 
 fn tokens(what: &str, json: &str) -> Result<Box<RawValue>> {
@@ -178,97 +191,4 @@ fn tokens(what: &str, json: &str) -> Result<Box<RawValue>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicUsize;
-
-    use safetensors::Dtype;
-
-    use super::*;
-    use crate::format::geometry::PAGE;
-    use crate::format::groups;
-
-    /// Tensors whose names need escapes, of several extents, and of a type that has to be told; and how often one was read.
-    fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
-        let spec = |name: &str, bytes: u64| TensorSpec {
-            name: name.to_owned(),
-            dtype: Dtype::U8,
-            shape: vec![bytes, 1, 1],
-            logical: Some(("torch.\"complex128\"".to_owned(), vec![1; 64])),
-        };
-        let specs = vec![spec("\u{1}\u{2}\u{3}\n\"\\", 9 << 20), spec("empty", 0), spec(&"x".repeat(500), 3)];
-        let read = Arc::new(AtomicUsize::new(0));
-        let fill = |read: &Arc<AtomicUsize>| {
-            let read = Arc::clone(read);
-            Content::Pull(Arc::new(move |_, to: &mut [u8]| {
-                read.fetch_add(1, Ordering::Relaxed);
-                to.fill(1);
-                Ok(())
-            }))
-        };
-        let contents = specs.iter().map(|_| fill(&read)).collect();
-        (specs, contents, read)
-    }
-
-    #[test]
-    fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
-        let parent = tempfile::tempdir().unwrap();
-        let (tensors, contents, read) = state();
-        let path = parent.path().join("c");
-        let request = Request {
-            path: &path,
-            tensors: &tensors,
-            contents: Contents::Tensors(&contents, &groups::of(""), 8 << 20),
-            structure: r#"[["list",1],"0123456789"]"#,
-            metadata: "[null]",
-            overwrite: true,
-        };
-        let save = |most| {
-            let options = Options { block_size: Some(PAGE), ..Options::default() };
-            let operation = Operation::begin(Kind::Save, &path, None, &options.environment);
-            let outcome = write(&request, &options, &operation, &mut |_, _| true, most);
-            operation.end(telemetry::outcome(&outcome));
-            outcome
-        };
-        save(MAX_BYTES).unwrap();
-        let len = std::fs::metadata(path.join(manifest::FILE)).unwrap().len();
-        std::fs::remove_dir_all(&path).unwrap();
-        read.store(0, Ordering::Relaxed);
-
-        let error = save(len - 1).unwrap_err();
-        assert!(matches!(&error, Error::TooLarge(_)), "{error}");
-        let text = error.to_string();
-        for part in [&(len - 1).to_string(), "25 for what is no tensor", "3 tensors"] {
-            assert!(text.contains(part), "{text}");
-        }
-        assert_eq!(read.load(Ordering::Relaxed), 0);
-        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
-        // Nothing is refused that fits.
-        save(len + 2 * 4096).unwrap();
-    }
-
-    #[test]
-    fn the_bound_that_costs_little_is_never_too_low() {
-        let parent = tempfile::tempdir().unwrap();
-        let (tensors, contents, _) = state();
-        for (count, block_size) in [(3, PAGE), (2, BLOCK_SIZE), (0, BLOCK_SIZE)] {
-            let (tensors, contents) = (&tensors[..count], &contents[..count]);
-            let path = parent.path().join("c");
-            let (structure, metadata) = (r#"["text"]"#, r#"["more text"]"#);
-            let shard_size = 8 << 20;
-            let request = Request {
-                path: &path,
-                tensors,
-                contents: Contents::Tensors(contents, &groups::of(""), shard_size),
-                structure,
-                metadata,
-                overwrite: true,
-            };
-            let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
-            save(&request, &options, &mut |_, _| true).unwrap();
-            let plan = layout::plan(tensors, &groups::of(""), shard_size, block_size).unwrap();
-            let bound = manifest::at_most(tensors, &plan, structure, metadata);
-            assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
-        }
-    }
-}
+pub(crate) mod tests;

@@ -1,0 +1,258 @@
+//! A checkpoint is removed: at no moment does half of it have its name.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+
+use rustix::fs::{self, FileType};
+use rustix::io::Errno;
+
+use super::content::{has_magic, is_ours, is_remnant};
+use super::directory::{TURNS, entries, id, id_of, open_child, refresh, split, sync};
+use super::leftovers::{claim, destroy, sweep, unclaim};
+use super::names::{Kind, Temporary, workspace_name};
+use super::recovery::{Free, is_free, taken_aside};
+use crate::error::{Error, Result};
+use crate::sys::file::open_directory;
+
+/// Removes the checkpoint at `path`, durably, and what a save that was killed has left of it under other names. It
+/// waits for nobody: who reads the checkpoint at this moment misses its files.
+///
+/// Files of other people in it make this an error, plain ones only without `everything`.
+pub fn remove(path: &Path, everything: bool) -> Result<()> {
+    let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
+    let (parent_path, name) =
+        split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
+    let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
+    let parent = parent.as_fd();
+    // An old checkpoint whose successor has the name would stay for good when that has gone.
+    sweep(parent);
+    let mut removed = false;
+    for _ in 0..TURNS {
+        if !is_free(parent, &name) {
+            if removed {
+                break; // a save came after us
+            }
+            removed = take(parent, &name, path, everything)?;
+            continue;
+        }
+        match taken_aside(parent, &name) {
+            Free::Taken => {}
+            Free::Truly if removed => break,
+            Free::Truly if id_of(parent, &name).is_some() => {
+                return Err(stays(path, "it is an empty directory"));
+            }
+            Free::Truly => return Err(missing()),
+            // A load would find it, and put it back.
+            Free::For(aside) => removed |= take(parent, &aside.name, path, everything)?,
+        }
+    }
+    if removed { Ok(()) } else { Err(missing()) }
+}
+
+/// Removes the checkpoint that lies at `found`; returns whether it was there.
+fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) -> Result<bool> {
+    let directory = match open_child(parent, found) {
+        Err(Errno::NOENT | Errno::STALE) => return Ok(false),
+        Err(Errno::LOOP | Errno::NOTDIR) => {
+            return Err(stays(
+                path,
+                "it is a file or a symbolic link: remove what that points to, or the link itself",
+            ));
+        }
+        other => other.map_err(Error::io("remove", path))?,
+    };
+    let expected = id(&fs::fstat(&directory).map_err(Error::io("remove", path))?);
+    examine(directory.as_fd(), path, everything)?;
+    let claimed = workspace_name(path.file_name().unwrap_or(found));
+    if !claim(parent, found, &claimed, expected).map_err(Error::io("remove", path))? {
+        refresh(parent);
+        return Ok(false);
+    }
+    // Somebody may have laid something into it meanwhile.
+    if let Err(refusal) = examine(directory.as_fd(), path, everything) {
+        unclaim(parent, found, &claimed).map_err(Error::io("give back its name to", path))?;
+        return Err(refusal);
+    }
+    let Some(garbage) = Temporary::parse(claimed.as_encoded_bytes()).map(|t| t.renamed(Kind::Del)) else {
+        return Ok(false);
+    };
+    fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
+    sync(parent).map_err(Error::io("sync the directory of", path))?;
+    match destroy(parent, &garbage, expected) {
+        // Somebody has a file of it open, on a file system that keeps those under names of its own: a later save sweeps
+        // it.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::EBUSY)) => Ok(true),
+        other => other.map(|()| true).map_err(Error::io("remove the files of", path)),
+    }
+}
+
+fn stays(path: &Path, why: &str) -> Error {
+    Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
+}
+
+/// Whether `directory` may be removed: a checkpoint, with nothing else in it; with `everything`, with no directories,
+/// links and the like.
+fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<()> {
+    if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
+        return Err(stays(path, "it is not a checkpoint of fastckpt"));
+    }
+    for (file, kind) in entries(directory).map_err(Error::io("list", path))? {
+        let what = file.to_string_lossy();
+        if kind != FileType::RegularFile {
+            return Err(stays(
+                path,
+                &format!("it holds `{what}`, which is not a plain file: move that elsewhere first"),
+            ));
+        }
+        if !everything && !is_ours(file.to_bytes()) && !is_remnant(file.to_bytes()) {
+            let why = format!(
+                "it holds `{what}`, which fastckpt did not write: move that elsewhere, or give everything=True"
+            );
+            return Err(stays(path, &why));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use crate::commit::leftovers::tests::{dead, half, name_by};
+    use crate::commit::names::aside_name;
+    use crate::commit::tests::{checkpoint, names};
+    use crate::commit::{Workspace, list, open_checkpoint};
+    use crate::format::manifest;
+
+    use super::*;
+
+    /// A checkpoint `c` in a directory of its own, with a shard.
+    fn made() -> (tempfile::TempDir, PathBuf) {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        std::fs::write(path.join("model.safetensors"), "shard").unwrap();
+        (parent, path)
+    }
+
+    fn refusal(path: &Path, everything: bool) -> String {
+        let error = remove(path, everything).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOTEMPTY), "{error}");
+        error.to_string()
+    }
+
+    #[test]
+    fn a_checkpoint_is_removed_and_nothing_else() {
+        let (parent, path) = made();
+        checkpoint(parent.path(), "d", "other");
+        remove(&path, false).unwrap();
+        assert_eq!(names(parent.path()), ["d"]);
+        let error = remove(&path, true).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
+    }
+
+    #[test]
+    fn files_of_others_keep_it() {
+        let (parent, path) = made();
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        assert!(refusal(&path, false).contains("`config.json`"));
+        std::fs::create_dir(path.join("logs")).unwrap();
+        assert!(refusal(&path, true).contains("`logs`"));
+        std::fs::remove_dir(path.join("logs")).unwrap();
+        std::os::unix::fs::symlink("/", path.join("link")).unwrap();
+        assert!(refusal(&path, true).contains("`link`"));
+        std::fs::remove_file(path.join("link")).unwrap();
+        assert_eq!(names(&path), ["config.json", "fastckpt.json", "model.safetensors"]);
+        assert_eq!(names(parent.path()), ["c"]);
+        remove(&path, true).unwrap();
+        assert_eq!(names(parent.path()), [""; 0]);
+    }
+
+    #[test]
+    fn what_is_not_a_checkpoint_stays() {
+        let (parent, path) = made();
+        let at = |name: &str| parent.path().join(name);
+        std::os::unix::fs::symlink("c", at("link")).unwrap();
+        std::fs::write(at("file"), "mine").unwrap();
+        std::fs::create_dir(at("empty")).unwrap();
+        std::fs::create_dir(at("weights")).unwrap();
+        std::fs::write(at("weights").join("model.safetensors"), "mine").unwrap();
+        for (name, why) in [
+            ("link", "a symbolic link"),
+            ("file", "a file"),
+            ("empty", "an empty directory"),
+            ("weights", "not a checkpoint"),
+        ] {
+            assert!(refusal(&at(name), true).contains(why), "{name}");
+        }
+        assert!(refusal(Path::new("/"), true).contains("own name"));
+        assert_eq!(names(parent.path()), ["c", "empty", "file", "link", "weights"]);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn what_was_taken_aside_does_not_come_back() {
+        for has_the_name in [false, true] {
+            let (parent, path) = made();
+            // Two saves were killed between their two renames, one after the other.
+            for text in ["two", "three"] {
+                let temporary = name_by("c", dead());
+                let aside = parent.path().join(aside_name(&temporary, 0));
+                std::fs::rename(checkpoint(parent.path(), text, text), aside).unwrap();
+                half(parent.path().join(&temporary));
+            }
+            if !has_the_name {
+                std::fs::remove_dir_all(&path).unwrap();
+            }
+            remove(&path, false).unwrap();
+            assert!(open_checkpoint(&path).is_err(), "has_the_name={has_the_name}");
+            // The workspaces that told of them are dead.
+            drop(Workspace::create(&parent.path().join("d"), true).unwrap());
+            assert_eq!(names(parent.path()), [""; 0], "has_the_name={has_the_name}");
+        }
+    }
+
+    #[test]
+    fn a_removal_that_was_killed_leaves_no_checkpoint_and_is_swept() {
+        let (parent, path) = made();
+        // After its first rename, after its second, and after the manifest has gone.
+        for (kind, has_manifest) in [(Kind::Tmp, true), (Kind::Del, true), (Kind::Del, false)] {
+            let claimed = name_by("c", dead());
+            let name = if kind == Kind::Tmp {
+                claimed
+            } else {
+                claimed.into_string().unwrap().replace(".tmp-", ".del-").into()
+            };
+            let left = parent.path().join(name);
+            std::fs::rename(&path, &left).unwrap();
+            if !has_manifest {
+                std::fs::remove_file(left.join(manifest::FILE)).unwrap();
+            }
+            assert!(open_checkpoint(&path).is_err());
+            assert_eq!(list(parent.path()).unwrap().len(), 0);
+            checkpoint(parent.path(), "c", "two");
+            assert_eq!(names(parent.path()), ["c"]);
+        }
+    }
+
+    #[test]
+    fn what_took_the_name_since_it_was_looked_at_is_given_back() {
+        let (parent, path) = made();
+        let directory = open_directory(parent.path()).unwrap();
+        let parent_fd = directory.as_fd();
+        let before = id_of(parent_fd, OsStr::new("c")).unwrap();
+        std::fs::rename(&path, parent.path().join("elsewhere")).unwrap();
+        checkpoint(parent.path(), "c", "two");
+        let claimed = workspace_name(OsStr::new("c"));
+        assert!(!claim(parent_fd, OsStr::new("c"), &claimed, before).unwrap());
+        assert_eq!(names(parent.path()), ["c", "elsewhere"]);
+        // Should its name be taken, it stays under one that nobody sweeps.
+        std::fs::rename(&path, parent.path().join(&claimed)).unwrap();
+        std::fs::rename(parent.path().join("elsewhere"), &path).unwrap();
+        assert!(unclaim(parent_fd, OsStr::new("c"), &claimed).is_err());
+        drop(Workspace::create(&path, true).unwrap());
+        let kept = names(parent.path());
+        assert!(kept.len() == 2 && kept[0].ends_with(".displaced"), "{kept:?}");
+    }
+}

@@ -1,0 +1,267 @@
+//! The directory in which a checkpoint is built: made, joined by other processes, sealed, and removed if it comes to
+//! nothing.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Write as _;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::directory::{Id, OWNER, TURNS, id, id_of, open_child, refresh};
+use super::leftovers::{remove, sweep};
+use super::names::{Kind, Temporary, workspace_name};
+use super::target::{Old, look, open_parent};
+use crate::error::{Error, Result, Visible};
+use crate::format::{index, manifest};
+use crate::sys::file::start_write_back;
+use crate::sys::fork::Note;
+use crate::sys::lock;
+
+/// A checkpoint being built beside its target. Files are written into [`Workspace::directory`] by the process that made
+/// it and by those that joined it. The maker seals and publishes it; dropped without that by its maker, it is removed.
+#[derive(Debug)]
+pub struct Workspace {
+    pub(super) parent: OwnedFd,
+    pub(super) parent_path: PathBuf,
+    pub(super) target: PathBuf,
+    pub(super) name: OsString,
+    pub(super) temporary: OsString,
+    _note: Note,
+    directory: OwnedFd,
+    pub(super) id: Id,
+    pub(super) overwrite: bool,
+    /// Nothing in a process that joined.
+    pub(super) own: Option<Own>,
+}
+
+/// What the maker of a workspace has.
+#[derive(Debug)]
+pub(super) struct Own {
+    /// Empty until the workspace is sealed: its lock proves that the writer lives. A forked child does not keep it.
+    manifest: (Note, File),
+    /// What had the target's name when the save began.
+    pub(super) before: Option<Id>,
+    /// The mode of that.
+    pub(super) mode: Option<u32>,
+    /// Who removes it if it comes to nothing: not a forked child.
+    process: u32,
+    /// The shards and their sizes, once it is sealed.
+    pub(super) sealed: Option<Vec<(String, u64)>>,
+}
+
+impl Workspace {
+    /// Looks at the target, sweeps what dead writers left beside it, and makes the temporary directory.
+    pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
+        let (parent, parent_path, name) = open_parent(target)?;
+        let old = look(parent.as_fd(), &name, target, overwrite)?;
+        sweep(parent.as_fd());
+        let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
+        let mut turn = 0;
+        loop {
+            turn += 1;
+            let temporary = workspace_name(&name);
+            match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
+                Err(Errno::EXIST) if turn < TURNS => continue,
+                other => other.map_err(failed)?,
+            }
+            match furnish(parent.as_fd(), &temporary, old.as_ref()) {
+                Ok((directory, id, manifest)) => {
+                    return Ok(Self {
+                        parent,
+                        parent_path,
+                        target: target.to_path_buf(),
+                        name,
+                        temporary,
+                        _note: Note::new(directory.as_fd()),
+                        directory,
+                        id,
+                        overwrite,
+                        own: Some(Own {
+                            manifest: (Note::new(manifest.as_fd()), manifest),
+                            before: old.as_ref().map(|old| old.id),
+                            mode: old.map(|old| old.mode),
+                            process: std::process::id(),
+                            sealed: None,
+                        }),
+                    });
+                }
+                // A sweep may meet the directory before its manifest is there and locked: then it is gone by now.
+                Err(Errno::NOENT | Errno::STALE) if turn < TURNS => discard(parent.as_fd(), &temporary),
+                Err(error) => {
+                    discard(parent.as_fd(), &temporary);
+                    return Err(Error::io("open the temporary directory in", &parent_path)(error));
+                }
+            }
+        }
+    }
+
+    /// Opens the workspace called `temporary` (see [`Workspace::temporary`]) that another process made for `target`, to
+    /// write files into it. Whoever joined can neither seal nor publish it, and dropping it removes nothing.
+    pub fn join(target: &Path, temporary: &OsStr) -> Result<Self> {
+        let (parent, parent_path, name) = open_parent(target)?;
+        let path = parent_path.join(temporary);
+        let refused =
+            |why: &str| Error::Invalid(format!("cannot join `{}`: {why}", Visible(&path.display())));
+        let bytes = temporary.as_bytes();
+        let ours = Temporary::parse(bytes).is_some_and(|t| t.kind == Kind::Tmp && t.is_of(&name));
+        if !ours || bytes.contains(&b'/') {
+            return Err(refused("it is not the name of a workspace of this checkpoint"));
+        }
+        // Another machine may have made it a moment ago.
+        refresh(&parent);
+        let directory = open_child(parent.as_fd(), temporary).map_err(Error::io("join", &path))?;
+        let stat = fs::fstat(&directory).map_err(Error::io("join", &path))?;
+        match fs::statat(&directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) if stat.st_size == 0 => {}
+            // Or it is an old checkpoint that a commit has just displaced.
+            Ok(_) => return Err(refused("it is sealed")),
+            Err(Errno::NOENT) => return Err(refused("it is not a workspace")),
+            Err(error) => return Err(Error::io("join", &path)(error)),
+        }
+        Ok(Self {
+            parent,
+            parent_path,
+            target: target.to_path_buf(),
+            name,
+            temporary: temporary.to_owned(),
+            _note: Note::new(directory.as_fd()),
+            id: id(&stat),
+            directory,
+            overwrite: false,
+            own: None,
+        })
+    }
+
+    /// Its name beside the target, for others to join.
+    #[must_use]
+    pub fn temporary(&self) -> &OsStr {
+        &self.temporary
+    }
+
+    /// The directory to create shards in.
+    #[must_use]
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// Where a file of the checkpoint is at this moment, for messages.
+    #[must_use]
+    pub fn path_of(&self, file: &str) -> PathBuf {
+        self.parent_path.join(&self.temporary).join(file)
+    }
+
+    /// An error about what cannot be done with this workspace.
+    pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
+        Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
+    }
+
+    /// Makes it a whole checkpoint that has no name yet: `shards`, by file name and length, are there and durable;
+    /// index and manifest are written and made durable. `meanwhile` runs when both are on their way to the disk: what
+    /// it makes durable then costs one flush less where the file system flushes once for all.
+    pub fn seal(
+        &mut self,
+        shards: Vec<(String, u64)>,
+        index: Option<&[u8]>,
+        manifest: &[u8],
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let own = self.own.as_ref().ok_or_else(|| self.refused("seal", "another process made it"))?;
+        let (_, file) = &own.manifest;
+        let path = self.path_of(manifest::FILE);
+        if file.metadata().map_err(Error::io("look at", &path))?.len() > 0 {
+            return Err(self.refused("seal", "it is sealed"));
+        }
+        self.check_files(&shards)?;
+        let index_path = self.path_of(index::FILE);
+        let index = index.map(|bytes| {
+            let file = create(self.directory(), index::FILE);
+            let file = file.map_err(Error::io("create", &index_path))?;
+            fill(&file, &index_path, bytes).map(|()| file)
+        });
+        let index = index.transpose()?;
+        fill(file, &path, manifest)?;
+        meanwhile()?;
+        for (file, path) in index.iter().map(|index| (index, &index_path)).chain([(file, &path)]) {
+            retry_on_intr(|| fs::fsync(file)).map_err(Error::io("sync", path))?;
+        }
+        if let Some(own) = &mut self.own {
+            own.sealed = Some(shards);
+        }
+        Ok(())
+    }
+
+    /// Whether all `shards` are there, of their lengths: somebody may have cleaned up where nothing was to be cleaned.
+    pub(super) fn check_files(&self, shards: &[(String, u64)]) -> Result<()> {
+        for (file, bytes) in shards {
+            let path = self.path_of(file);
+            let stat = fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW)
+                .map_err(Error::io("find the finished shard", &path))?;
+            if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
+                || u64::try_from(stat.st_size) != Ok(*bytes)
+            {
+                let what =
+                    format!("it has {} bytes, and should have {bytes}: somebody changed it", stat.st_size);
+                return Err(Error::corrupt(&path, what));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
+        let Some(Own { process, .. }) = self.own.take() else { return };
+        if process == std::process::id() {
+            let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
+        }
+    }
+}
+
+/// Opens a new workspace, closes it to those whom `old` is closed to, and makes its manifest, empty and locked.
+fn furnish(
+    parent: BorrowedFd<'_>,
+    temporary: &OsStr,
+    old: Option<&Old>,
+) -> rustix::io::Result<(OwnedFd, Id, File)> {
+    let directory = open_child(parent, temporary)?;
+    if let Some(old) = old {
+        // Refused where the file system has no modes.
+        let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode | OWNER));
+    }
+    let manifest = create(directory.as_fd(), manifest::FILE)?;
+    match lock::take(&manifest) {
+        // A sweep has it.
+        Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
+        // Refused where the file system has no locks; nobody relies on them there.
+        _ => {}
+    }
+    let id = id(&fs::fstat(&directory)?);
+    // A network client takes its own word for a name that it made a moment ago.
+    refresh(parent);
+    if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
+}
+
+/// Removes a workspace that holds a manifest at most.
+fn discard(parent: BorrowedFd<'_>, temporary: &OsStr) {
+    if let Ok(directory) = open_child(parent, temporary) {
+        let _ = fs::unlinkat(&directory, manifest::FILE, AtFlags::empty());
+        let _ = fs::unlinkat(parent, temporary, AtFlags::REMOVEDIR);
+    }
+}
+
+fn create(directory: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
+    Ok(File::from(fd))
+}
+
+fn fill(mut file: &File, path: &Path, bytes: &[u8]) -> Result<()> {
+    file.write_all(bytes).map_err(Error::io("write", path))?;
+    start_write_back(file.as_fd(), 0, bytes.len() as u64);
+    Ok(())
+}

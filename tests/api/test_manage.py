@@ -1,0 +1,95 @@
+"""``fastckpt.list`` and ``fastckpt.remove``. The protocol is tested in the core."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import fastckpt
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory of three checkpoints, and of what is none."""
+    for step in (10, 2, 1):
+        fastckpt.save({"a": np.full(1000, step)}, tmp_path / f"step-{step}")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "latest").symlink_to("step-10")
+    return tmp_path
+
+
+def test_checkpoints_are_listed_with_what_their_manifests_say(run):
+    found = fastckpt.list(run)
+    assert [one.name for one in found] == ["step-1", "step-10", "step-2"]
+    for one in found:
+        assert isinstance(one, fastckpt.ListedCheckpoint)
+        assert one.path == str(run / one.name)
+        assert one.bytes == sum(file.stat().st_size for file in (run / one.name).iterdir())
+        assert abs(one.created - time.time()) < 1000
+        assert (one.aside, one.damage) == (False, None)
+        assert fastckpt.load(one.path)["a"].shape == (1000,)
+    newest = max(found, key=lambda one: one.created)
+    assert newest.name == "step-1"
+    assert repr(newest).startswith('ListedCheckpoint(name="step-1", created=')
+
+
+def test_a_damaged_checkpoint_is_listed_as_such(run):
+    (run / "step-1" / "model.safetensors").unlink()
+    (run / "step-2" / "fastckpt.json").write_bytes(b"{")
+    damage = {one.name: one.damage for one in fastckpt.list(run)}
+    assert "`model.safetensors` cannot be found" in damage["step-1"]
+    assert "does not begin as a manifest" in damage["step-2"]
+    assert damage["step-10"] is None
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere") as caught:
+        fastckpt.list(tmp_path / "nowhere")
+    assert caught.value.filename == str(tmp_path / "nowhere")
+
+
+def test_remove(run):
+    fastckpt.remove(run / "step-1")
+    assert sorted(entry.name for entry in run.iterdir()) == ["latest", "logs", "step-10", "step-2"]
+    with pytest.raises(FileNotFoundError):
+        fastckpt.remove(run / "step-1")
+
+
+def test_what_is_no_checkpoint_or_holds_other_files_stays(run):
+    (run / "step-1" / "config.json").write_text("{}")
+    for name, why in {
+        "step-1": r"`config\.json`.*everything=True",
+        "logs": "empty directory",
+        "latest": "symbolic link",
+    }.items():
+        with pytest.raises(OSError, match=why) as caught:
+            fastckpt.remove(run / name)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOTEMPTY, str(run / name))
+        assert (run / name).exists()
+    fastckpt.remove(run / "step-1", everything=True)
+    assert not (run / "step-1").exists()
+
+
+def test_urls_are_no_paths():
+    for call in (fastckpt.remove, fastckpt.list):
+        with pytest.raises(ValueError, match="URL"):
+            call("s3://bucket/step-1")
+
+
+def test_remove_waits_for_a_save_in_flight(tmp_path):
+    state = {"a": np.zeros(1 << 20)}
+    path = tmp_path / "c"
+    fastckpt.save(state, path)
+    # So slow that the save is in flight when remove is called, whoever runs first.
+    pending = fastckpt.save_async(state, path, bandwidth_limit=16 << 20)
+    caller = threading.Thread(target=fastckpt.remove, args=(path,))
+    caller.start()
+    caller.join()
+    assert pending.done()
+    assert pending.result(timeout=0) is not None
+    assert fastckpt.list(tmp_path) == []
+    assert not list(tmp_path.iterdir())
