@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core, exceptions
 from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorInfo, open
 from fastckpt._api.load import load
-from fastckpt._api.manage import ListedCheckpoint, remove
+from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, remove_leftover
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import register_type
@@ -50,6 +50,7 @@ __all__ = [
     "Finding",
     "FormatVersionError",
     "Guard",
+    "Leftover",
     "ListedCheckpoint",
     "LoadReport",
     "Origin",
@@ -68,6 +69,7 @@ __all__ = [
     "drain",
     "exceptions",
     "guard",
+    "leftovers",
     "load",
     "open",
     "plan",
@@ -75,6 +77,7 @@ __all__ = [
     "register_type",
     "release_buffers",
     "remove",
+    "remove_leftover",
     "save",
     "save_async",
     "set_target",

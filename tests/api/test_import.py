@@ -71,7 +71,7 @@ def test_public_names():
                 "load",
                 "open",
                 "verify",
-                *("remove", "ListedCheckpoint"),
+                *("remove", "ListedCheckpoint", "leftovers", "remove_leftover", "Leftover"),
                 "register_type",
                 "Checkpoint",
                 "Composed",

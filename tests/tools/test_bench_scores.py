@@ -204,7 +204,7 @@ def with_memory(monkeypatch, available):
 
 def test_what_the_disk_has_no_room_for_is_refused_with_what_would_fit(tmp_path, monkeypatch):
     with_memory(monkeypatch, 10**18)
-    with pytest.raises(ValueError, match=r"2 ranks with \S+ TB in all need .* are free: give --size \d+MB or less"):
+    with pytest.raises(ValueError, match=r"2 ranks with \S+ TB in total need .* are free: give --size \d+MB or less"):
         room.check(tmp_path, [shapes.Share(0, 10**15, 512)] * 2, hot=True)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import fastckpt
-from fastckpt._tools.doctor import command, cuda, facts, findings, limits, measure, ring, signals
+from fastckpt._tools import scratch
+from fastckpt._tools.doctor import command, cuda, facts, findings, limits, measure, ring
 
 GOOD = {
     "kernel": {"release": "6.18.0", "machine": "x86_64", "sandbox": None},
@@ -422,7 +423,7 @@ def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
         raise SystemExit(again)  # SIGTERM's default would end this process
 
     monkeypatch.setattr(fastckpt, "save", save)
-    monkeypatch.setattr(signals.signal, "raise_signal", sent_anew)
+    monkeypatch.setattr(scratch.signal, "raise_signal", sent_anew)
     default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}[number]
     before = signal.signal(number, default)
     try:

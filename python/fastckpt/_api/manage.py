@@ -1,21 +1,21 @@
-"""Checkpoints as directories: listed and removed."""
+"""Checkpoints as directories: listed, removed, and what killed saves left of them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fastckpt import _core
-from fastckpt._core import ListedCheckpoint
+from fastckpt._core import Leftover, ListedCheckpoint
+from fastckpt._paths import path_of
 
 from . import in_flight
-from .options import path_of
 
 if TYPE_CHECKING:
     import builtins
 
-    from .options import AnyPath
+    from fastckpt._paths import AnyPath
 
-__all__ = ["ListedCheckpoint", "list", "remove"]
+__all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 
 
 def remove(path: AnyPath, *, everything: bool = False) -> None:
@@ -57,3 +57,37 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
         ValueError: ``directory`` is a URL.
     """
     return _core.list_checkpoints(path_of("list", directory))
+
+
+def leftovers(directory: AnyPath) -> builtins.list[Leftover]:
+    """List what killed saves and removals left in ``directory`` under temporary names, sorted by name.
+
+    What a running save writes is listed as well, with the state ``alive``.
+
+    Args:
+        directory: the directory that holds the checkpoints.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+        OSError: it cannot be read.
+        ValueError: ``directory`` is a URL.
+    """
+    return sorted(_core.leftovers(path_of("leftovers", directory)), key=lambda one: one.name)
+
+
+def remove_leftover(directory: AnyPath, name: str, *, force: bool = False) -> bool:
+    """Remove one of the :func:`leftovers` if its state is ``dead``.
+
+    Args:
+        directory: the directory that holds the checkpoints.
+        name: the leftover's name.
+        force: also remove it if its state is ``unknown`` or ``kept``. One that is ``alive`` is never removed.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError: the storage failed.
+        ValueError: ``directory`` is a URL.
+    """
+    return _core.remove_leftover(path_of("remove_leftover", directory), name, force)

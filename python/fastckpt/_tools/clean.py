@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt import _core
+import fastckpt
 from fastckpt._text import count, size, table, visible
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     directory = os.fspath(options.path.absolute())
     found: list[dict[str, Any]] = []
     failures: list[str] = []
-    for one in sorted(_core.leftovers(directory), key=lambda one: one.name):
+    for one in fastckpt.leftovers(directory):
         old = hours is not None and time.time() - one.changed > hours * 3600
         try:
-            removed = options.remove and _core.remove_leftover(directory, one.name, old)
+            removed = options.remove and fastckpt.remove_leftover(directory, one.name, force=old)
         except OSError as error:
             removed = False
             failures.append(str(error))

@@ -42,8 +42,8 @@ impl ListedCheckpoint {
     }
 }
 
-/// See `_core.pyi`.
-#[pyclass(frozen, get_all, module = "fastckpt._core")]
+/// What a killed save or removal left under a temporary name; made by `fastckpt.leftovers`.
+#[pyclass(frozen, get_all, module = "fastckpt")]
 struct Leftover {
     name: OsString,
     checkpoint: String,

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 use crate::report;
 
+/// Answers of the calls of io_uring: an errno, or 0.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedRing {
     refused: i32,
@@ -15,6 +16,7 @@ struct ProbedRing {
     register: i32,
 }
 
+/// What a file system supports: an errno, 0 when it works, None when it was not tried.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedFiles {
     direct_open: probe::Answer,
@@ -32,6 +34,7 @@ struct ProbedFiles {
     lock_reach: &'static str,
 }
 
+/// What a save in a directory would do; made by `fastckpt.probe`.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct Probe {
     engine: &'static str,

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import count
-from fastckpt._tools.doctor.signals import Signals
+from fastckpt._tools.scratch import scratch
 
 from . import caches
 from .rank import Request, Spec
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from .shapes import Share
 
@@ -76,8 +74,8 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
         OSError: nothing can be made in the directory.
     """
     measured = Measured()
-    with _scratch(run.directory) as (scratch, ending):
-        specs = [_spec(run, scratch, rank) for rank in range(len(run.shares))]
+    with scratch(run.directory, "bench") as (directory, ending):
+        specs = [_spec(run, directory, rank) for rank in range(len(run.shares))]
         for spec in specs:
             spec.directory.mkdir()
         said(f"starting {count(len(specs), 'rank')}")
@@ -106,36 +104,15 @@ def _once(ranks: Ranks, operation: str, number: int, measured: Measured) -> list
     return ranks.ask(Request(operation, number, forget=operation in ("raw_read", "load") and not dropped))
 
 
-def _spec(run: Run, scratch: Path, rank: int) -> Spec:
+def _spec(run: Run, directory: Path, rank: int) -> Spec:
     world = str(len(run.shares))
     labels = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     return Spec(
         rank=rank,
-        directory=scratch / f"rank-{rank}",
+        directory=directory / f"rank-{rank}",
         share=run.shares[rank],
         io=run.io,
         threads=run.threads,
         target=run.target,
         environment={**labels, "FASTCKPT_JOB": os.environ.get("FASTCKPT_JOB") or "fastckpt-bench"},
     )
-
-
-@contextlib.contextmanager
-def _scratch(directory: Path) -> Iterator[tuple[Path, contextlib.ExitStack]]:
-    """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
-
-    What the block leaves on the stack is done before the directory is removed, and no signal comes in between.
-    """
-    path = Path(directory, f".fastckpt-bench-{os.getpid()}-{os.urandom(8).hex()}")
-    ending = contextlib.ExitStack()
-    with Signals() as signals:
-        # A signal may come right after the directory was made, and right before it is removed.
-        try:
-            try:
-                path.mkdir(mode=0o700)
-                yield path, ending
-            finally:
-                signals.held = True
-        finally:
-            ending.close()
-            shutil.rmtree(path, ignore_errors=True)

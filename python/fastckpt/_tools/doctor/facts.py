@@ -19,9 +19,9 @@ from typing import Any
 
 import fastckpt
 from fastckpt._paths import refuse_url
+from fastckpt._tools.scratch import Signals
 
 from . import cuda, limits, measure
-from .signals import Signals
 
 Facts = Mapping[str, Any]
 

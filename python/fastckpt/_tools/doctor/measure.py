@@ -10,17 +10,16 @@ import shutil
 import statistics
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import fastckpt
-
-from .signals import Signals
+from fastckpt._tools.scratch import scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 #: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
 _BLOCK, _THREADS = 4 << 20, 4
@@ -51,12 +50,12 @@ def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     io = facts["io"]
     direct = io["direct_open"] == io["direct_write"] == io["direct_read"] == "ok"
     try:
-        with _scratch(directory) as scratch:
+        with scratch(directory, "doctor") as (made, _):
             found["raw_write"], found["raw_read"] = _plain(
-                scratch / "plain", room, direct=direct, allocate=io["fallocate"] == "ok"
+                made / "plain", room, direct=direct, allocate=io["fallocate"] == "ok"
             )
             bytes_ = min(room, max(_LEAST, int(found["raw_write"]["gb_per_s"] * 1e9 * _PLAIN)))
-            found["save"], found["load"] = _rounds(scratch, bytes_)
+            found["save"], found["load"] = _rounds(made, bytes_)
     except (OSError, fastckpt.CheckpointError) as error:
         found["error"] = str(error)
     return found
@@ -73,22 +72,6 @@ def uncounted() -> Iterator[None]:
         del os.environ["FASTCKPT_TOP"]
         if before is not None:
             os.environ["FASTCKPT_TOP"] = before
-
-
-@contextlib.contextmanager
-def _scratch(directory: str) -> Iterator[Path]:
-    """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal."""
-    path = Path(directory, f".fastckpt-doctor-{os.getpid()}-{os.urandom(8).hex()}")
-    with Signals() as signals:
-        # A signal may come right after the directory was made, and right before it is removed.
-        try:
-            try:
-                path.mkdir(mode=0o700)
-                yield path
-            finally:
-                signals.held = True
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _speed(moved: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -175,14 +158,14 @@ def _noise(words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.asarray(noise + np.uint64(next(_seeds)) + np.arange(words, dtype=np.uint64) // len(tile), np.uint64)
 
 
-def _rounds(scratch: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rounds(directory: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save and load a state of ``size`` bytes until the time is up; the medians."""
     state = {f"tensor.{number}": piece for number, piece in enumerate(np.array_split(_noise(size // 8), 16))}
     saves: list[fastckpt.SaveReport] = []
     loads: list[float] = []
     begin = time.perf_counter()
     while not saves or (time.perf_counter() - begin) * (len(saves) + 1) / len(saves) < _ROUNDS:
-        path = scratch / f"round-{len(saves)}"
+        path = directory / f"round-{len(saves)}"
         saves.append(fastckpt.save(state, path))
         for file in path.iterdir():
             _forget(file)

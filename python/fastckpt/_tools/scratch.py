@@ -1,12 +1,17 @@
-"""Signals that end a process, put off until what it made is removed."""
+"""A directory for trials, removed also when a signal ends the process."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 
@@ -44,3 +49,24 @@ class Signals:
             signal.signal(number, before)
         if self._arrived is not None:
             signal.raise_signal(self._arrived)
+
+
+@contextlib.contextmanager
+def scratch(directory: str | os.PathLike[str], tool: str) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
+
+    What the block leaves on the stack is done before the directory is removed, and no signal comes in between.
+    """
+    path = Path(directory, f".fastckpt-{tool}-{os.getpid()}-{os.urandom(8).hex()}")
+    ending = contextlib.ExitStack()
+    with Signals() as signals:
+        # A signal may come right after the directory was made, and right before it is removed.
+        try:
+            try:
+                path.mkdir(mode=0o700)
+                yield path, ending
+            finally:
+                signals.held = True
+        finally:
+            ending.close()
+            shutil.rmtree(path, ignore_errors=True)
