@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::report;
 
-/// Answers of the calls of io_uring: an errno, or 0.
+/// Answers of the calls of `io_uring`: an errno, or 0.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedRing {
     refused: i32,

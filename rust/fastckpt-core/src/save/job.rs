@@ -109,7 +109,7 @@ impl<'a> WriteJob<'a> {
     ) -> Self {
         let plan = wanted.plan;
         let blocks = plan.shards.iter().enumerate().map(|(index, shard)| {
-            if wanted.has(index) { shard.bytes.div_ceil(plan.block_size) as usize } else { 0 }
+            if wanted.has(index) { geometry::block_count(shard.bytes, plan.block_size) as usize } else { 0 }
         });
         let blocks: Vec<usize> = blocks.collect();
         let extents = wanted.tensors.iter().zip(&plan.places).map(|(tensor, &(shard, offset))| {
@@ -340,7 +340,7 @@ impl<'a> WriteJob<'a> {
     ) -> Result<Transfer> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
-        let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
+        let need = geometry::block_len(offset, shard.bytes, self.plan.block_size) as usize;
         let Assembled { buf, path, reason, copied } =
             self.assemble(block, (shard, offset), (need, &file), copy_all, slab)?;
         Ok(Transfer { copied, ..Transfer::new(block, true, (file, offset), buf, (path, reason)) })
@@ -378,11 +378,10 @@ impl<'a> WriteJob<'a> {
         let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
         let shards = self.wanted.shards.iter().map(|&index| {
             let shard = &self.plan.shards[index];
-            let mut left = shard.bytes;
             let crcs = &self.block_crcs[self.first_block[index]..self.first_block[index + 1]];
-            let crc = crcs.iter().fold(checksum::of(&[]), |all, crc| {
-                let len = left.min(self.plan.block_size);
-                left -= len;
+            let crc = (0..).zip(crcs).fold(checksum::of(&[]), |all, (block, crc)| {
+                let len =
+                    geometry::block_len(block * self.plan.block_size, shard.bytes, self.plan.block_size);
                 checksum::combine(all, load(crc), len)
             });
             shard_entry(shard, crc)
@@ -476,7 +475,7 @@ impl Job for WriteJob<'_> {
         }
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
-        lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
+        lane.moved(geometry::block_len(transfer.offset, shard.bytes, self.plan.block_size));
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
             if self.leaves_a_sync() {
