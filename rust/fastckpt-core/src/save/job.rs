@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::shards::{self, Bytes, Unsynced};
+use super::part::{self, Bytes, Unsynced};
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::content::Content;
@@ -63,7 +63,7 @@ struct Assembled {
 /// Fills blocks from the tensors, and takes note of their checksums.
 pub(super) struct WriteJob<'a> {
     plan: &'a Plan,
-    wanted: &'a shards::Part<'a>,
+    wanted: &'a part::Part<'a>,
     /// Where each tensor lies; none where there are `images`.
     contents: &'a [Content],
     /// The shards as they will be.
@@ -101,7 +101,7 @@ fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
 
 impl<'a> WriteJob<'a> {
     pub(super) fn new(
-        wanted: &'a shards::Part<'a>,
+        wanted: &'a part::Part<'a>,
         workspace: &'a Workspace,
         choice: &Choice,
         options: &Options,

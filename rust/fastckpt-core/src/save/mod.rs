@@ -3,6 +3,7 @@
 //! [`save`] takes all three.
 
 mod job;
+mod part;
 mod shards;
 
 use std::borrow::Cow;
@@ -11,7 +12,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
-pub use self::shards::{Bytes, Part, Unsynced, Written, link_shard, write_shards};
+pub use self::part::{Bytes, Part, Unsynced};
+pub use self::shards::{Written, link_shard, write_shards};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
