@@ -13,8 +13,8 @@ use crate::format::geometry::{self, PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data begins so many bytes beyond a whole page: where torch's allocator lets large tensors begin, so that those of a training state
-/// are congruent with their place in the file.
+/// Data starts this many bytes beyond a whole page. Large CPU tensors of PyTorch lie there, so a state of them is congruent with its
+/// files. Of 0, 16 (NumPy's) and 64, measured in huge pages, 64 halves the CPU time of `into=` for PyTorch and costs the others nothing.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]

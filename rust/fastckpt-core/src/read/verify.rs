@@ -101,13 +101,10 @@ impl Checkpoint {
         let mut order: Vec<_> = self.body.tensors.iter().collect();
         order.sort_by_key(|tensor| (tensor.shard, tensor.offset));
         for tensor in order {
-            let (mut at, end) = (tensor.offset, tensor.offset + tensor.bytes());
-            let mut index = 0;
-            while at < end {
-                let stop = end.min(geometry::down(at, size) + size);
-                let sum = &mut sums[tensor.shard];
-                *sum = sum.zip(tensor.extent_crc(index)).map(|(a, b)| checksum::combine(a, b, stop - at));
-                (at, index) = (stop, index + 1);
+            let sum = &mut sums[tensor.shard];
+            for (extent, _) in geometry::extents(tensor.placement(0), 0..tensor.bytes(), size) {
+                let crc = tensor.extent_crc(extent.index);
+                *sum = sum.zip(crc).map(|(all, crc)| checksum::combine(all, crc, extent.len));
             }
         }
         let wrong = self

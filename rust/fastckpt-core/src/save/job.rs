@@ -110,8 +110,11 @@ impl<'a> WriteJob<'a> {
         options: &Options,
         begin: Instant,
     ) -> Self {
-        let blocks: Vec<usize> =
-            plan.shards.iter().map(|shard| shard.bytes.div_ceil(plan.block_size) as usize).collect();
+        let blocks: Vec<usize> = plan
+            .shards
+            .iter()
+            .map(|shard| geometry::block_count(shard.bytes, plan.block_size) as usize)
+            .collect();
         let extents = request.tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {
             geometry::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size) as usize
         });
@@ -339,7 +342,7 @@ impl<'a> WriteJob<'a> {
     ) -> Result<Transfer> {
         let (index, offset) = self.locate(block);
         let shard = &self.plan.shards[index];
-        let need = (shard.bytes - offset).min(self.plan.block_size) as usize;
+        let need = geometry::block_len(offset, shard.bytes, self.plan.block_size) as usize;
         let Assembled { buf, path, reason, copied } =
             self.assemble(block, (shard, offset), (need, &file), copy_all, slab)?;
         Ok(Transfer { copied, ..Transfer::new(block, true, (file, offset), buf, (path, reason)) })
@@ -385,11 +388,10 @@ impl<'a> WriteJob<'a> {
     ) -> Body {
         let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
         let shards = self.plan.shards.iter().enumerate().map(|(index, shard)| {
-            let mut left = shard.bytes;
             let crcs = &self.block_crcs[self.first_block[index]..self.first_block[index + 1]];
-            let crc = crcs.iter().fold(checksum::of(&[]), |all, crc| {
-                let len = left.min(self.plan.block_size);
-                left -= len;
+            let crc = (0..).zip(crcs).fold(checksum::of(&[]), |all, (block, crc)| {
+                let len =
+                    geometry::block_len(block * self.plan.block_size, shard.bytes, self.plan.block_size);
                 checksum::combine(all, load(crc), len)
             });
             ShardEntry {
@@ -481,7 +483,7 @@ impl Job for WriteJob<'_> {
         }
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);
-        lane.moved((shard.bytes - transfer.offset).min(self.plan.block_size));
+        lane.moved(geometry::block_len(transfer.offset, shard.bytes, self.plan.block_size));
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
             if self.leaves_a_sync() {
