@@ -173,7 +173,7 @@ class StateBuilder:
         if self.framework == "numpy":
             raise UnsupportedTypeError(
                 f"load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: load without "
-                'framework="numpy" or choose other tensors with keys='
+                'framework="numpy", or choose other tensors with keys='
             )
         return getattr(torch_for(_WHAT[token[0]]), token[0])(token, parts)
 
