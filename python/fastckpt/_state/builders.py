@@ -172,8 +172,8 @@ class StateBuilder:
             return next(self._composed)
         if self.framework == "numpy":
             raise UnsupportedTypeError(
-                f"load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: "
-                'load without framework="numpy", or choose other tensors with keys='
+                f"load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: load without "
+                'framework="numpy", or choose other tensors with keys='
             )
         return getattr(torch_for(_WHAT[token[0]]), token[0])(token, parts)
 
