@@ -338,7 +338,7 @@ def test_wrong_types_are_refused() -> None:
             fastckpt.plan(params="1B", **said)
     with pytest.raises(ValueError, match=r"give one of params, config, checkpoint, size$"):
         fastckpt.plan(gpus=8)
-    with pytest.raises(ValueError, match="expert_params goes with params"):
+    with pytest.raises(ValueError, match="give expert_params only with params"):
         fastckpt.plan(size=1, gpus=8, expert_params=1)
 
 
