@@ -22,9 +22,8 @@ LAYERS = (
     ("format",),
     ("telemetry", "commit"),
     ("engine",),
-    ("snapshot",),
     ("save", "read"),
-    ("probe",),
+    ("snapshot", "probe"),
 )
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 

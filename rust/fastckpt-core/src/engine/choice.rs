@@ -23,7 +23,8 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Chooses engine and number of workers for `bytes`. The probe for a ring is the ring itself, in the calling thread.
+    /// Chooses engine and number of workers for `bytes`. The probe for a ring is the ring itself, in the calling
+    /// thread.
     #[must_use]
     pub fn new(options: &Options, bytes: u64) -> Self {
         let (engine, fallback) = match options.io {

@@ -40,8 +40,8 @@ pub trait Job: Sync {
     /// Makes a block ready to move; none if its file has to wait until another one is closed.
     fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
 
-    /// Takes the block after it moved, or failed to, and adds its bytes to the worker's counters. Returns another transfer of the same
-    /// block where that has to follow.
+    /// Takes the block after it moved, or failed to, and adds its bytes to the worker's counters. Returns another
+    /// transfer of the same block where that has to follow.
     fn finish(
         &self,
         transfer: &mut Transfer,

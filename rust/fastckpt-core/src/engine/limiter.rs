@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// So much unused time is made up for: what a worker spends on copying and writing must not add to its waiting. More would
-/// be a burst after each stall.
+/// So much unused time is made up for: what a worker spends on copying and writing must not add to its waiting. More
+/// would be a burst after each stall.
 const SLACK: Duration = Duration::from_millis(200);
 
 /// Hands out time, block by block. A block is paid for before it moves, so that the last one is paid for too.

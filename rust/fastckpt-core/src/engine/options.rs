@@ -87,8 +87,9 @@ impl Ranks {
         }
     }
 
-    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path whose last or last but one component
-    /// names its rank (`rank-3`, `mp_rank_03`) is that rank's alone; all else is taken for what every rank loads.
+    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path whose last or last but one
+    /// component names its rank (`rank-3`, `mp_rank_03`) is that rank's alone; all else is taken for what every rank
+    /// loads.
     #[must_use]
     pub fn share(&self, path: &Path) -> bool {
         let mut names = path.components().rev().take(2).map(|name| name.as_os_str().to_string_lossy());
@@ -125,8 +126,8 @@ pub struct Options {
     pub block_size: Option<u64>,
     /// For measurements: operations a ring keeps in flight.
     pub queue_depth: usize,
-    /// For measurements: whether what can move straight between memory and file does (but in short shards), or all goes through
-    /// slabs; by default a rule decides (`docs/performance.md`).
+    /// For measurements: whether what can move straight between memory and file does (but in short shards), or all
+    /// goes through slabs; by default a rule decides (`docs/performance.md`).
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
@@ -152,8 +153,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages, at most
-    /// 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
+    /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages,
+    /// at most 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = limits::MAX_BLOCK;
         let environment = &self.environment;

@@ -76,8 +76,8 @@ pub(super) fn run_on<J: Job>(
     tell(operation, choice.engine, choice.fallback.as_ref(), false);
     let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (budget, largest));
     let own_priority = options.priority != Priority::default();
-    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting for a limit).
-    // A priority stays with the thread that takes it, and the caller goes on to other things.
+    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting
+    // for a limit). A priority stays with the thread that takes it, and the caller goes on to other things.
     let inline = job.blocks() <= 1
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()

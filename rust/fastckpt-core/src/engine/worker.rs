@@ -207,14 +207,14 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need next to none, so that more of them
-    /// are in flight.
+    /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need next to none, so
+    /// that more of them are in flight.
     fn has_room(&self) -> bool {
         self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
     }
 
-    /// Starts a block, and tells whether another one may follow at once. Not if this one has run already: what it read is to be
-    /// summed while it is in cache. Nor if it has to wait for a file: what is in flight may close one.
+    /// Starts a block, and tells whether another one may follow at once. Not if this one has run already: what it
+    /// read is to be summed while it is in cache. Nor if it has to wait for a file: what is in flight may close one.
     fn start(&mut self, block: usize) -> Result<bool> {
         let began = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
@@ -276,7 +276,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Adds what an operation moved to its block, and tells whether that is all of it. An error is one that no retry can help.
+    /// Adds what an operation moved to its block, and tells whether that is all of it. An error is one that no retry
+    /// can help.
     fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
         let (direct, missing) = (transfer.is_direct(), transfer.missing());
         match result {

@@ -25,13 +25,16 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
-/// How long to wait for a lease to be given back, looking so often. The kernel takes it after fs.lease-break-time, by default 45 s.
+/// How long to wait for a lease to be given back, looking so often. The kernel takes it after fs.lease-break-time, by
+/// default 45 s.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
 
-/// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no symbolic link.
+/// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no
+/// symbolic link.
 ///
-/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. So it does not wait either for somebody who holds a lease of a
-/// file (Samba, or the kernel's NFS server, on their own disks), but has the kernel ask for it back: that is waited for here.
+/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. So it does not wait either for somebody who holds
+/// a lease of a file (Samba, or the kernel's NFS server, on their own disks), but has the kernel ask for it back:
+/// that is waited for here.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let begin = Instant::now();
     loop {
@@ -87,7 +90,8 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
     Ok(done)
 }
 
-/// The alignment that direct I/O on `fd` asks of file offsets, lengths and memory: at least a page, more where the file system says so.
+/// The alignment that direct I/O on `fd` asks of file offsets, lengths and memory: at least a page, more where the
+/// file system says so.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
@@ -97,8 +101,8 @@ fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
 }
 
-/// Bytes that are allocated at a time. A call takes a moment then, and what a signal undoes of it is little: tmpfs before
-/// Linux 6.11 gives the whole range back at any signal, and a profiler sends one every few milliseconds.
+/// Bytes that are allocated at a time. A call takes a moment then, and what a signal undoes of it is little: tmpfs
+/// before Linux 6.11 gives the whole range back at any signal, and a profiler sends one every few milliseconds.
 const STEP: u64 = 256 << 20;
 /// So often an allocation that a signal interrupted is tried again.
 const INTERRUPTIONS: usize = 8;
@@ -149,10 +153,11 @@ enum Residency {
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates `name` inside `directory` (it must not exist) with `len` bytes allocated, so that no write extends it and a full file
-    /// system is noticed before the first byte. The mode is 0666 less the umask.
+    /// Creates `name` inside `directory` (it must not exist) with `len` bytes allocated, so that no write extends it
+    /// and a full file system is noticed before the first byte. The mode is 0666 less the umask.
     ///
-    /// `go_on` is asked now and then; once it says no, the error is of kind `Interrupted`, and the file is for the caller to remove.
+    /// `go_on` is asked now and then; once it says no, the error is of kind `Interrupted`, and the file is for the
+    /// caller to remove.
     pub fn create(
         directory: BorrowedFd<'_>,
         name: &str,
@@ -225,7 +230,8 @@ impl DataFile {
         let _ = self.refused.set(());
     }
 
-    /// Whether the page cache holds most of `[start, end)`, in a file of `len` bytes. Where the kernel does not tell, it does not.
+    /// Whether the page cache holds most of `[start, end)`, in a file of `len` bytes. Where the kernel does not tell,
+    /// it does not.
     ///
     /// The first call looks at the whole file: a file that is not cached at all is asked about once.
     #[must_use]
@@ -295,14 +301,15 @@ impl DataFile {
         Ok(())
     }
 
-    /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report success the
-    /// next time. (An interrupted call has not failed.)
+    /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report
+    /// success the next time. (An interrupted call has not failed.)
     pub fn sync(&self) -> io::Result<()> {
         Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
     }
 }
 
-/// Asks the kernel to begin writing a range back, so that the sync to come finds little to do. Pacing only, never durability.
+/// Asks the kernel to begin writing a range back, so that the sync to come finds little to do. Pacing only, never
+/// durability.
 pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
     // SAFETY: a system call without pointers, on a descriptor that is borrowed for as long as it lasts.

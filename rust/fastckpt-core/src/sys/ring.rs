@@ -16,8 +16,9 @@ pub const ENTRIES: u32 = 32;
 /// The most stretches of memory of one operation (`UIO_MAXIOV`).
 const MOST_VECTORS: usize = 1024;
 
-/// An operation for a ring, which owns it, its open file and its memory until it completes. That the memory is a [`Buf`] is what keeps
-/// the kernel from writing to something else: it does not move with its owner, and whoever made it vouched for it.
+/// An operation for a ring, which owns it, its open file and its memory until it completes. That the memory is a
+/// [`Buf`] is what keeps the kernel from writing to something else: it does not move with its owner, and whoever made
+/// it vouched for it.
 pub trait Payload: 'static {
     /// The open file.
     fn fd(&self) -> BorrowedFd<'_>;
@@ -40,8 +41,8 @@ struct InFlight<T> {
 
 /// A ring and the operations that it holds.
 ///
-/// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring goes,
-/// then the buffers (the order of the fields).
+/// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring
+/// goes, then the buffers (the order of the fields).
 pub struct Ring<T: Payload> {
     _note: Note,
     inner: IoUring,
@@ -74,7 +75,8 @@ impl<T: Payload> Ring<T> {
         if !needed.iter().all(|&code| probe.is_supported(code)) {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
-        // SAFETY: the ring is open, and nobody closes it while it is noted: the note goes first (the order of the fields).
+        // SAFETY: the ring is open, and nobody closes it while it is noted: the note goes first (the order of the
+        // fields).
         let note = Note::new(unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) });
         Ok(Self { _note: note, inner: ring, slots: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
     }
@@ -106,9 +108,9 @@ impl<T: Payload> Ring<T> {
         .user_data(slot as u64);
         self.slots[slot] = Some(InFlight { payload, _vectors: vectors });
         self.in_flight += 1;
-        // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload now in `slots`, which stays
-        // there until its completion was reaped, also when the ring is dropped; none of them moves with it (all are behind
-        // pointers).
+        // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload now in `slots`,
+        // which stays there until its completion was reaped, also when the ring is dropped; none of them moves with
+        // it (all are behind pointers).
         if unsafe { self.inner.submission().push(&entry) }.is_err() {
             self.slots[slot] = None;
             self.in_flight -= 1;
@@ -170,7 +172,8 @@ impl<T: Payload> Drop for Ring<T> {
     fn drop(&mut self) {
         while self.in_flight > 0 {
             if self.wait().is_err() {
-                // The kernel no longer answers, so it may still write: these buffers must outlive the process's use of them.
+                // The kernel no longer answers, so it may still write: these buffers must outlive the process's use
+                // of them.
                 let _ = ManuallyDrop::new(std::mem::take(&mut self.slots));
                 return;
             }

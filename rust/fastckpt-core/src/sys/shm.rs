@@ -1,4 +1,5 @@
-//! The memory of the live counters: shared through a file, or private where there can be none (`docs/telemetry.md`, 2 and 3).
+//! The memory of the live counters: shared through a file, or private where there can be none (`docs/telemetry.md`, 2
+//! and 3).
 
 use std::io;
 use std::mem::{align_of, size_of};
@@ -47,7 +48,8 @@ fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
     }
 }
 
-/// Makes a file of the name `name` in `directory` that is the memory of a `T`, at first `empty`. It gets its name after `fill`.
+/// Makes a file of the name `name` in `directory` that is the memory of a `T`, at first `empty`. It gets its name
+/// after `fill`.
 pub fn publish<T: Sync + 'static>(
     directory: &Path,
     name: &str,
@@ -75,7 +77,8 @@ pub fn publish<T: Sync + 'static>(
     outcome
 }
 
-/// Locks, allocates and maps the file, and puts `value` there. The mapping keeps the lock when the descriptor is closed.
+/// Locks, allocates and maps the file, and puts `value` there. The mapping keeps the lock when the descriptor is
+/// closed.
 fn map<T: Sync + 'static>(fd: BorrowedFd<'_>, value: T) -> io::Result<&'static T> {
     const { assert!(align_of::<T>() <= 4096) };
     fs::flock(fd, FlockOperation::NonBlockingLockExclusive)?;
@@ -83,8 +86,8 @@ fn map<T: Sync + 'static>(fd: BorrowedFd<'_>, value: T) -> io::Result<&'static T
     fs::ftruncate(fd, size as u64)?;
     // Without this a full tmpfs would be a SIGBUS at the first store.
     fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
-    // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nobody shortens the file: it is ours (0600, in a
-    // directory of ours), and neither producer nor monitor ever does.
+    // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nobody shortens the file: it is
+    // ours (0600, in a directory of ours), and neither producer nor monitor ever does.
     let base = unsafe {
         mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
     }?;
@@ -131,7 +134,8 @@ fn sweep(directory: BorrowedFd<'_>) {
     }
 }
 
-/// Whether `path` is still the file `file`; if so its times become now, since stores through a mapping do not move them.
+/// Whether `path` is still the file `file`; if so its times become now, since stores through a mapping do not move
+/// them.
 #[must_use]
 pub fn still_there(path: &Path, file: (u64, u64)) -> bool {
     let same = fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == file);

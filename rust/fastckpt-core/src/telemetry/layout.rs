@@ -1,5 +1,5 @@
-//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width; what is named `_` there
-//! is reserved here.
+//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width; what
+//! is named `_` there is reserved here.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -276,7 +276,8 @@ pub const fn empty() -> Segment {
     }
 }
 
-/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads it.
+/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads
+/// it.
 pub static UNSEEN: Segment = empty();
 
 impl Record {

@@ -1,5 +1,5 @@
-//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation: where there is no room
-//! for counters, they are counted into private memory.
+//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation: where
+//! there is no room for counters, they are counted into private memory.
 
 pub mod clock;
 mod codes;

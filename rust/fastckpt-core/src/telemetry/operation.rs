@@ -139,8 +139,8 @@ impl Operation {
         self.phase(phase);
     }
 
-    /// The number of the engine that runs, whether it uses direct I/O, and the errno for which another was left; `mixed` when some
-    /// blocks took another path.
+    /// The number of the engine that runs, whether it uses direct I/O, and the errno for which another was left;
+    /// `mixed` when some blocks took another path.
     pub fn ran(&self, engine: u32, direct: bool, errno: Option<i32>, mixed: bool) {
         let flags = u32::from(direct) | u32::from(errno.is_some()) << 1 | u32::from(mixed) << 6;
         self.write(|slot| {

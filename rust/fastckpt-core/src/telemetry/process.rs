@@ -1,5 +1,6 @@
-//! The segment of this process: made when the first operation begins, made anew after a fork or when its file was taken away; and
-//! who has which of its slots. Everything here runs at the begin or the end of an operation or a worker, never in between.
+//! The segment of this process: made when the first operation begins, made anew after a fork or when its file was
+//! taken away; and who has which of its slots. Everything here runs at the begin or the end of an operation or a
+//! worker, never in between.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -21,8 +22,8 @@ use crate::sys::shm::{self, Shared};
 /// Tries for a name, where processes of several PID namespaces share a directory.
 const NAMES: u32 = 16;
 
-/// The process's record, for whoever got something from it before: the lock was had in this process then, so that no fork
-/// left it locked.
+/// The process's record, for whoever got something from it before: the lock was had in this process then, so that no
+/// fork left it locked.
 fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -267,7 +268,8 @@ fn publish(
     None
 }
 
-/// Field 22 of /proc/self/stat; the name in field 2 may hold anything, so counting begins after its closing parenthesis.
+/// Field 22 of /proc/self/stat; the name in field 2 may hold anything, so counting begins after its closing
+/// parenthesis.
 fn start_ticks() -> u64 {
     let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);

@@ -50,7 +50,8 @@ pub struct Faulty {
     inner: Box<dyn Backend>,
     plan: FaultPlan,
     failed: Vec<Completed>,
-    /// Blocks in flight that ask for less than they should: number, and how far their memory and their tail really reach.
+    /// Blocks in flight that ask for less than they should: number, and how far their memory and their tail really
+    /// reach.
     cut: Vec<(usize, usize, usize)>,
 }
 

@@ -1,5 +1,5 @@
-//! Shards that are open while their blocks are in work, and only then: a checkpoint may have more shards than a process may
-//! have open files.
+//! Shards that are open while their blocks are in work, and only then: a checkpoint may have more shards than a
+//! process may have open files.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use crate::error::Result;
 use crate::sys::file::DataFile;
 
-/// Shards that one job opens at a time, each of them twice: a process may have 1,024 open files by default, and most are not for us.
+/// Shards that one job opens at a time, each of them twice: a process may have 1,024 open files by default, and most
+/// are not for us.
 const MOST: usize = 64;
 
 /// One slot a shard.
@@ -62,8 +63,9 @@ impl OpenFiles {
         }
     }
 
-    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one is closed. One is
-    /// closed sooner or later: a file is open for blocks that are in work, whose workers need no other file to finish them.
+    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one
+    /// is closed. One is closed sooner or later: a file is open for blocks that are in work, whose workers need no
+    /// other file to finish them.
     pub fn acquire(
         &self,
         shard: usize,

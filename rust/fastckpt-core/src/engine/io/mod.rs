@@ -1,7 +1,7 @@
 //! The backends: how a worker moves one buffer between memory and a file.
 //!
-//! - [`uring`]: several operations in flight from one thread. Fewest system calls; absent in most containers, because Docker's and
-//!   containerd's default seccomp profiles block it.
+//! - [`uring`]: several operations in flight from one thread. Fewest system calls. Absent in most containers, because
+//!   the default seccomp profiles of Docker and containerd block it.
 //! - [`blocking`]: one call at a time, so depth comes from threads. Works everywhere; the oracle for the other.
 //! - [`fault`]: wraps either and injects faults, for tests.
 

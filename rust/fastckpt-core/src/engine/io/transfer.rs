@@ -13,8 +13,9 @@ use crate::sys::ring::Payload;
 
 /// A block that moves, in one operation or more; it owns file and memory meanwhile.
 ///
-/// Direct I/O writes whole pages only. The bytes after the last one, the tail, go through the page cache in an operation of their own.
-/// It is the first, so that the kernel writes them back beside the rest and the sync need not wait for them.
+/// Direct I/O writes whole pages only. The bytes after the last one, the tail, go through the page cache in an
+/// operation of their own. It is the first, so that the kernel writes them back beside the rest and the sync need not
+/// wait for them.
 #[derive(Debug)]
 pub struct Transfer {
     /// Number of the block in its job.

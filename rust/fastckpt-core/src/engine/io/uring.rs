@@ -8,8 +8,8 @@ use super::transfer::Transfer;
 use crate::engine::report::Fallback;
 use crate::sys::ring::{ENTRIES, Ring};
 
-/// A thread's ring for direct operations, blocking calls for the rest: the ring would hand buffered writes to a kernel thread,
-/// one at a time for each file.
+/// A thread's ring for direct operations, blocking calls for the rest: the ring would hand buffered writes to a
+/// kernel thread, one at a time for each file.
 #[derive(Debug)]
 pub struct Uring {
     ring: Ring<Transfer>,
