@@ -16,7 +16,7 @@ from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, 
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import register_type
-from fastckpt._api.reports import Damage, LoadReport, SaveReport, VerifyReport
+from fastckpt._api.reports import Damage, Loaded, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.save import save
 from fastckpt._api.target import set_target
 from fastckpt._api.verify import verify
@@ -53,6 +53,7 @@ __all__ = [
     "Leftover",
     "ListedCheckpoint",
     "LoadReport",
+    "Loaded",
     "Origin",
     "PendingSave",
     "Plan",

@@ -9,16 +9,21 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "DamagedRange",
     "Leftover",
     "ListedCheckpoint",
+    "LogicalType",
     "Mappings",
     "Memory",
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "ReadRequest",
     "Reader",
     "SaveOptions",
     "Snapshot",
+    "StoredShard",
+    "StoredTensor",
     "__version__",
     "check_target",
     "crowded",
@@ -58,20 +63,10 @@ class Report(TypedDict):
     tensors: int
 
 @type_check_only
-class Damage(TypedDict):
-    """A range of a file that is not what was written."""
-
-    file: str
-    offset: int
-    length: int
-    tensor: str | None
-    reason: str
-
-@type_check_only
 class Verified(Report):
     """A report, and every damaged range."""
 
-    damage: list[Damage]
+    damage: list[DamagedRange]
 
 @final
 class SaveOptions:
@@ -308,14 +303,111 @@ class Snapshot:
         """Give the memory back, and free what it knows."""
 
 @final
-class Reader:
-    """An open checkpoint: manifest read and checked, shards open."""
+class LogicalType:
+    """What a tensor is that is stored as bytes, because safetensors has no name for its dtype."""
 
-    def __new__(cls, path: str) -> Reader: ...
-    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]]:
-        """``(name, dtype, shape, shard, offset, nbytes, as)`` of each tensor, offsets counted in the file."""
-    def shards(self) -> list[tuple[str, int]]:
-        """``(file, bytes)`` of each shard."""
+    def __new__(cls, dtype: str, shape: tuple[int, ...]) -> LogicalType: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+@final
+class StoredTensor:
+    """A tensor of a checkpoint: ``offset`` is that of its first byte in the file of shard number ``shard``."""
+
+    def __new__(
+        cls,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        shard: int,
+        offset: int,
+        nbytes: int,
+        logical: LogicalType | None = None,
+    ) -> StoredTensor: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def shard(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def logical(self) -> LogicalType | None: ...
+
+@final
+class StoredShard:
+    """A file of a checkpoint."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class DamagedRange:
+    """A range of a file that is not what was written."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def tensor(self) -> str | None: ...
+    @property
+    def reason(self) -> str: ...
+
+@final
+class ReadRequest:
+    """A tensor, or a box of it, and where its bytes go."""
+
+    def __new__(
+        cls,
+        tensor: int,
+        address: int,
+        capacity: int,
+        box: Sequence[tuple[int, int, int]] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> ReadRequest:
+        """Ask for a tensor.
+
+        Args:
+            tensor: its number.
+            address: that of the lowest byte of writable host memory, or 0 when the ``drain`` of :meth:`Reader.read`
+                takes the bytes.
+            capacity: the bytes that are there to be written to, or that ``drain`` can take. It comes from the memory
+                itself and never from a manifest.
+            box: for each dimension of the logical shape the first index, one past the last, and the step, at least 1;
+                None for the whole tensor.
+            strides: for each dimension how many bytes apart neighbours are to lie in memory, negative where they go
+                backwards; None for row-major order without gaps. Rows must neither overlap nor interleave.
+        """
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+@final
+class Reader:
+    """An open checkpoint: manifest read and checked."""
+
+    def __new__(cls, path: str, *, keep: bool = False) -> Reader:
+        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced."""
+    def tensors(self) -> list[StoredTensor]:
+        """All tensors, in the order of the state."""
+    def shards(self) -> list[StoredShard]:
+        """All shards."""
     def structure(self) -> str:
         """The structure, as JSON text."""
     def metadata(self) -> str:
@@ -324,7 +416,7 @@ class Reader:
         """Format version, writer, created, saved, block_size."""
     def read(
         self,
-        requests: Sequence[tuple[int, int, int, int, int]],
+        requests: Sequence[ReadRequest],
         *,
         verify: bool,
         io: str,
@@ -332,14 +424,12 @@ class Reader:
         drain: Callable[[int, int, int, int], None] | None,
         tick: Callable[[int, int], None] | None,
     ) -> Report:
-        """Read byte ranges of tensors.
+        """Read tensors and boxes of them.
 
-        Each request is ``(tensor, start, end, address, capacity)``: bytes of the tensor's own; the address of writable
-        host memory for them, or 0 when ``drain(request, start, address, nbytes)`` is to take the bytes
-        ``[start, start + nbytes)`` of the tensor from ``address``, called from worker threads; and the bytes that are
-        there to be written to, or that ``drain`` can take. It comes from the memory itself and never from a manifest:
-        a request that would write beyond it is a ValueError before anything is read.
-        An extent that is read whole is compared with its checksum when ``verify`` is set.
+        A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
+        its tensor. Where a request has no address, ``drain(request, start, address, nbytes)`` takes the bytes
+        ``[start, start + nbytes)`` of what it asks for, in row-major order, from ``address``, called from worker
+        threads. An extent that is read whole is compared with its checksum when ``verify`` is set.
         """
     def map(self, tensors: Sequence[int]) -> Mappings:
         """Map the shards that hold ``tensors``, but for empty ones. Nothing is read."""

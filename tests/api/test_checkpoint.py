@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime as dt
 import enum
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
 
 import fastckpt
 from fastckpt import UnsupportedTypeError
-from fastckpt._tensors.slicing import plan
 from harness.same import bits, same
 
 
@@ -187,17 +195,34 @@ def test_bad_index(path, index, error):
         checkpoint.slice("w", index)
 
 
-def test_slice_reads_only_its_rows():
-    def bytes_read(shape, index, itemsize=4):
-        return sum(stop - start for start, stop in plan(shape, itemsize, index)[0])
+def test_slice_reads_only_what_it_takes(tmp_path, monkeypatch):
+    """By the counters of the calls that read: what lies between, too, where it is less than 256 KiB."""
+    monkeypatch.setenv("FASTCKPT_IO", "buffered")
+    wide, narrow = np.arange(40_000_000, dtype=np.uint8).reshape(100, 400_000), np.zeros((50_000, 10), np.float32)
+    fastckpt.save({"wide": wide, "narrow": narrow}, tmp_path / "c")
 
-    assert bytes_read((1000, 1000), slice(10, 20)) == 10 * 4000
-    assert bytes_read((1000, 1000), (5, slice(3, 7))) == 16
-    assert bytes_read((10, 10, 10), (1, 2, 3)) == 4
-    assert bytes_read((1000, 100_000), slice(None, None, 500)) == 2 * 400_000
-    assert bytes_read((1000, 10), slice(None, None, 500)) == 501 * 40
-    assert bytes_read((1000, 10), slice(7, 7)) == 0
-    assert plan((1000, 1000), 4, slice(10, 20))[0] == [(40_000, 80_000)]
+    def called():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    def reads(nbytes, name, index):
+        expected = {"wide": wide, "narrow": narrow}[name][index]
+        before = called()
+        part = checkpoint.slice(name, index)
+        after = called() - before
+        assert part.tobytes() == expected.tobytes()
+        assert checkpoint.report.bytes == expected.nbytes
+        assert nbytes <= after < nbytes + 1000, after  # the counters are a file, too
+
+    with fastckpt.open(tmp_path / "c") as checkpoint:
+        checkpoint["narrow"], checkpoint["wide"]  # the headers, once
+        reads(40_000, "narrow", slice(1000, 2000))
+        reads(16, "narrow", (5, slice(3, 7)))
+        reads(0, "narrow", slice(7, 7))
+        # A column of short rows: with what lies between. One of long rows: alone.
+        reads(49_999 * 40 + 4, "narrow", (slice(None), 3))
+        reads(2 * 40, "narrow", slice(None, None, 25_000))
+        reads(100 * 1000, "wide", (slice(None), slice(7, 1007)))
+        reads(3 * 400_000 + 150_000, "wide", (slice(0, 4), slice(None, 150_000)))
 
 
 @pytest.mark.usefixtures("engines")
@@ -266,3 +291,129 @@ def test_verify(path):
     assert {damage.tensor for damage in report.damage} == {"blob"}
     assert all(d.file == "model.safetensors" and d.offset <= at < d.offset + d.length for d in report.damage)
     assert "blob" in str(report)
+
+
+def shard_descriptors(of="self"):
+    """Open descriptors of shards, by what they are names of."""
+    names = []
+    for entry in Path(f"/proc/{of}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            names.append(str(entry.readlink()))
+    return [name for name in names if "safetensors" in name]
+
+
+def old_and_new(tmp_path, number):
+    """A checkpoint of ``number`` shards that is open, and the state in it."""
+    state = {f"t{index}": np.full(2000, index, np.int32) for index in range(number)}
+    fastckpt.save(state, tmp_path / "c", shard_size=8000)
+    return fastckpt.open(tmp_path / "c"), state
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed", "replaced twice"])
+@pytest.mark.usefixtures("engines")
+def test_an_open_checkpoint_stays_readable(tmp_path, how):
+    checkpoint, state = old_and_new(tmp_path, 64)
+    with checkpoint:
+        if how == "removed":
+            shutil.rmtree(tmp_path / "c")
+        for _ in range(how.count("replaced") + how.count("twice")):
+            fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
+        for name, array in state.items():
+            assert (checkpoint[name] == array).all()
+            assert (checkpoint.slice(name, slice(None, None, -3)) == array[::-3]).all()
+        assert checkpoint.report.bytes == 667 * 4
+
+
+def test_a_checkpoint_of_many_shards_keeps_none_open(tmp_path):
+    checkpoint, _ = old_and_new(tmp_path, 65)
+    with checkpoint:
+        assert not shard_descriptors()
+        assert checkpoint["t64"][0] == 64
+        fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
+        with pytest.raises(fastckpt.ReplacedCheckpointError):
+            checkpoint["t64"]
+
+
+@pytest.mark.parametrize("how", ["close", "with", "dropped"])
+def test_an_open_checkpoint_leaves_no_descriptors(tmp_path, how):
+    checkpoint, _ = old_and_new(tmp_path, 5)
+    assert len(shard_descriptors()) == 5
+    checkpoint["t3"]
+    if how == "close":
+        checkpoint.close()
+    elif how == "with":
+        with checkpoint:
+            pass
+    else:
+        del checkpoint
+    assert not shard_descriptors()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_forked_child_opens_its_own_shards(tmp_path, replaced):
+    """Its parent's would keep their space taken for as long as it lives."""
+    checkpoint, state = old_and_new(tmp_path, 5)
+    if replaced:
+        fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert not shard_descriptors()
+            found = all((checkpoint[name] == array).all() for name, array in state.items())
+            code = 0 if found and not replaced else 1
+        except fastckpt.ReplacedCheckpointError:
+            code = 0 if replaced else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all((checkpoint[name] == array).all() for name, array in state.items())
+
+
+def test_without_a_descriptor_to_spare_a_checkpoint_opens_all_the_same(tmp_path):
+    old_and_new(tmp_path, 40)[0].close()
+    code = """
+import resource, os, sys
+import fastckpt
+import numpy
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 12
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+with fastckpt.open(sys.argv[1]) as checkpoint:
+    held = len(os.listdir("/proc/self/fd"))
+print(held)
+"""
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+BOXES = {
+    "scalar": np.array(7.5),
+    "vector": np.arange(1000, dtype=np.uint16),
+    "swapped": np.arange(300 * 5).reshape(300, 5).astype(">i4"),
+    "odd": np.arange(37 * 5 * 7 * 3, dtype=np.uint8).reshape(37, 5, 7, 3),
+    "text": np.array([[f"{i}{j}" for j in range(9)] for i in range(30)]),
+    # Over several blocks.
+    "cube": np.arange(60 * 70 * 1000, dtype=np.int32).reshape(60, 70, 1000),
+    "wide": np.arange(9 << 20, dtype=np.uint8).reshape(9, 1 << 20),
+    "empty": np.zeros((3, 0, 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("boxes") / "c"
+    fastckpt.save(BOXES, path)
+    with fastckpt.open(path) as checkpoint:
+        yield checkpoint
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(BOXES)))
+@settings(max_examples=300, deadline=None)
+def test_slices_are_those_of_numpy(boxes, data, name):
+    array = BOXES[name]
+    index = data.draw(basic_indices(array.shape, allow_newaxis=False))
+    part = boxes.slice(name, index)
+    assert part.dtype == array.dtype
+    assert part.shape == array[index].shape
+    assert (part == array[index]).all()
+    assert boxes.report.bytes == part.nbytes

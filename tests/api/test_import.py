@@ -79,7 +79,15 @@ def test_public_names():
                 "exceptions",
                 "__version__",
             ),
-            *("SaveReport", "LoadReport", "VerifyReport", "Damage", "CheckpointError", "CorruptCheckpointError"),
+            *(
+                "SaveReport",
+                "LoadReport",
+                "Loaded",
+                "VerifyReport",
+                "Damage",
+                "CheckpointError",
+                "CorruptCheckpointError",
+            ),
             *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError", "ReplacedCheckpointError"),
             *("plan", "Plan", "doctor", "Diagnosis", "Finding", "probe", "Probe", "Origin"),
         ]

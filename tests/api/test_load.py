@@ -16,6 +16,8 @@ import types
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, StructureMismatchError, UnsupportedTypeError
@@ -663,3 +665,54 @@ def test_all_tensors_of_a_state_without_any(tmp_path):
     assert isinstance(fastckpt.load(tmp_path / "c", keys="*"), dict)
     with pytest.raises(KeyError, match="matches nothing"):
         fastckpt.load(tmp_path / "c", keys="model.*")
+
+
+@given(
+    data=st.data(), name=st.sampled_from(["matrix", "rows", "deep", "text"]), kind=st.sampled_from(["numpy", "torch"])
+)
+@settings(max_examples=80, deadline=None)
+def test_into_memory_of_any_strides(strided, data, name, kind):
+    """Dimensions in any order, with gaps, and for numpy backwards: only the elements are written to."""
+    path, state = strided
+    array = state[name]
+    steps = [data.draw(st.sampled_from([1, 2, 3] if kind == "torch" else [1, 2, 3, -1, -2])) for _ in array.shape]
+    order = data.draw(st.permutations(range(array.ndim)))
+    base = np.zeros([array.shape[at] * abs(steps[at]) for at in order], array.dtype)
+    target = base[tuple(slice(None, None, steps[at]) for at in order)].transpose(np.argsort(order))
+    assert target.shape == array.shape
+    into = torch.from_numpy(target) if kind == "torch" and name != "text" else target
+    chosen = "torch" if kind == "torch" and name != "text" else "auto"
+    loaded, report = fastckpt.load(path, into={name: into}, keys=name, framework=chosen, report=True)
+    assert loaded[name] is into
+    assert (target == array).all()
+    assert np.count_nonzero(base != np.zeros((), base.dtype)) == np.count_nonzero(array != np.zeros((), array.dtype))
+    assert report.bytes == array.nbytes
+
+
+@pytest.fixture(scope="module")
+def strided(tmp_path_factory):
+    state = {
+        "matrix": np.arange(1, 3001, dtype=np.float32).reshape(50, 60),
+        "rows": np.arange(6 * 900_000, dtype=np.int16).reshape(6, 900_000),
+        "deep": np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 3, 4, 5),
+        "text": np.array([["ab", "c"], ["", "def"]]),
+    }
+    path = tmp_path_factory.mktemp("strided") / "c"
+    fastckpt.save(state, path)
+    return path, state
+
+
+def test_a_load_returns_its_report(tmp_path):
+    state = {"w": torch.arange(1000), "n": 5}
+    fastckpt.save(state, tmp_path / "c")
+    loaded = fastckpt.load(tmp_path / "c", report=True, threads=1, io="threads")
+    assert isinstance(loaded, fastckpt.Loaded)
+    found, report = loaded
+    assert same(found, state)
+    assert isinstance(report, fastckpt.LoadReport)
+    assert (report.bytes, report.engine, report.threads, report.tensors) == (8000, "threads", 1, 1)
+    assert sum(report.thread_bytes) == 8000
+    assert same(fastckpt.load(tmp_path / "c", report=False), state)
+    mapped = fastckpt.load(tmp_path / "c", report=True, mmap=True)
+    assert same(mapped.state, state)
+    assert mapped.report.bytes == 8000

@@ -156,11 +156,12 @@ from fastckpt import _core
 
 reader = _core.Reader(sys.argv[1])
 memory = np.zeros(5000, np.uint8)
+request = _core.ReadRequest(0, memory.ctypes.data, 5000)
 # No descriptor below the limit is free.
 last = os.open("/dev/null", os.O_RDONLY)
 resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, last + 1))
 try:
-    reader.read([(0, 0, 5000, memory.ctypes.data, 5000)], verify=False, io="threads", threads=1, drain=None, tick=None)
+    reader.read([request], verify=False, io="threads", threads=1, drain=None, tick=None)
 except OSError as error:
     print(json.dumps([error.errno, str(error)]))
 """

@@ -21,6 +21,7 @@ from fastckpt._api.destinations import Targets
 from fastckpt._api.into import Into
 from fastckpt._state import flatten as _flatten
 from fastckpt._tensors.described import Tensor
+from fastckpt._tensors.memory import at
 from fastckpt._tensors.pieces import pieces
 from harness import manifest, needs
 
@@ -66,17 +67,93 @@ def test_the_core_itself_refuses_what_its_memory_cannot_take(tmp_path, way):
     options = {"io": "threads", "threads": 1, "tick": None, "drain": lambda *where: drained.append(where)}
     reader = _core.Reader(str(tmp_path / "c"))
     with pytest.raises(ValueError, match=f"request 0 is for 1000 bytes, and its memory has {room}"):
-        reader.read([(0, 0, 1000, address, room)], verify="sums" not in way, **options)
+        reader.read([_core.ReadRequest(0, address, room)], verify="sums" not in way, **options)
     assert not memory.any()
     assert not drained
-    # A part of the tensor: memory is for the part, a callback for the tensor.
-    with pytest.raises(ValueError, match="its memory has"):
-        reader.read([(0, 900, 1000, address, 99)], verify=True, **options)
+    # A box of the tensor.
+    with pytest.raises(ValueError, match="request 0 is for 100 bytes, and its memory has 99"):
+        reader.read([_core.ReadRequest(0, address, 99, [(900, 1000, 1)])], verify=True, **options)
     assert not memory.any()
     assert not drained
-    reader.read([(0, 900, 1000, address, 1000)], verify=True, **options)
+    reader.read([_core.ReadRequest(0, address, 100, [(900, 1000, 1)])], verify=True, **options)
     assert drained or memory[:100].tolist() == [n % 256 for n in range(900, 1000)]
     assert not memory[100:].any()
+
+
+def refused(tmp_path, match, *request, tensor=0):
+    """A request is refused before anything is moved: it is given only memory that is amid memory of ours."""
+    if not (tmp_path / "c").exists():
+        fastckpt.save({"w": np.arange(24, dtype=np.uint16).reshape(4, 6)}, tmp_path / "c")
+    memory = np.zeros(4096, np.uint8)
+    request = _core.ReadRequest(tensor, memory.ctypes.data + 2048, *request)
+    with pytest.raises((ValueError, IndexError), match=match):
+        _core.Reader(str(tmp_path / "c")).read([request], verify=True, io="threads", threads=1, drain=None, tick=None)
+    assert not memory.any()
+
+
+LAST = 2**63 - 1
+
+
+def test_the_core_itself_refuses_strides_that_leave_the_memory(tmp_path):
+    """The capacity counts from the lowest byte to the highest, whichever way the strides go."""
+    rows, all_of = [(1, 4, 2), (0, 6, 1)], [(0, 4, 1), (0, 6, 1)]
+    for box, strides, reach in (
+        (rows, [100, 2], 112),
+        (rows, [-100, 2], 112),
+        (rows, [100, -2], 112),
+        (rows, [2, -4], 24),
+        (all_of, [-100, -16], 382),
+        (None, [12, 2], 48),
+        (None, [2, 8], 48),
+        (rows, None, 24),
+    ):
+        refused(tmp_path, f"request 0 is for {reach} bytes, and its memory has {reach - 1}", reach - 1, box, strides)
+    for stride in (LAST, -LAST, -(2**63), 2**61, LAST // 3 + 1):
+        refused(tmp_path, "its strides are out of range", LAST, None, [stride, 2])
+    # What fits, whose sum would not.
+    refused(tmp_path, "its strides are out of range", LAST, None, [2**60, 2**60])
+
+
+def test_the_core_itself_refuses_strides_along_which_elements_overlap(tmp_path):
+    for strides in ([0, 2], [2, 2], [12, 1], [12, 0], [2, 6], [-3, 3]):
+        refused(tmp_path, "overlap or interleave", 2048, None, strides)
+    # Where only one index is taken, the stride along it says nothing.
+    fits = _core.ReadRequest(0, np.zeros(100, np.uint8).ctypes.data, 0, [(1, 2, 1), (0, 0, 1)], [0, 0])
+    reader = _core.Reader(str(tmp_path / "c"))
+    report = reader.read([fits], verify=True, io="threads", threads=1, drain=None, tick=None)
+    assert report["bytes"] == 0
+
+
+def test_the_core_itself_refuses_what_is_no_box_of_the_tensor(tmp_path):
+    for box, match in (
+        ([(0, 5, 1), (0, 6, 1)], "0..5 in steps of 1 is not in dimension 0 of size 4"),
+        ([(0, 4, 1), (3, 2, 1)], "3..2 in steps of 1 is not in dimension 1"),
+        ([(0, 4, 0), (0, 6, 1)], "0..4 in steps of 0 is not in dimension 0"),
+        ([(0, 4, 1), (2**64 - 1, 2**64 - 1, 1)], "is not in dimension 1"),
+        ([(0, 4, 1)], "it has 1 dimensions, and the tensor 2"),
+        ([(0, 1, 1)] * 70, "it has 70 dimensions"),
+        ([], "it has 0 dimensions"),
+    ):
+        refused(tmp_path, match, 2048, box)
+    refused(tmp_path, "it has 3 dimensions", 2048, None, [1, 1, 1])
+    refused(tmp_path, "there is no tensor 1", 2048, tensor=1)
+
+
+def test_a_box_goes_to_a_callback_in_row_major_order(tmp_path):
+    """Over blocks, each piece tells where in the box it begins."""
+    whole = np.arange(3 << 20, dtype=np.uint32).reshape(3 << 10, 1 << 10)
+    fastckpt.save({"w": whole}, tmp_path / "c")
+    part = whole[5:3000:7, 3:900:2]
+    seen = np.zeros(part.nbytes, np.uint8)
+
+    def drain(request, start, address, nbytes):
+        assert request == 0
+        seen[start : start + nbytes] = at(address, nbytes)
+
+    request = _core.ReadRequest(0, 0, part.nbytes, [(5, 3000, 7), (3, 900, 2)])
+    reader = _core.Reader(str(tmp_path / "c"))
+    reader.read([request], verify=True, io="threads", threads=2, drain=drain, tick=None)
+    assert (seen.view(np.uint32).reshape(part.shape) == part).all()
 
 
 def test_the_core_itself_refuses_a_tensor_of_another_size(tmp_path):
@@ -102,7 +179,7 @@ def test_the_core_itself_refuses_a_tensor_of_another_size(tmp_path):
 def test_a_mapping_has_no_address_beyond_its_end(tmp_path):
     fastckpt.save({"w": np.arange(1000)}, tmp_path / "c")
     reader = _core.Reader(str(tmp_path / "c"))
-    [(_, size)] = reader.shards()
+    size = reader.shards()[0].nbytes
     mappings = reader.map([0])
     assert mappings.address(0, size, 0) - mappings.address(0, 0, size) == size
     for offset, nbytes in ((size, 1), (0, size + 1), (1, 2**64 - 1)):

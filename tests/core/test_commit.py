@@ -804,7 +804,7 @@ def test_saving_over_the_source_of_the_state(parent):
 
 
 def test_open_reader_of_a_replaced_checkpoint(parent):
-    """Shards are opened when first read from. What was opened stays; for the rest the error says what happened, not
+    """What is open stays; where a file system takes it away all the same, the error says what happened, not
     "corrupt"."""
     path = parent / "step"
     fastckpt.save(numbered(1, SMALL), path, shard_size=SMALL // 2)

@@ -14,24 +14,24 @@ import torch
 import fastckpt
 from fastckpt import CorruptCheckpointError, UnsupportedTypeError
 from fastckpt._api.destinations import Targets
+from fastckpt._core import LogicalType, StoredTensor
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.unflatten import parse, unflatten
 
-# As the core's reader gives it: name, dtype, shape, shard, offset, bytes, logical dtype and shape.
 STORED = [
-    ("a", "F32", (2, 3), 0, 4096, 24, None),
-    ("b", "U8", (5000,), 0, 4120, 5000, None),
-    ("z", "U8", (16,), 0, 9120, 16, ("torch.complex128", (1,))),
-    ("n", "U8", (8,), 0, 9136, 8, ("numpy.>f8", (1,))),
-    ("i", "I64", (2, 3), 0, 9144, 48, None),
-    ("evil", "U8", (8,), 0, 9192, 8, ("torch.load", (1,))),
-    ("object", "U8", (8,), 0, 9200, 8, ("numpy.|O8", (1,))),
-    ("small", "U8", (8,), 0, 9208, 8, ("torch.complex128", (1,))),
-    ("huge", "F32", (2**62, 2**62, 0), 0, 9216, 0, None),
-    ("vast", "U8", (0,), 0, 9216, 0, ("numpy.<f16", (2**40, 2**40, 0))),
-    ("field", "U8", (8,), 0, 9216, 8, ("numpy.(999999999,999999999)f8", (1,))),
-    ("long text", "U8", (8,), 0, 9224, 8, ("numpy.<U9999999999", (1,))),
-    ("quantized", "U8", (8,), 0, 9232, 8, ("torch.quint8", (8,))),
+    StoredTensor("a", "F32", (2, 3), 0, 4096, 24),
+    StoredTensor("b", "U8", (5000,), 0, 4120, 5000),
+    StoredTensor("z", "U8", (16,), 0, 9120, 16, LogicalType("torch.complex128", (1,))),
+    StoredTensor("n", "U8", (8,), 0, 9136, 8, LogicalType("numpy.>f8", (1,))),
+    StoredTensor("i", "I64", (2, 3), 0, 9144, 48),
+    StoredTensor("evil", "U8", (8,), 0, 9192, 8, LogicalType("torch.load", (1,))),
+    StoredTensor("object", "U8", (8,), 0, 9200, 8, LogicalType("numpy.|O8", (1,))),
+    StoredTensor("small", "U8", (8,), 0, 9208, 8, LogicalType("torch.complex128", (1,))),
+    StoredTensor("huge", "F32", (2**62, 2**62, 0), 0, 9216, 0),
+    StoredTensor("vast", "U8", (0,), 0, 9216, 0, LogicalType("numpy.<f16", (2**40, 2**40, 0))),
+    StoredTensor("field", "U8", (8,), 0, 9216, 8, LogicalType("numpy.(999999999,999999999)f8", (1,))),
+    StoredTensor("long text", "U8", (8,), 0, 9224, 8, LogicalType("numpy.<U9999999999", (1,))),
+    StoredTensor("quantized", "U8", (8,), 0, 9232, 8, LogicalType("torch.quint8", (8,))),
 ]
 
 
@@ -42,10 +42,9 @@ def decode(source, stored=STORED, reader=None):
     unflatten(tokens, check)
     targets = Targets(stored, "auto")
     targets.make(check.found)
-    for number, start, stop, address, room in targets.requests:
-        assert 0 <= start <= stop <= stored[number][5]
-        assert stop - start <= room
-        assert address
+    for request in targets.requests:
+        assert stored[request.tensor].nbytes == request.capacity
+        assert request.address
     if reader is not None:
         reader.read(targets.requests, verify=True, io="threads", threads=1, drain=None, tick=None)
     return unflatten(tokens, StateBuilder("auto", targets.values()))
@@ -268,7 +267,7 @@ def test_bytes_named_a_million_times_are_there_once():
 
 
 def test_an_unread_tensor_is_not_allocated():
-    stored = [("a", "F32", (2**40,), 0, 4096, 2**42, None)]
+    stored = [StoredTensor("a", "F32", (2**40,), 0, 4096, 2**42)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert decode([["dict", 0]], stored) == {}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000

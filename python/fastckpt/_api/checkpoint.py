@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastckpt import _core
 from fastckpt._paths import path_of
-from fastckpt._state.builders import Entry, StateBuilder, Validator, numpy_leaf, torch_for
+from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import plain_name
-from fastckpt._tensors.slicing import plan
+from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
 from .destinations import Targets
+from .outcome import report_of
+from .reports import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,12 +124,16 @@ class Checkpoint:
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
     against the checksums as far as it covers whole blocks. A tied tensor is listed once, under its first name, and
     found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
+
+    Attributes:
+        report: what the last read did, or None before the first.
     """
 
     def __init__(self, path: AnyPath) -> None:
+        self.report: LoadReport | None = None
         self._path = path_of("open", path)
-        self._reader: _core.Reader | None = _core.Reader(self._path)
-        self._stored: list[Entry] = self._reader.tensors()
+        self._reader: _core.Reader | None = _core.Reader(self._path, keep=True)
+        self._stored = self._reader.tensors()
         self._tokens = parse(self._reader.structure())
         self._about = self._reader.metadata()
         check = Validator(self._stored, strangers=True)
@@ -140,7 +148,7 @@ class Checkpoint:
         self._origin = Origin(
             format_version=about["version"], writer=writer, created=about["created"], **about["saved"]
         )
-        files = [file for file, _ in self._shards]
+        files = [shard.file for shard in self._shards]
         self._infos = [self._describe(index, files) for index in range(len(self._stored))]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
         # Mostly nothing is tied, and then there is nothing to look for.
@@ -149,13 +157,13 @@ class Checkpoint:
                 self._index.setdefault(name, index)
 
     def _describe(self, index: int, files: list[str]) -> TensorInfo:
-        name, dtype, shape, shard, _, nbytes, logical = self._stored[index]
+        stored = self._stored[index]
         return TensorInfo(
-            name=name,
-            dtype=plain_name(dtype, None if logical is None else logical[0]),
-            shape=tuple(shape if logical is None else logical[1]),
-            bytes=nbytes,
-            shard=files[shard],
+            name=stored.name,
+            dtype=plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype),
+            shape=(stored.logical or stored).shape,
+            bytes=stored.nbytes,
+            shard=files[stored.shard],
             kind=self._token(index)[0],
         )
 
@@ -176,7 +184,7 @@ class Checkpoint:
     @property
     def shards(self) -> dict[str, int]:
         """The name of each file that holds tensors, and its size in bytes."""
-        return dict(self._shards)
+        return {shard.file: shard.nbytes for shard in self._shards}
 
     @property
     def origin(self) -> Origin:
@@ -236,16 +244,16 @@ class Checkpoint:
             KeyError: there is no such tensor.
             CorruptCheckpointError: its bytes are not what was written.
         """
-        reader = self._open()
+        self._open()
         targets = Targets(self._stored, "auto")
         targets.make([self._token(self._find(name))])
-        reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=None)
+        self._read(targets.requests)
         return targets.values()[0]
 
     def slice(self, name: str, index: Any) -> Any:
         """Read a part of one tensor.
 
-        Bytes outside of the first to the last row that the index takes are not read.
+        Only what the index takes is read, and gaps of up to 256 KiB between its bytes.
 
         Args:
             name: the tensor's name.
@@ -260,28 +268,24 @@ class Checkpoint:
             TypeError: the index is none of these.
             CorruptCheckpointError: bytes are not what was written.
         """
-        reader = self._open()
+        self._open()
         number = self._find(name)
         targets = Targets(self._stored, "auto")
         is_tensor = self._token(number)[0] == "tensor"
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
-        shape = targets.shape(number, dtype.itemsize)
-        reads, rest = plan(shape, dtype.itemsize, index)
-        memory = np.empty(sum(stop - start for start, stop in reads), np.uint8)
-        requests = []
+        box, strides, shape = part(targets.shape(number, dtype.itemsize), dtype.itemsize, index)
+        memory = np.empty(prod(shape) * dtype.itemsize, np.uint8)
         address = _memory.address_of(memory)
-        end = address + memory.nbytes
-        for start, stop in reads:
-            if stop > start:
-                # What is left of the memory, whatever the plan says.
-                requests.append((number, start, stop, address, end - address))
-                address += stop - start
-        reader.read(requests, verify=True, io="auto", threads=None, drain=None, tick=None)
-        part, sizes = rest(memory)
+        self._read([_core.ReadRequest(number, address, memory.nbytes, box, strides)] if memory.size else [])
         if not is_tensor:
-            return np.ndarray(sizes, dtype, part)
+            return np.ndarray(shape, dtype, memory)
         torch = torch_for("a torch tensor")
-        return torch.over(part, dtype, sizes) if part.size else torch.empty(sizes, dtype, 0, 0)
+        return torch.over(memory, dtype, shape) if memory.size else torch.empty(shape, dtype, 0, 0)
+
+    def _read(self, requests: list[_core.ReadRequest]) -> None:
+        began = time.perf_counter()
+        report = self._open().read(requests, verify=True, io="auto", threads=None, drain=None, tick=None)
+        self.report = report_of(LoadReport, self._path, began, report)
 
     def __contains__(self, name: object) -> bool:
         return name in self._index
@@ -310,7 +314,13 @@ class Checkpoint:
 
 
 def open(path: AnyPath) -> Checkpoint:
-    """Open a checkpoint without reading its tensors. A shard is opened when it is first read from.
+    """Open a checkpoint without reading its tensors.
+
+    Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
+    can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
+    until then.) Shards of a larger one are opened when they are read from; a read of one that is gone raises
+    ReplacedCheckpointError, and so may any read of what another machine replaced on NFS or FUSE. A forked child has no
+    open shards: it opens them when it reads from them.
 
     Args:
         path: the checkpoint's directory.

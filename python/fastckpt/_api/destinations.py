@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastckpt._state.builders import Entry, torch_for
+from fastckpt import _core
+from fastckpt._state.builders import torch_for
 from fastckpt._state.collector import paused
 from fastckpt._tensors import device as _device
 from fastckpt._tensors import memory as _memory
@@ -18,8 +19,6 @@ from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastckpt import _core
-
 _LIMIT = 2**63
 
 
@@ -27,18 +26,17 @@ class Targets:
     """What to read, where to, and what becomes of it.
 
     Attributes:
-        requests: for the core: tensor, first byte, end, address, bytes that are there; the address is 0 where a mover
-            takes the bytes.
+        requests: for the core; the address is 0 where a mover takes the bytes.
         movers: by request number.
         mappings: where shards are mapped, if they are: then nothing need be asked for.
     """
 
-    def __init__(self, stored: Sequence[Entry], framework: str, device: Any = None) -> None:
+    def __init__(self, stored: Sequence[_core.StoredTensor], framework: str, device: Any = None) -> None:
         self.stored = stored
         self.framework = framework
         self.device = device
         self.mappings: _core.Mappings | None = None
-        self.requests: list[tuple[int, int, int, int, int]] = []
+        self.requests: list[_core.ReadRequest] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
@@ -68,7 +66,20 @@ class Targets:
         if room:
             if mover is not None:
                 self.movers[len(self.requests)] = mover
-            self.requests.append((index, 0, self.stored[index][5], address, room))
+            self.requests.append(_core.ReadRequest(index, address, room))
+
+    def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any]) -> None:
+        """Likewise for host memory with gaps or in another order, no element of which overlaps another.
+
+        Args:
+            index: the tensor's number.
+            memory: the tensor or array.
+            layout: where its elements lie (:func:`fastckpt._tensors.memory.laid_out`).
+        """
+        self._fits(index, memory.nbytes)
+        if memory.nbytes:
+            low, high = _memory.span(layout)
+            self.requests.append(_core.ReadRequest(index, low, high - low, strides=layout.strides))
 
     def take(self, value: Any) -> None:
         """The next token stands for ``value``, which exists."""
@@ -132,16 +143,17 @@ class Targets:
         return _Pending(lambda: torch.from_array(array))
 
     def _tensor(self, index: int) -> Any:
-        _, dtype, shape, _, offset, nbytes, logical = self.stored[index]
+        stored = self.stored[index]
+        logical = stored.logical
         # The same few dtypes come again and again, and looking one up is not free.
-        kind = (dtype, None if logical is None else logical[0])
+        kind = (stored.dtype, None if logical is None else logical.dtype)
         known = self._dtypes.get(kind)
         if known is None:
             found = self.tensor_dtype(index)
             known = self._dtypes[kind] = (found, found.itemsize, torch_for("a torch tensor").empty)
         found, itemsize, empty = known
-        if logical is not None or not nbytes:
-            shape = self.shape(index, itemsize)
+        nbytes = stored.nbytes
+        shape = stored.shape if logical is None and nbytes else self.shape(index, itemsize)
         if self.device is not None:
             torch = torch_for("a torch tensor")
             tensor = torch.empty_on(self.device, shape, found)
@@ -149,32 +161,34 @@ class Targets:
             return tensor
         if nbytes and self.mappings is not None:
             return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
-        tensor = empty(shape, found, offset, nbytes)
+        tensor = empty(shape, found, stored.offset, nbytes)
         self.ask(index, tensor, tensor.data_ptr())
         return tensor
 
     def _array(self, index: int) -> Any:
-        _, _, _, _, offset, nbytes, _ = self.stored[index]
+        stored = self.stored[index]
         found = self.array_dtype(index)
         shape = self.shape(index, found.itemsize)
-        if nbytes and self.mappings is not None:
+        if stored.nbytes and self.mappings is not None:
             return np.ndarray(shape, found, self._mapped(index, found.alignment))
-        array = _numpy.empty(shape, found, offset, nbytes)
+        array = _numpy.empty(shape, found, stored.offset, stored.nbytes)
         self.ask(index, array, _memory.address_of(array))
         return array
 
     def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
         """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
-        _, _, _, shard, offset, nbytes, _ = self.stored[index]
+        stored = self.stored[index]
         assert self.mappings is not None  # noqa: S101 - asked before
-        memory = _memory.at(self.mappings.address(shard, offset, nbytes), nbytes, self.mappings)
-        return memory.copy() if offset % alignment else memory
+        address = self.mappings.address(stored.shard, stored.offset, stored.nbytes)
+        memory = _memory.at(address, stored.nbytes, self.mappings)
+        return memory.copy() if stored.offset % alignment else memory
 
     def tensor_dtype(self, index: int) -> Any:
         """The torch dtype of a stored tensor."""
-        _, dtype, _, _, _, _, logical = self.stored[index]
+        logical = self.stored[index].logical
         try:
-            found = torch_for("a torch tensor").dtype_of(dtype, None if logical is None else logical[0])
+            name = None if logical is None else logical.dtype
+            found = torch_for("a torch tensor").dtype_of(self.stored[index].dtype, name)
         except ValueError as error:
             raise self._malformed(index, str(error)) from error
         if found is None:
@@ -183,13 +197,13 @@ class Targets:
 
     def array_dtype(self, index: int) -> np.dtype[Any]:
         """The numpy dtype of a stored tensor."""
-        _, dtype, _, _, _, _, logical = self.stored[index]
+        dtype, logical = self.stored[index].dtype, self.stored[index].logical
         found: np.dtype[Any] | None
         try:
-            if logical is not None and logical[0].startswith(NUMPY_PREFIX):
-                found = _numpy.parse_dtype(logical[0])
+            if logical is not None and logical.dtype.startswith(NUMPY_PREFIX):
+                found = _numpy.parse_dtype(logical.dtype)
             elif logical is not None:
-                found = _numpy.dtype_of_torch(logical[0].removeprefix(TORCH_PREFIX))
+                found = _numpy.dtype_of_torch(logical.dtype.removeprefix(TORCH_PREFIX))
             else:
                 found = _numpy.DTYPES.get(dtype) or _numpy.dtype_of_torch(PLAIN_NAMES.get(dtype, ""))
         except (ValueError, TypeError) as error:
@@ -199,7 +213,7 @@ class Targets:
         return found
 
     def _bytes(self, tag: str, index: int) -> Any:
-        nbytes = self.stored[index][5]
+        nbytes = self.stored[index].nbytes
         if nbytes and self.mappings is not None:
             mapped = self._mapped(index, 1)
             # After they were checked.
@@ -218,9 +232,8 @@ class Targets:
 
     def shape(self, index: int, itemsize: int) -> tuple[int, ...]:
         """A tensor's logical shape, which fits its bytes."""
-        _, _, shape, _, _, nbytes, logical = self.stored[index]
-        if logical is not None:
-            shape = logical[1]
+        stored = self.stored[index]
+        shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
         # Neither library can count the elements of what would be this large without its zero.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
@@ -233,17 +246,17 @@ class Targets:
         That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, is what its dtype
         and shape tell; that of one that exists is asked from itself.
         """
-        if self.stored[index][5] != nbytes:
+        if self.stored[index].nbytes != nbytes:
             raise self._malformed(index, "its logical dtype and shape do not fit its bytes")
 
     def _malformed(self, index: int, reason: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"load: tensor {self.stored[index][0]!r}: {reason}")
+        return CorruptCheckpointError(f"load: tensor {self.stored[index].name!r}: {reason}")
 
     def _lacks(self, index: int, lacking: str, other: str) -> UnsupportedTypeError:
-        name, dtype, _, _, _, _, logical = self.stored[index]
-        kind = plain_name(dtype, None if logical is None else logical[0])
+        stored = self.stored[index]
+        kind = plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype)
         return UnsupportedTypeError(
-            f"load: tensor {name!r} is of dtype {kind}, which {lacking} "
+            f"load: tensor {stored.name!r} is of dtype {kind}, which {lacking} "
             f'does not have: load with framework="{other}", or choose other tensors with keys='
         )
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastckpt._state.builders import Entry, torch_for
+from fastckpt._state.builders import torch_for
 from fastckpt._state.flatten import Occurrence, canonical, flatten
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors.dtypes import plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
@@ -18,6 +17,7 @@ from fastckpt.exceptions import StructureMismatchError
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from fastckpt._core import StoredTensor
     from fastckpt._state.key_paths import Place
     from fastckpt._state.select import Found
 
@@ -51,7 +51,7 @@ class Into:
         self.filled: list[Any] = []
 
     def match(
-        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[Entry], targets: Targets
+        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[StoredTensor], targets: Targets
     ) -> list[Any]:
         """Match every tensor of the checkpoint, or those at the positions ``kept``, and ask for their bytes.
 
@@ -101,43 +101,34 @@ class Into:
         self._ask(fill, targets)
         return composed
 
-    def _tensor(self, item: Found, given: Occurrence, stored: Sequence[Entry], ties: dict[Any, int]) -> str | None:
+    def _tensor(
+        self, item: Found, given: Occurrence, stored: Sequence[StoredTensor], ties: dict[Any, int]
+    ) -> str | None:
         """Why a tensor does not fit, or None."""
         if given.stored is None:
             return "a dense tensor in the checkpoint, a sparse or quantised one in into"
         index = item.token[1]
-        _, dtype, shape, _, _, _, logical = stored[index]
+        theirs, logical = stored[index], stored[index].logical
         wants_torch = item.token[0] == "tensor" if self.framework == "auto" else self.framework == "torch"
         if wants_torch != _is_torch(given):
             kinds = ("a numpy array", "a torch tensor")
             return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into"
         reasons = []
         mine = given.stored
-        for what, theirs, ours in (
-            (
-                "dtype",
-                plain_name(dtype, logical and logical[0]),
-                plain_name(mine.dtype, mine.logical and mine.logical[0]),
-            ),
-            ("shape", list(logical[1] if logical else shape), list(mine.logical[1] if mine.logical else mine.shape)),
+        name = plain_name(theirs.dtype, logical and logical.dtype)
+        for what, there, here in (
+            ("dtype", name, plain_name(mine.dtype, mine.logical and mine.logical[0])),
+            ("shape", list((logical or theirs).shape), list(mine.logical[1] if mine.logical else mine.shape)),
         ):
-            if theirs != ours:
-                reasons.append(f"{what} {theirs} in the checkpoint, {ours} in into")
+            if there != here:
+                reasons.append(f"{what} {there} in the checkpoint, {here} in into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
-        if self._overlaps(given):
-            reasons.append("elements of the tensor in into share memory (it is expanded)")
+        if not _memory.is_nested(self._layout(given.value)[1]):
+            reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
         if ties.setdefault(mine.tie, index) != index:
-            reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]][0]!r} in the checkpoint")
+            reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]].name!r} in the checkpoint")
         return "; ".join(reasons) or None
-
-    @staticmethod
-    def _overlaps(given: Occurrence) -> bool:
-        value = given.value
-        if 0 in value.shape:  # numpy gives it strides of zero
-            return False
-        strides = value.stride() if _is_torch(given) else value.strides
-        return any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True))
 
     def _clashes(self, fill: Sequence[tuple[Found, Occurrence | None]]) -> None:
         """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
@@ -212,16 +203,13 @@ class Into:
             if (index, mine.tie) in asked:
                 continue
             asked.add((index, mine.tie))
-            targets.ask(index, given.value, mine.address, None if mine.address else self._mover(given))
+            mover = torch_for("a torch tensor").mover_in(given.value) if _is_torch(given) and not mine.address else None
+            if mine.address or mover is not None:
+                targets.ask(index, given.value, mine.address, mover)
+            else:
+                targets.ask_strided(index, given.value, self._layout(given.value)[1])
             if _is_torch(given):
                 self.filled.append(given.value)
-
-    @staticmethod
-    def _mover(given: Occurrence) -> _memory.Mover:
-        if _is_torch(given):
-            mover: _memory.Mover = torch_for("a torch tensor").mover_in(given.value)
-            return mover
-        return _numpy.mover_in(given.value)
 
     def changed(self) -> None:
         """After the last byte: tell autograd."""

@@ -6,11 +6,11 @@ import fnmatch
 import re
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt import _core
 from fastckpt._paths import path_of
-from fastckpt._state.builders import Entry, StateBuilder, Validator, torch_for
+from fastckpt._state.builders import StateBuilder, Validator, torch_for
 from fastckpt._state.collector import paused
 from fastckpt._state.select import find, named, prune
 from fastckpt._state.unflatten import parse, unflatten
@@ -21,7 +21,7 @@ from .into import Into
 from .options import check_engine, check_framework
 from .outcome import conclude, until_settled
 from .progress import ticker
-from .reports import LoadReport
+from .reports import Loaded, LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,36 @@ if TYPE_CHECKING:
 _KNOWN, _LONG = 5000, 500
 
 
+@overload
+def load(
+    path: AnyPath,
+    *,
+    into: Any = ...,
+    keys: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[False] = ...,
+) -> Any: ...
+@overload
+def load(
+    path: AnyPath,
+    *,
+    into: Any = ...,
+    keys: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    mmap: bool = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[True],
+) -> Loaded: ...
 def load(
     path: AnyPath,
     *,
@@ -46,6 +76,7 @@ def load(
     io: Engine = "auto",
     threads: int | None = None,
     progress: bool = False,
+    report: bool = False,
 ) -> Any:
     """Read the state that was saved to ``path``.
 
@@ -81,9 +112,11 @@ def load(
             With ``mmap`` there is only the page cache, whatever the variable says.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
+        report: return a report, too.
 
     Returns:
-        The state. New tensors are on the CPU, or on ``device``.
+        The state, or with ``report=True`` a :class:`Loaded` of the state and a :class:`LoadReport`. New tensors are on
+        the CPU, or on ``device``.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message tells where.
@@ -110,7 +143,7 @@ def load(
             raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
         if io not in {"auto", "buffered"}:
             raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
-    return until_settled(
+    loaded = until_settled(
         lambda: _load(
             source,
             into,
@@ -124,6 +157,7 @@ def load(
             progress=progress,
         )
     )
+    return loaded if report else loaded.state
 
 
 def _load(
@@ -138,11 +172,11 @@ def _load(
     io: str,
     threads: int | None,
     progress: bool,
-) -> Any:
+) -> Loaded:
     began = time.perf_counter()
     reader = _core.Reader(source)
     with paused():
-        stored: list[Entry] = reader.tensors()
+        stored = reader.tensors()
     tokens = parse(reader.structure())
     # With keys= types are asked for only where something was chosen: the rest may be another program's.
     check = Validator(stored, strangers=keys is not None)
@@ -150,7 +184,7 @@ def _load(
     targets = Targets(stored, framework, device)
     every, origin = tokens, None
     if keys is not None:
-        tokens, origin = prune(tokens, select(named(tokens, [name for name, *_ in stored]), keys))
+        tokens, origin = prune(tokens, select(named(tokens, [tensor.name for tensor in stored]), keys))
         check = Validator(stored)
         unflatten(tokens, check)
     composed = None
@@ -186,8 +220,7 @@ def _load(
     if given is not None:
         given.changed()
     state = unflatten(tokens, StateBuilder(framework, targets.values(), composed))
-    conclude(LoadReport, source, began, report)
-    return state
+    return Loaded(state, conclude(LoadReport, source, began, report))
 
 
 def select(names: Iterable[tuple[int, str]], keys: Any) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fastckpt._text import count, size, visible
 
@@ -111,10 +111,22 @@ class SaveReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """What one load did; see :class:`Report`. It is logged; :func:`fastckpt.load` returns the state."""
+    """What one load did; see :class:`Report`."""
 
     def __str__(self) -> str:
         return self._line("loaded")
+
+
+class Loaded(NamedTuple):
+    """What :func:`fastckpt.load` returns with ``report=True``.
+
+    Attributes:
+        state: the state.
+        report: what the load did.
+    """
+
+    state: Any
+    report: LoadReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,5 +44,6 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     check_engine("verify", io, threads)
     with ticker("verify", target, shown=progress) as tick:
         found = until_settled(lambda: _core.Reader(target).verify(io=io, threads=threads, tick=tick))
-    damage = tuple(Damage(**item) for item in found["damage"])
+    fields = tuple(Damage.__dataclass_fields__)
+    damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
     return conclude(VerifyReport, target, began, found, damage=damage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._tensors.described import integers, text
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
-#: As the core's reader gives it: name, dtype, shape, shard, offset, bytes, logical dtype and shape.
-Entry: TypeAlias = "tuple[str, str, tuple[int, ...], int, int, int, tuple[str, tuple[int, ...]] | None]"
+    from fastckpt._core import StoredTensor
 
 _FLAGS = frozenset({"", "g", "p", "pg"})
 _NAME = r"[a-z][a-z0-9_]{0,60}"
@@ -73,7 +72,7 @@ class _Later(dt.tzinfo):
 class Validator:
     """Checks tokens against the stored tensors and the registry, and notes the tensors; makes nothing."""
 
-    def __init__(self, stored: Sequence[Entry], *, strangers: bool = False) -> None:
+    def __init__(self, stored: Sequence[StoredTensor], *, strangers: bool = False) -> None:
         self.stored = stored
         #: Whether types that nobody registered are all right.
         self.strangers = strangers
@@ -83,18 +82,19 @@ class Validator:
         tag, index, *more = token
         if type(index) is not int or not 0 <= index < len(self.stored):
             raise ValueError(f"there is no tensor {index!r}"[:80])
-        _, dtype, shape, _, _, _, logical = self.stored[index]
+        stored = self.stored[index]
+        logical = stored.logical
         if tag == "tensor":
             if more and (len(more) > 1 or more[0] not in _FLAGS):
                 raise ValueError("flags of a tensor")
-            if logical is not None and not logical[0].startswith("torch."):
+            if logical is not None and not logical.dtype.startswith("torch."):
                 raise ValueError("a torch tensor of a dtype that is not torch's")
         elif tag == "array":
             if more:
                 raise ValueError("flags of an array")
-            if logical is not None and not logical[0].startswith("numpy."):
+            if logical is not None and not logical.dtype.startswith("numpy."):
                 raise ValueError("a numpy array of a dtype that is not numpy's")
-        elif more != ["tensor"] or dtype != "U8" or len(shape) != 1 or logical is not None:
+        elif more != ["tensor"] or stored.dtype != "U8" or len(stored.shape) != 1 or logical is not None:
             raise ValueError("bytes that are no vector of bytes")
         self.found.append(token)
         return Tensor(tag)

@@ -75,6 +75,17 @@ def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     ) + array.itemsize
 
 
+def is_nested(array: np.ndarray[Any, Any]) -> bool:
+    """Whether each dimension of an array steps over all that lies along shorter steps: then no two elements overlap."""
+    reach = array.itemsize if array.size else 0  # numpy gives an empty one strides of zero
+    for step, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if length > 1:
+            if step < reach:
+                return False
+            reach += step * (length - 1)
+    return True
+
+
 def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Whether two arrays share a byte; where that is too hard to tell, yes if their spans do."""
     try:

@@ -109,20 +109,6 @@ def mover_out(array: Array) -> Mover:
     return partial(_memory.copy_out, array.shape, array.dtype.itemsize, copy)
 
 
-def mover_in(array: Array) -> Mover:
-    """Copies ranges into ``array``, whatever its strides."""
-
-    def copy(index: Index, contiguous: Bytes) -> None:
-        part = array[(*index, ...)]
-        part[...] = np.ndarray(part.shape, array.dtype, contiguous)
-
-    def back(index: Index, contiguous: Bytes) -> None:
-        part = array[(*index, ...)]
-        np.ndarray(part.shape, array.dtype, contiguous)[...] = part
-
-    return partial(_memory.copy_in, array.shape, array.dtype.itemsize, copy, back)
-
-
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int) -> Array:
     """A new array for ``nbytes`` that lie at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:

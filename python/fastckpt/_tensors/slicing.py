@@ -1,26 +1,35 @@
-"""Basic indexing of what is still on disk: which bytes to read, and what to make of them."""
+"""Basic indexing of what is still on disk: the box that an index takes, and how it is to lie in memory."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .memory import Bytes
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-#: Rows below this are read with what lies between them: one read is cheaper than many.
-_ROW = 64 << 10
-
-Range: TypeAlias = "tuple[int, int]"
-#: From the bytes read to the bytes of the part, contiguous, and its shape.
-Rest: TypeAlias = Callable[[Bytes], "tuple[Bytes, tuple[int, ...]]"]
+#: For each dimension the first index, one past the last, and the step, which is positive.
+Box: TypeAlias = "list[tuple[int, int, int]]"
 
 
-def plan(shape: Sequence[int], itemsize: int, index: Any) -> tuple[list[Range], Rest]:
-    """Plan the reading of ``array[index]`` where only bytes can be had.
+class Part(NamedTuple):
+    """What an index takes of an array.
+
+    Attributes:
+        box: where it lies in the array.
+        strides: for each of the array's dimensions, how many bytes apart neighbours are to lie in the part.
+        shape: the part's sizes.
+    """
+
+    box: Box
+    strides: list[int]
+    shape: tuple[int, ...]
+
+
+def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
+    """Find what ``array[index]`` takes.
 
     Args:
         shape: the array's sizes.
@@ -28,52 +37,24 @@ def plan(shape: Sequence[int], itemsize: int, index: Any) -> tuple[list[Range], 
         index: an int, a slice, an Ellipsis, or a tuple of them.
 
     Returns:
-        The byte ranges of the array to read, and what makes the part of their bytes, joined.
+        The part, contiguous. A slice that goes backwards is a box read forwards into memory that goes backwards.
 
     Raises:
         IndexError: the index does not fit the shape.
         TypeError: the index is not a basic one.
     """
     steps = _normal(shape, index)
-    # Leading integers only move the beginning.
-    skip = 0
-    depth = 0
-    while depth < len(steps) and isinstance(steps[depth], int):
-        skip = skip * shape[depth] + steps[depth]
-        depth += 1
-    out_shape = tuple(len(step) for step in steps if isinstance(step, range))
-    if not all(out_shape) or not prod(shape):
-        return [], lambda _: (np.empty(0, np.uint8), out_shape)
-    if depth == len(steps):
-        return [(skip * itemsize, (skip + 1) * itemsize)], lambda memory: (memory, ())
-    rows = steps[depth]
-    inner = tuple(shape[depth + 1 :])
-    row = prod(inner) * itemsize
-    base = skip * shape[depth] * row
-    low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1])
-    if abs(rows.step) > 1 and row >= _ROW:
-        reads = [(base + at * row, base + (at + 1) * row) for at in rows]
-        taken: Any = slice(None)
-        height = len(rows)
-    else:
-        reads = [(base + low * row, base + (high + 1) * row)]
-        taken = _as_slice(range(rows[0] - low, rows[-1] - low + (1 if rows.step > 0 else -1), rows.step))
-        height = high + 1 - low
-    after = tuple(step if isinstance(step, int) else _as_slice(step) for step in steps[depth + 1 :])
-
-    def rest(memory: Bytes) -> tuple[Bytes, tuple[int, ...]]:
-        # Opaque elements: the bytes are moved, whatever they mean.
-        array = memory.view(f"V{itemsize}").reshape(height, *inner)
-        part = np.ascontiguousarray(array[(taken, *after)])
-        return part.reshape(-1).view(np.uint8), out_shape
-
-    return reads, rest
-
-
-def _as_slice(steps: range) -> slice:
-    """The slice that takes just these."""
-    stop: int | None = steps.stop
-    return slice(steps.start, stop if stop is not None and stop >= 0 else None, steps.step)
+    box: Box = []
+    strides: list[int] = []
+    stride = itemsize
+    for step in reversed(steps):
+        taken = range(step, step + 1) if isinstance(step, int) else step
+        forwards = taken if taken.step > 0 else taken[::-1]
+        box.append((forwards.start, forwards[-1] + 1, forwards.step) if forwards else (0, 0, 1))
+        strides.append(stride if taken.step > 0 else -stride)
+        stride *= len(taken)
+    sizes = tuple(len(step) for step in steps if isinstance(step, range))
+    return Part(box[::-1], strides[::-1], sizes)
 
 
 def _normal(shape: Sequence[int], index: Any) -> list[Any]:

@@ -289,17 +289,18 @@ def mover_out(value: Tensor) -> Mover:
     return partial(_memory.copy_out, tuple(raw.shape), raw.element_size(), copy)
 
 
-def mover_in(value: Tensor) -> Mover:
-    """Copies ranges into a strided tensor, whatever its device and strides."""
+def mover_in(value: Tensor) -> Mover | None:
+    """Copies ranges into a strided tensor on a device or with flipped signs; None where address and strides suffice."""
     raw, flip = _bare(value)
     inference = value.is_inference()
     if not value.is_cpu:
         return _device.Upload(torch, raw, flip, inference=inference)
+    if flip is None:
+        return None
 
     def copy(index: Index, contiguous: Bytes) -> None:
-        if flip is not None:
-            contiguous = contiguous.copy()
-            flip(contiguous)
+        contiguous = contiguous.copy()
+        flip(contiguous)
         part = _sub(raw, index)
         with torch.inference_mode(inference):
             part.copy_(_over(contiguous, part))
@@ -307,8 +308,7 @@ def mover_in(value: Tensor) -> Mover:
     def back(index: Index, contiguous: Bytes) -> None:
         part = _sub(raw, index)
         _over(contiguous, part).copy_(part)
-        if flip is not None:
-            flip(contiguous)
+        flip(contiguous)
 
     return partial(_memory.copy_in, tuple(raw.shape), raw.element_size(), copy, back)
 

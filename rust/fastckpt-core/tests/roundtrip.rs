@@ -64,14 +64,14 @@ fn load_all(path: &Path, options: &Options) -> Result<Vec<Vec<u8>>> {
     let sizes: Vec<u64> = checkpoint.body().tensors.iter().map(TensorEntry::bytes).collect();
     let all: Vec<_> =
         sizes.iter().map(|&size| Arc::new(std::sync::Mutex::new(vec![0; size as usize]))).collect();
-    let requests = sizes.iter().enumerate().map(|(tensor, &end)| {
+    let requests = (0..sizes.len()).map(|tensor| {
         let to = Arc::clone(&all[tensor]);
         let drain = move |start: u64, from: &[u8]| {
             let mut to = to.lock().map_err(|error| error.to_string())?;
             to[start as usize..start as usize + from.len()].copy_from_slice(from);
             Ok(())
         };
-        Read { tensor, start: 0, end, destination: Destination::Push(Arc::new(drain)) }
+        Read { tensor, rows: None, destination: Destination::Push(Arc::new(drain)) }
     });
     checkpoint.read(requests.collect(), true, options, &mut |_, _| true)?;
     Ok(all.into_iter().map(|bytes| bytes.lock().expect("no panic").clone()).collect())

@@ -1,11 +1,13 @@
 //! The border where addresses that Python vouches for become memory of the core, and callbacks into Python become its seams.
 #![allow(unsafe_code)]
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill};
 use fastckpt_core::sys::memory::{Region, Source};
-use pyo3::exceptions::{PyIndexError, PyValueError};
+use fastckpt_core::sys::strided::{Rows, Strided};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::Raised;
@@ -32,35 +34,45 @@ pub(crate) fn content(
     Ok(Content::Pull(fill))
 }
 
-/// Where the bytes `start..end` of a tensor are to be put for request `index`: `address`, where Python knows of `capacity` bytes,
-/// or `drain` if it is 0, which takes the tensor's first `capacity` bytes and no others.
+/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: from `address` on, where Python knows of `capacity`
+/// bytes, or into `drain` if it is 0, which takes `capacity` bytes. With `rows`, `address` is that of the lowest byte.
 pub(crate) fn destination(
     index: usize,
-    (start, end): (u64, u64),
+    (nbytes, rows): (u64, Option<&Arc<Rows>>),
     (address, capacity): (usize, u64),
     drain: Option<&Arc<Py<PyAny>>>,
     raised: &Arc<Raised>,
 ) -> PyResult<Destination> {
-    let nbytes = end
-        .checked_sub(start)
-        .ok_or_else(|| PyIndexError::new_err("a read request ends before it starts"))?;
-    let taken = if address == 0 && nbytes > 0 { end } else { nbytes };
-    if taken > capacity {
+    let reach = rows.filter(|_| address != 0).map_or(0..i128::from(nbytes), |rows| rows.reach());
+    let taken = reach.end - reach.start;
+    if taken > i128::from(capacity) {
         return Err(misfit("read", index, taken, capacity));
     }
-    if address != 0 || nbytes == 0 {
+    if address == 0 && nbytes > 0 {
+        let callback = Callback::new(index, drain, raised)?;
+        let drain: Drain =
+            Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
+        return Ok(Destination::Push(drain));
+    }
+    let Some(rows) = rows else {
         // SAFETY: the Python side passes the address of contiguous writable host memory and how many bytes that really has,
         // which it takes from the tensor or array and never from a file; the region is no longer than that. Python keeps the
         // memory alive and does not touch it until the call returns, and gives no byte to two requests; no `Region` outlives the
         // call.
         return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
+    };
+    if !rows.is_nested() {
+        return Err(PyValueError::new_err(format!(
+            "read: request {index} has strides along which rows would overlap or interleave: nothing was moved"
+        )));
     }
-    let callback = Callback::new(index, drain, raised)?;
-    let drain: Drain = Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
-    Ok(Destination::Push(drain))
+    let base = (address as *mut u8).wrapping_add(reach.start.unsigned_abs() as usize);
+    // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest, which was compared with the
+    // capacity; and no byte belongs to two rows, which was just looked at.
+    Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 
-fn misfit(operation: &str, index: usize, nbytes: u64, capacity: u64) -> PyErr {
+fn misfit(operation: &str, index: usize, nbytes: impl Display, capacity: u64) -> PyErr {
     PyValueError::new_err(format!(
         "{operation}: request {index} is for {nbytes} bytes, and its memory has {capacity}: nothing was moved"
     ))

@@ -3,19 +3,116 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use fastckpt_core::Damage;
+use fastckpt_core::format::manifest::{ShardEntry, TensorEntry};
+use fastckpt_core::read::boxes::{self, Along};
 use fastckpt_core::read::{Checkpoint, Maps, Request};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyInt, PyString, PyTuple};
 
 use crate::buffers;
 use crate::error::{Raised, to_python};
-use crate::report::{damage_to_list, options, tick, to_dict};
+use crate::report::{options, tick, to_dict};
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Reader {
     checkpoint: Checkpoint,
+}
+
+/// See `_core.pyi`. Its attributes are Python's already: a load of many small tensors looks at each of them several times.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
+struct StoredTensor {
+    name: Py<PyString>,
+    dtype: Py<PyString>,
+    shape: Py<PyTuple>,
+    shard: Py<PyInt>,
+    offset: Py<PyInt>,
+    nbytes: Py<PyInt>,
+    logical: Py<PyAny>,
+}
+
+#[pymethods]
+impl StoredTensor {
+    #[new]
+    #[pyo3(signature = (name, dtype, shape, shard, offset, nbytes, logical=None))]
+    #[expect(clippy::too_many_arguments, reason = "its attributes, one by one")]
+    fn new(
+        py: Python<'_>,
+        name: Py<PyString>,
+        dtype: Py<PyString>,
+        shape: Py<PyTuple>,
+        shard: Py<PyInt>,
+        offset: Py<PyInt>,
+        nbytes: Py<PyInt>,
+        logical: Option<Py<LogicalType>>,
+    ) -> Self {
+        let logical = logical.map_or_else(|| py.None(), Py::into_any);
+        Self { name, dtype, shape, shard, offset, nbytes, logical }
+    }
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
+struct LogicalType {
+    dtype: Py<PyString>,
+    shape: Py<PyTuple>,
+}
+
+#[pymethods]
+impl LogicalType {
+    #[new]
+    fn new(dtype: Py<PyString>, shape: Py<PyTuple>) -> Self {
+        Self { dtype, shape }
+    }
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
+struct StoredShard {
+    file: String,
+    nbytes: u64,
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
+struct DamagedRange {
+    file: String,
+    offset: u64,
+    length: u64,
+    tensor: Option<String>,
+    reason: String,
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct ReadRequest {
+    #[pyo3(get)]
+    tensor: usize,
+    #[pyo3(get)]
+    address: usize,
+    #[pyo3(get)]
+    capacity: u64,
+    r#box: Option<Vec<Along>>,
+    strides: Option<Vec<i64>>,
+}
+
+#[pymethods]
+impl ReadRequest {
+    #[new]
+    #[pyo3(signature = (tensor, address, capacity, r#box=None, strides=None))]
+    fn new(
+        tensor: usize,
+        address: usize,
+        capacity: u64,
+        r#box: Option<Vec<(u64, u64, u64)>>,
+        strides: Option<Vec<i64>>,
+    ) -> Self {
+        let along = |(start, stop, step)| Along { start, stop, step };
+        let r#box = r#box.map(|all| all.into_iter().map(along).collect());
+        Self { tensor, address, capacity, r#box, strides }
+    }
 }
 
 /// See `_core.pyi`.
@@ -39,27 +136,36 @@ impl Mappings {
 #[pymethods]
 impl Reader {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let checkpoint = py.detach(|| Checkpoint::open(&path));
+    #[pyo3(signature = (path, *, keep=false))]
+    fn new(py: Python<'_>, path: PathBuf, keep: bool) -> PyResult<Self> {
+        let checkpoint =
+            py.detach(|| if keep { Checkpoint::open_and_keep(&path) } else { Checkpoint::open(&path) });
         Ok(Self { checkpoint: checkpoint.map_err(|error| to_python(&error, &Raised::default()))? })
     }
 
-    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let list = PyList::empty(py);
-        for tensor in &self.checkpoint.body().tensors {
-            let shape = PyTuple::new(py, &tensor.shape)?;
-            let logical = match &tensor.logical {
-                Some(t) => Some((t.dtype.as_str(), PyTuple::new(py, &t.shape)?)),
-                None => None,
+    fn tensors(&self, py: Python<'_>) -> PyResult<Vec<Py<StoredTensor>>> {
+        let one = |tensor: &TensorEntry| {
+            let logical = tensor.logical.as_ref().map(|logical| {
+                let shape = PyTuple::new(py, &logical.shape)?.unbind();
+                Py::new(py, LogicalType { dtype: PyString::new(py, &logical.dtype).unbind(), shape })
+            });
+            let stored = StoredTensor {
+                name: PyString::new(py, &tensor.name).unbind(),
+                dtype: PyString::new(py, &tensor.dtype.to_string()).unbind(),
+                shape: PyTuple::new(py, &tensor.shape)?.unbind(),
+                shard: number(py, tensor.shard as u64),
+                offset: number(py, tensor.offset),
+                nbytes: number(py, tensor.bytes()),
+                logical: logical.transpose()?.map_or_else(|| py.None(), Py::into_any),
             };
-            let dtype = tensor.dtype.to_string();
-            list.append((&tensor.name, dtype, shape, tensor.shard, tensor.offset, tensor.bytes(), logical))?;
-        }
-        Ok(list)
+            Py::new(py, stored)
+        };
+        self.checkpoint.body().tensors.iter().map(one).collect()
     }
 
-    fn shards(&self) -> Vec<(String, u64)> {
-        self.checkpoint.body().shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect()
+    fn shards(&self) -> Vec<StoredShard> {
+        let one = |shard: &ShardEntry| StoredShard { file: shard.file.clone(), nbytes: shard.bytes };
+        self.checkpoint.body().shards.iter().map(one).collect()
     }
 
     fn structure(&self) -> &str {
@@ -95,7 +201,7 @@ impl Reader {
     fn read<'py>(
         &self,
         py: Python<'py>,
-        requests: Vec<(usize, u64, u64, usize, u64)>,
+        requests: Vec<Py<ReadRequest>>,
         verify: bool,
         io: &str,
         threads: Option<usize>,
@@ -106,10 +212,21 @@ impl Reader {
         let raised = Arc::new(Raised::default());
         let drain = drain.map(Arc::new);
         let mut wanted = Vec::with_capacity(requests.len());
-        for (index, (tensor, start, end, address, capacity)) in requests.into_iter().enumerate() {
-            let (range, memory) = ((start, end), (address, capacity));
-            let destination = buffers::destination(index, range, memory, drain.as_ref(), &raised)?;
-            wanted.push(Request { tensor, start, end, destination });
+        for (index, request) in requests.iter().map(Py::get).enumerate() {
+            let (tensor, memory) = (request.tensor, (request.address, request.capacity));
+            let entry = self.checkpoint.body().tensors.get(tensor);
+            let entry =
+                entry.ok_or_else(|| PyIndexError::new_err(format!("read: there is no tensor {tensor}")))?;
+            let mut asked = (entry.bytes(), None);
+            if request.r#box.is_some() || request.strides.is_some() {
+                let rows = boxes::rows(entry, request.r#box.as_deref(), request.strides.as_deref());
+                let Some(rows) = rows.map_err(|error| to_python(&error, &raised))? else { continue };
+                asked = (rows.bytes(), Some(Arc::new(rows)));
+            }
+            let (nbytes, rows) = asked;
+            let destination =
+                buffers::destination(index, (nbytes, rows.as_ref()), memory, drain.as_ref(), &raised)?;
+            wanted.push(Request { tensor, rows, destination });
         }
         let report = py.detach(|| {
             self.checkpoint.read(wanted, verify, &options, &mut self::tick(tick.as_ref(), &raised))
@@ -153,12 +270,29 @@ impl Reader {
         let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;
         let dict = to_dict(py, &report)?;
-        dict.set_item("damage", damage_to_list(py, &damage)?)?;
+        let damage = damage.into_iter().map(|Damage { file, offset, len, tensor, reason }| DamagedRange {
+            file,
+            offset,
+            length: len,
+            tensor,
+            reason,
+        });
+        dict.set_item("damage", damage.collect::<Vec<_>>())?;
         Ok(dict)
     }
 }
 
+fn number(py: Python<'_>, value: u64) -> Py<PyInt> {
+    let Ok(number) = value.into_pyobject(py);
+    number.unbind()
+}
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<DamagedRange>()?;
+    module.add_class::<LogicalType>()?;
     module.add_class::<Mappings>()?;
+    module.add_class::<ReadRequest>()?;
+    module.add_class::<StoredShard>()?;
+    module.add_class::<StoredTensor>()?;
     module.add_class::<Reader>()
 }

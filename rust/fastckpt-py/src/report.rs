@@ -1,9 +1,9 @@
 //! Reports as dictionaries, and the tick callback that all operations share.
 
 use fastckpt_core::engine::path::IoPath;
-use fastckpt_core::{Damage, Environment, Io, Options, Report};
+use fastckpt_core::{Environment, Io, Options, Report};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::Raised;
 
@@ -62,19 +62,4 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'
     dict.set_item("shards", report.shards)?;
     dict.set_item("tensors", report.tensors)?;
     Ok(dict)
-}
-
-/// Damage as a list of dictionaries.
-pub(crate) fn damage_to_list<'py>(py: Python<'py>, damage: &[Damage]) -> PyResult<Bound<'py, PyList>> {
-    let list = PyList::empty(py);
-    for range in damage {
-        let dict = PyDict::new(py);
-        dict.set_item("file", &range.file)?;
-        dict.set_item("offset", range.offset)?;
-        dict.set_item("length", range.len)?;
-        dict.set_item("tensor", range.tensor.as_deref())?;
-        dict.set_item("reason", &range.reason)?;
-        list.append(dict)?;
-    }
-    Ok(list)
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
+use crate::sys::strided::Strided;
 
 /// Copies bytes of a tensor, from `start` on, into a staging slab. Called from worker threads.
 pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;
@@ -23,6 +24,8 @@ pub enum Content {
 pub enum Destination {
     /// Contiguous host memory.
     Memory(Region),
+    /// Host memory with strides.
+    Strided(Strided),
     /// Elsewhere: handed over piece by piece.
     Push(Drain),
     /// Nowhere: they are looked at where the file is mapped.
@@ -44,6 +47,7 @@ impl std::fmt::Debug for Destination {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Memory(_) => "Memory",
+            Self::Strided(_) => "Strided",
             Self::Push(_) => "Push",
             Self::Mapped(_) => "Mapped",
             Self::Nowhere => "Nowhere",

@@ -2,11 +2,11 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use super::{Checkpoint, Request};
-use crate::engine::content::{Destination, Drain};
+use super::Checkpoint;
+use super::plan::{self, Piece, PieceDestination, Plan, Request};
+use crate::engine::content::Drain;
 use crate::engine::io::files::OpenFiles;
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::{Job, Staging};
@@ -17,11 +17,10 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, PAGE, STRAIGHT};
 use crate::format::manifest::ShardEntry;
-use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
-use crate::sys::map::FileMap;
 use crate::sys::memory::Region;
 use crate::sys::pagemap::{self, PageMap};
+use crate::sys::strided::Rows;
 use crate::telemetry::Lane;
 
 /// What happens to damage.
@@ -30,44 +29,6 @@ pub(super) enum Outcome {
     Raise,
     /// All is noted.
     Collect(Mutex<Vec<Damage>>),
-}
-
-/// A part of a request that lies in one block.
-struct Piece {
-    tensor: usize,
-    /// First byte, counted in the file.
-    offset: u64,
-    /// First byte, counted in the tensor.
-    start: u64,
-    len: usize,
-    /// What the checksum must be, where the piece is a whole extent and is to be verified.
-    crc: Option<u64>,
-    destination: PieceDestination,
-}
-
-enum PieceDestination {
-    Memory(Region),
-    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those after it
-    /// from a slab.
-    Edges {
-        before: Region,
-        part: usize,
-        after: Region,
-    },
-    Push(Drain),
-    Mapped(Arc<FileMap>),
-    Nowhere,
-}
-
-/// Wanted ranges that lie closer than this are read as one, in bytes: an operation more costs about as much.
-const MERGE: u64 = 256 << 10;
-
-/// One read: what is wanted of one block, and the pieces it consists of, until a worker takes them.
-struct ReadBlock {
-    shard: usize,
-    start: u64,
-    end: u64,
-    pieces: Mutex<Vec<Piece>>,
 }
 
 /// Reads blocks and hands their pieces to where they go.
@@ -79,90 +40,21 @@ pub(super) struct ReadJob<'a> {
     pages: OnceLock<Option<PageMap>>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
-    blocks: Vec<ReadBlock>,
+    pub(super) plan: Plan,
     pub(super) shards: Vec<usize>,
-    pub(super) tensors: usize,
-    pub(super) bytes: u64,
 }
 
 impl<'a> ReadJob<'a> {
     pub(super) fn new(
         checkpoint: &'a Checkpoint,
-        mut requests: Vec<Request>,
+        requests: Vec<Request>,
         verify: bool,
         (direct, options): (bool, &Options),
         outcome: Outcome,
     ) -> Result<Self> {
-        let body = &checkpoint.body;
-        let size = body.block_size;
-        for request in &requests {
-            let tensor = body.tensors.get(request.tensor);
-            let fits = tensor.is_some_and(|t| request.start <= request.end && request.end <= t.bytes());
-            let room = match &request.destination {
-                Destination::Memory(region) => region.len() as u64 == request.end - request.start,
-                Destination::Mapped(map) => {
-                    tensor.is_some_and(|t| t.offset + request.end <= map.len() as u64)
-                }
-                Destination::Push(_) | Destination::Nowhere => true,
-            };
-            if !fits || !room {
-                return Err(Error::Invalid(
-                    "a read request does not fit its tensor or its memory".to_owned(),
-                ));
-            }
-        }
-        requests.sort_by_key(|r| (body.tensors[r.tensor].shard, body.tensors[r.tensor].offset, r.start));
-        let (mut bytes, mut tensors) = (0, 0);
-        let mut blocks: Vec<ReadBlock> = Vec::new();
-        let mut last = None;
-        for Request { tensor, start, end, mut destination } in requests {
-            tensors += usize::from(last.replace(tensor) != Some(tensor));
-            let entry = &body.tensors[tensor];
-            bytes += end - start;
-            let mut at = start;
-            while at < end {
-                let offset = entry.offset + at;
-                let block = geometry::down(offset, size);
-                let stop = end.min(at + (block + size - offset));
-                let whole = at == 0 || offset == block;
-                let whole = whole && (stop == entry.bytes() || entry.offset + stop == block + size);
-                let len = (stop - at) as usize;
-                let piece = Piece {
-                    tensor,
-                    offset,
-                    start: at,
-                    len,
-                    crc: (verify && whole)
-                        .then(|| entry.extent_crc(block / size - entry.offset / size))
-                        .flatten(),
-                    destination: match &mut destination {
-                        Destination::Memory(region) => PieceDestination::Memory(region.split_off_front(len)),
-                        Destination::Push(drain) => PieceDestination::Push(Drain::clone(drain)),
-                        Destination::Mapped(map) => PieceDestination::Mapped(Arc::clone(map)),
-                        Destination::Nowhere => PieceDestination::Nowhere,
-                    },
-                };
-                match blocks.last_mut() {
-                    Some(b)
-                        if b.shard == entry.shard
-                            && geometry::down(b.start, size) == block
-                            && offset <= b.end + MERGE =>
-                    {
-                        b.end = b.end.max(offset + len as u64);
-                        b.pieces.get_mut().unwrap_or_else(PoisonError::into_inner).push(piece);
-                    }
-                    _ => blocks.push(ReadBlock {
-                        shard: entry.shard,
-                        start: offset,
-                        end: offset + len as u64,
-                        pieces: Mutex::new(vec![piece]),
-                    }),
-                }
-                at = stop;
-            }
-        }
-        let mut counts = vec![0; body.shards.len()];
-        for block in &blocks {
+        let plan = plan::plan(&checkpoint.body, requests, verify)?;
+        let mut counts = vec![0; checkpoint.body.shards.len()];
+        for block in &plan.blocks {
             counts[block.shard] += 1;
         }
         let shards = (0..counts.len()).filter(|&shard| counts[shard] > 0).collect();
@@ -174,10 +66,8 @@ impl<'a> ReadJob<'a> {
             pages: OnceLock::new(),
             outcome,
             files: OpenFiles::new(counts),
-            blocks,
+            plan,
             shards,
-            tensors,
-            bytes,
         })
     }
 
@@ -229,16 +119,19 @@ impl<'a> ReadJob<'a> {
                 let start = piece.offset as usize;
                 (checksum::of(map.bytes(start..start + piece.len)), 0)
             }
-            PieceDestination::Push(_) | PieceDestination::Nowhere if check => {
-                (checksum::of(bytes(piece.len)), 0)
-            }
-            PieceDestination::Push(_) | PieceDestination::Mapped(_) | PieceDestination::Nowhere => (0, 0),
+            PieceDestination::Mapped(_) => (0, 0),
+            _ if check => (checksum::of(bytes(piece.len)), 0),
+            _ => (0, 0),
         };
         self.compare(shard, piece, found)?;
-        if let PieceDestination::Push(drain) = &piece.destination {
-            drain(piece.start, bytes(piece.len)).map_err(Error::Callback)?;
+        match &mut piece.destination {
+            PieceDestination::Strided(strided) => Ok(strided.fill(piece.start, bytes(piece.len))),
+            PieceDestination::Push(drain, rows) => {
+                push(drain, rows.as_deref(), piece.start, bytes(piece.len)).map_err(Error::Callback)?;
+                Ok(0)
+            }
+            _ => Ok(copied as u64),
         }
-        Ok(copied as u64)
     }
 
     fn compare(&self, shard: &ShardEntry, piece: &Piece, found: u64) -> Result<()> {
@@ -329,11 +222,26 @@ impl<'a> ReadJob<'a> {
     }
 }
 
+/// Hands over the `bytes` from byte `start` of a tensor on, or those that belong to a box: one after another, counted in it.
+fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
+    let Some(rows) = rows else { return drain(start, bytes) };
+    let mut taken = Vec::new();
+    let mut first = None;
+    for line in rows.lines(start..start + bytes.len() as u64) {
+        first.get_or_insert(line.to.cast_unsigned());
+        for (at, _) in line.rows() {
+            let at = (at - start) as usize;
+            taken.extend_from_slice(&bytes[at..at + line.len as usize]);
+        }
+    }
+    first.map_or(Ok(()), |first| drain(first, &taken))
+}
+
 impl Job for ReadJob<'_> {
     const WRITE: bool = false;
 
     fn blocks(&self) -> usize {
-        self.blocks.len()
+        self.plan.blocks.len()
     }
 
     fn files(&self) -> usize {
@@ -341,32 +249,35 @@ impl Job for ReadJob<'_> {
     }
 
     fn total(&self) -> u64 {
-        self.bytes
+        self.plan.read
     }
 
     fn file(&self, block: usize) -> usize {
-        self.blocks[block].shard
+        self.plan.blocks[block].shard
     }
 
     fn largest(&self) -> usize {
-        let spans =
-            self.blocks.iter().map(|read| geometry::up(read.end, PAGE) - geometry::down(read.start, PAGE));
+        let spans = self
+            .plan
+            .blocks
+            .iter()
+            .map(|read| geometry::up(read.end, PAGE) - geometry::down(read.start, PAGE));
         spans.max().unwrap_or(0) as usize
     }
 
     fn start(&self, block: usize, slab: Staging<'_>) -> Result<Option<Transfer>> {
-        let read = &self.blocks[block];
+        let read = &self.plan.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
             let path = self.checkpoint.path_of(&shard.file);
             let file = match &self.outcome {
                 Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct)?,
                 // The wrong length was noted; what there is can still be read.
-                Outcome::Collect(_) => {
-                    DataFile::open_read(self.checkpoint.directory.as_fd(), &shard.file, self.direct)
-                        .map(|(file, _)| file)
-                        .map_err(|error| self.checkpoint.unreadable(&path, error))?
-                }
+                Outcome::Collect(_) => self
+                    .checkpoint
+                    .open_file(read.shard, self.direct)
+                    .map(|(file, _)| file)
+                    .map_err(|error| self.checkpoint.unreadable(&path, error))?,
             };
             if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
@@ -412,7 +323,7 @@ impl Job for ReadJob<'_> {
         moved: io::Result<()>,
         lane: &Lane<'_>,
     ) -> Result<Option<Transfer>> {
-        let read = &self.blocks[transfer.block];
+        let read = &self.plan.blocks[transfer.block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));

@@ -65,12 +65,8 @@ impl Checkpoint {
             if end > 0 {
                 let map = maps.get(entry.shard).and_then(Option::as_ref).ok_or_else(no_such_tensor)?;
                 bytes += end;
-                requests.push(Request {
-                    tensor,
-                    start: 0,
-                    end,
-                    destination: Destination::Mapped(Arc::clone(map)),
-                });
+                let destination = Destination::Mapped(Arc::clone(map));
+                requests.push(Request { tensor, rows: None, destination });
             }
         }
         let choice = Choice::new(options, bytes);

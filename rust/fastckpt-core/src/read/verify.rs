@@ -62,12 +62,8 @@ impl Checkpoint {
             }
         }
         let requests = self.body.tensors.iter().enumerate().filter(|(_, tensor)| readable[tensor.shard]);
-        let requests = requests.map(|(index, tensor)| Request {
-            tensor: index,
-            start: 0,
-            end: tensor.bytes(),
-            destination: Destination::Nowhere,
-        });
+        let requests =
+            requests.map(|(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere });
         let job = ReadJob::new(
             self,
             requests.collect(),

@@ -219,6 +219,21 @@ impl DataFile {
         Self { direct: direct.then(|| Held::from(null())), ..file }
     }
 
+    /// Opens once more the regular file behind `fd`, which may have no name by now, and returns it with its length. Direct I/O needs
+    /// a descriptor of its own, which comes by way of `/proc`; without that the page cache is used.
+    pub fn open_again(fd: BorrowedFd<'_>, direct: bool) -> io::Result<(Self, u64)> {
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let open = |extra| {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC | extra;
+            retry_on_intr(|| fs::open(path.as_str(), flags, Mode::empty())).map_err(|error| match error {
+                Errno::MFILE | Errno::NFILE => error.into(),
+                _ => io::Error::from_raw_os_error(libc::EINVAL),
+            })
+        };
+        let len = u64::try_from(fs::fstat(fd)?.st_size).unwrap_or(0);
+        Ok((Self::pair(fd.try_clone_to_owned()?, direct, open)?, len))
+    }
+
     /// Whether operations on this file go past the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {

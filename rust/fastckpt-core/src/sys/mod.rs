@@ -16,4 +16,5 @@ pub mod probe;
 pub mod ring;
 pub mod shm;
 pub mod slabs;
+pub mod strided;
 pub mod thread;

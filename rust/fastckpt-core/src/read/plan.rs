@@ -1,0 +1,225 @@
+//! Which bytes of which shards are read for which requests: blocks, and the pieces they consist of. Moves nothing.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::engine::content::{Destination, Drain};
+use crate::error::{Error, Result};
+use crate::format::geometry::{self, STRAIGHT};
+use crate::format::manifest::{Body, TensorEntry};
+use crate::sys::map::FileMap;
+use crate::sys::memory::Region;
+use crate::sys::strided::{Rows, Strided};
+
+/// Wanted ranges that lie closer than this are read as one, in bytes: an operation more costs about as much.
+const MERGE: u64 = 256 << 10;
+
+/// A tensor, or a box of it, that is wanted.
+#[derive(Debug)]
+pub struct Request {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// The box, or `None` for the whole tensor. A [`Destination::Strided`] has its own.
+    pub rows: Option<Arc<Rows>>,
+    /// Where the bytes go.
+    pub destination: Destination,
+}
+
+impl Request {
+    fn rows(&self) -> Option<&Arc<Rows>> {
+        match &self.destination {
+            Destination::Strided(strided) => Some(strided.rows()),
+            _ => self.rows.as_ref(),
+        }
+    }
+
+    /// How many bytes of the tensor are wanted.
+    pub(super) fn bytes(&self, body: &Body) -> u64 {
+        let whole = || body.tensors.get(self.tensor).map_or(0, TensorEntry::bytes);
+        self.rows().map_or_else(whole, |rows| rows.bytes())
+    }
+
+    /// Whether the tensor has what is wanted, and the destination room for it.
+    fn fits(&self, body: &Body) -> bool {
+        let Some(tensor) = body.tensors.get(self.tensor) else { return false };
+        let inside = self.rows().is_none_or(|rows| rows.range().end <= tensor.bytes());
+        inside
+            && match &self.destination {
+                Destination::Memory(region) => self.rows.is_none() && region.len() as u64 == tensor.bytes(),
+                Destination::Mapped(map) => tensor.offset + tensor.bytes() <= map.len() as u64,
+                Destination::Strided(_) | Destination::Push(_) | Destination::Nowhere => true,
+            }
+    }
+}
+
+/// A part of a request that lies in one block.
+pub(super) struct Piece {
+    pub(super) tensor: usize,
+    /// First byte, counted in the file.
+    pub(super) offset: u64,
+    /// First byte, counted in the tensor.
+    pub(super) start: u64,
+    pub(super) len: usize,
+    /// What the checksum must be, where the piece is a whole extent and is to be verified.
+    pub(super) crc: Option<u64>,
+    pub(super) destination: PieceDestination,
+}
+
+pub(super) enum PieceDestination {
+    Memory(Region),
+    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those after it
+    /// from a slab.
+    Edges {
+        before: Region,
+        part: usize,
+        after: Region,
+    },
+    Strided(Strided),
+    /// All bytes of the piece, or those of a box.
+    Push(Drain, Option<Arc<Rows>>),
+    Mapped(Arc<FileMap>),
+    Nowhere,
+}
+
+/// One read: what is wanted of one block, and the pieces it consists of, until a worker takes them.
+pub(super) struct ReadBlock {
+    pub(super) shard: usize,
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) pieces: Mutex<Vec<Piece>>,
+}
+
+/// All that is to be read.
+#[derive(Default)]
+pub(super) struct Plan {
+    /// In the order of shards and offsets.
+    pub(super) blocks: Vec<ReadBlock>,
+    /// Bytes that were asked for.
+    pub(super) wanted: u64,
+    /// Bytes of tensors that are read for them.
+    pub(super) read: u64,
+    pub(super) tensors: usize,
+}
+
+/// Plans the reading of `requests`. With `verify` every extent that is read whole is to be compared with its checksum.
+pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Result<Plan> {
+    if !requests.iter().all(|request| request.fits(body)) {
+        return Err(Error::Invalid("a read request does not fit its tensor or its memory".to_owned()));
+    }
+    let place = |tensor: usize| (body.tensors[tensor].shard, body.tensors[tensor].offset, tensor);
+    requests.sort_by_key(|request| place(request.tensor));
+    let mut plan = Plan::default();
+    let mut cut = Cut { body, verify, pieces: Vec::with_capacity(requests.len()) };
+    let mut last = None;
+    for request in requests {
+        plan.tensors += usize::from(last.replace(request.tensor) != Some(request.tensor));
+        plan.wanted += request.bytes(body);
+        cut.request(request);
+    }
+    let mut pieces = cut.pieces;
+    // Boxes of one tensor may lie among each other.
+    pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
+    for piece in pieces {
+        plan.read += piece.len as u64;
+        add(&mut plan.blocks, body, piece);
+    }
+    Ok(plan)
+}
+
+/// Adds a piece to the last block, if it is of that block and lies close enough, or to a new one.
+fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
+    let (shard, start, end) =
+        (body.tensors[piece.tensor].shard, piece.offset, piece.offset + piece.len as u64);
+    let block = |offset| geometry::down(offset, body.block_size);
+    match blocks.last_mut() {
+        Some(last)
+            if last.shard == shard && block(last.start) == block(start) && start <= last.end + MERGE =>
+        {
+            last.end = last.end.max(end);
+            last.pieces.get_mut().unwrap_or_else(PoisonError::into_inner).push(piece);
+        }
+        _ => blocks.push(ReadBlock { shard, start, end, pieces: Mutex::new(vec![piece]) }),
+    }
+}
+
+fn front(region: &mut Region, range: &Range<u64>) -> PieceDestination {
+    PieceDestination::Memory(region.split_off_front((range.end - range.start) as usize))
+}
+
+/// Cuts requests into pieces.
+struct Cut<'a> {
+    body: &'a Body,
+    verify: bool,
+    pieces: Vec<Piece>,
+}
+
+impl Cut<'_> {
+    fn request(&mut self, Request { tensor, rows, destination }: Request) {
+        let bytes = self.body.tensors[tensor].bytes();
+        match destination {
+            Destination::Memory(mut region) => {
+                self.range(tensor, 0, bytes, |range| front(&mut region, &range));
+            }
+            // Long rows, and one alone, are contiguous memory like any other.
+            Destination::Strided(strided) if strided.rows().row() >= STRAIGHT.min(strided.rows().bytes()) => {
+                for (start, mut region) in strided.regions() {
+                    let end = start + region.len() as u64;
+                    self.range(tensor, start, end, |range| front(&mut region, &range));
+                }
+            }
+            Destination::Strided(mut strided) => {
+                let rows = Arc::clone(strided.rows());
+                self.rows(tensor, Some(&rows), |range| PieceDestination::Strided(strided.split_off(range)));
+            }
+            Destination::Push(drain) => self
+                .rows(tensor, rows.as_ref(), |_| PieceDestination::Push(Drain::clone(&drain), rows.clone())),
+            Destination::Mapped(map) => {
+                self.rows(tensor, rows.as_ref(), |_| PieceDestination::Mapped(Arc::clone(&map)));
+            }
+            Destination::Nowhere => self.rows(tensor, rows.as_ref(), |_| PieceDestination::Nowhere),
+        }
+    }
+
+    /// Cuts what of a tensor is read for a box, or the whole of it. `to` makes the destination of a range of it.
+    fn rows(
+        &mut self,
+        tensor: usize,
+        rows: Option<&Arc<Rows>>,
+        mut to: impl FnMut(Range<u64>) -> PieceDestination,
+    ) {
+        let Some(rows) = rows else {
+            let bytes = self.body.tensors[tensor].bytes();
+            return self.range(tensor, 0, bytes, &mut to);
+        };
+        let joined = rows.joined(MERGE);
+        for line in joined.lines(joined.range()) {
+            for (start, _) in line.rows() {
+                self.range(tensor, start, start + line.len, &mut to);
+            }
+        }
+    }
+
+    /// Cuts a range of a tensor at the edges of blocks. `to` makes the destination of a part of it.
+    fn range(
+        &mut self,
+        tensor: usize,
+        start: u64,
+        end: u64,
+        mut to: impl FnMut(Range<u64>) -> PieceDestination,
+    ) {
+        let (entry, size) = (&self.body.tensors[tensor], self.body.block_size);
+        let mut at = start;
+        while at < end {
+            let offset = entry.offset + at;
+            let block = geometry::down(offset, size);
+            let stop = end.min(at + (block + size - offset));
+            let whole = at == 0 || offset == block;
+            let whole = whole && (stop == entry.bytes() || entry.offset + stop == block + size);
+            let extent = block / size - entry.offset / size;
+            let crc = (self.verify && whole).then(|| entry.extent_crc(extent)).flatten();
+            let len = (stop - at) as usize;
+            self.pieces.push(Piece { tensor, offset, start: at, len, crc, destination: to(at..stop) });
+            at = stop;
+        }
+    }
+}

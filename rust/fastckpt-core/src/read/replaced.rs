@@ -1,0 +1,110 @@
+//! Whether a checkpoint that is open was replaced or removed, after something was missing in it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use super::Checkpoint;
+use crate::commit;
+use crate::error::Error;
+use crate::format::manifest;
+use crate::sys::file;
+
+/// How long a file is looked for again where a directory's name may be believed longer than it is true: clients of network file systems keep
+/// what they know of names, FUSE for a second unless told otherwise.
+pub(super) const DOUBT: Duration = Duration::from_secs(2);
+/// How long to wait before looking again.
+pub(super) const PAUSE: Duration = Duration::from_millis(5);
+
+impl Checkpoint {
+    pub(super) fn is_replaced(&self, error: &io::Error) -> bool {
+        is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
+    }
+
+    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
+    /// removed end in an error of their own, in a mapping in that of a disk that fails.
+    pub(super) fn settle(&self, error: Error) -> Error {
+        let replaced = match &error {
+            Error::Io { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && self.is_replaced(source)
+            }
+            Error::Corrupt { .. } => self.is_other(),
+            _ => false,
+        };
+        if replaced { Error::Replaced { path: self.path.clone() } } else { error }
+    }
+
+    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an open directory
+    /// is what another machine has put in its place.
+    pub(super) fn is_other(&self) -> bool {
+        commit::reach(self.directory.as_fd()) != commit::Reach::Machine
+            && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
+    }
+}
+
+/// Whether `error` says that a file, or its directory, was removed.
+pub(super) fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
+}
+
+pub(super) fn is_local(path: &Path) -> bool {
+    file::open_directory(path)
+        .is_ok_and(|directory| commit::reach(directory.as_fd()) == commit::Reach::Machine)
+}
+
+pub(super) fn is_stale(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ESTALE)
+}
+
+/// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
+/// so that this takes its time once.
+fn is_replaced(
+    directory: &OwnedFd,
+    path: &Path,
+    seal: &[u8],
+    error: &io::Error,
+    certain: &OnceLock<()>,
+) -> bool {
+    if is_stale(error) {
+        return true;
+    }
+    let begin = Instant::now();
+    loop {
+        let local = commit::reach(directory.as_fd()) == commit::Reach::Machine;
+        if has_other_name(directory, path) || !local && has_other_manifest(path, seal) {
+            return true;
+        }
+        let sure = local || certain.get().is_some();
+        if sure || begin.elapsed() > DOUBT {
+            let _ = certain.set(());
+            return false;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+pub(super) fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if let Ok(parent) = file::open_directory(parent) {
+        commit::refresh(&parent);
+    }
+    commit::refresh(directory);
+    match (rustix::fs::fstat(directory), rustix::fs::stat(path)) {
+        (Ok(held), Ok(named)) => (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino),
+        _ => true,
+    }
+}
+
+/// Whether the manifest at `path` is not the one that begins with `seal`.
+fn has_other_manifest(path: &Path, seal: &[u8]) -> bool {
+    let mut begin = vec![0; seal.len()];
+    let read = file::open_directory(path)
+        .and_then(|directory| file::open_regular(directory.as_fd(), manifest::FILE))
+        .and_then(|(fd, _)| file::read_at(fd.as_fd(), &mut begin, 0));
+    match read {
+        Ok(read) => begin[..read] != *seal,
+        Err(error) => is_gone(&error),
+    }
+}

@@ -1,0 +1,403 @@
+//! Memory of the caller's that is filled row by row: a box of a tensor, laid out with strides.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::memory::Region;
+
+/// Equal steps along one dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Axis {
+    /// Number of indices.
+    pub count: u64,
+    /// Bytes from one to the next in the tensor, never zero.
+    pub from: u64,
+    /// Bytes from one to the next in memory.
+    pub to: i64,
+}
+
+/// A box of a tensor, not empty, as rows: bytes that lie together both in the tensor and in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rows {
+    first: u64,
+    row: u64,
+    /// Outermost first; rows follow each other in the tensor as the axes count up.
+    axes: Vec<Axis>,
+}
+
+/// Rows along the innermost axis, or one that is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Line {
+    /// First byte of the first row, counted in the tensor.
+    pub at: u64,
+    /// The same in memory, counted from the box's first element.
+    pub to: i64,
+    /// Bytes of a row.
+    pub len: u64,
+    /// Number of rows.
+    pub count: u64,
+    step: Axis,
+}
+
+impl Line {
+    /// Where each row lies: `at` and `to`.
+    pub fn rows(self) -> impl Iterator<Item = (u64, i64)> {
+        (0..self.count).map(move |i| (self.at + i * self.step.from, self.to + i.cast_signed() * self.step.to))
+    }
+}
+
+impl Rows {
+    /// Rows of `row` bytes, the first at byte `first` of the tensor. What lies together along several axes becomes one.
+    #[must_use]
+    pub fn new(first: u64, mut row: u64, axes: impl DoubleEndedIterator<Item = Axis>) -> Self {
+        let mut joined: Vec<Axis> = Vec::new();
+        for axis in axes.rev().filter(|axis| axis.count > 1) {
+            match joined.last_mut() {
+                None if axis.from == row && axis.to == row.cast_signed() => row *= axis.count,
+                Some(inner)
+                    if axis.from == inner.from * inner.count
+                        && axis.to == inner.to * inner.count.cast_signed() =>
+                {
+                    inner.count *= axis.count;
+                }
+                _ => joined.push(axis),
+            }
+        }
+        joined.reverse();
+        Self { first, row, axes: joined }
+    }
+
+    /// Bytes of one row.
+    #[must_use]
+    pub const fn row(&self) -> u64 {
+        self.row
+    }
+
+    /// Bytes of all rows.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.row * self.axes.iter().map(|axis| axis.count).product::<u64>()
+    }
+
+    /// From the first byte to the last, counted in the tensor.
+    #[must_use]
+    pub fn range(&self) -> Range<u64> {
+        let last: u64 = self.axes.iter().map(|axis| (axis.count - 1) * axis.from).sum();
+        self.first..self.first + last + self.row
+    }
+
+    /// From the lowest byte to the highest in memory, counted from the box's first element.
+    #[must_use]
+    pub fn reach(&self) -> Range<i128> {
+        let steps = self.axes.iter().map(|axis| i128::from(axis.count - 1) * i128::from(axis.to));
+        let (mut low, mut high) = (0, i128::from(self.row));
+        steps.for_each(|step| if step < 0 { low += step } else { high += step });
+        low..high
+    }
+
+    /// Whether no byte of memory belongs to two rows, for the reason that each axis steps over all that lies along shorter steps.
+    #[must_use]
+    pub fn is_nested(&self) -> bool {
+        let mut axes = self.axes.clone();
+        axes.sort_by_key(|axis| axis.to.unsigned_abs());
+        let mut reach = i128::from(self.row);
+        axes.iter().all(|axis| {
+            let (step, before) = (i128::from(axis.to).abs(), reach);
+            reach += step * i128::from(axis.count - 1);
+            step >= before
+        })
+    }
+
+    /// The same box in longer rows: those that follow each other in the tensor with at most `gap` bytes between are one.
+    #[must_use]
+    pub fn joined(&self, gap: u64) -> Self {
+        let (mut row, mut outer) = (self.row, self.axes.len());
+        while let Some(axis) = outer.checked_sub(1).map(|at| self.axes[at]).filter(|a| a.from <= row + gap) {
+            row += (axis.count - 1) * axis.from;
+            outer -= 1;
+        }
+        Self { first: self.first, row, axes: self.axes[..outer].to_vec() }
+    }
+
+    /// What of the rows lies in `range` of the tensor, in order.
+    pub fn lines(&self, range: Range<u64>) -> impl Iterator<Item = Line> {
+        let mut next = Some(self.seek(range.start));
+        let inner = self.axes.last().copied().unwrap_or(Axis { count: 1, from: self.row, to: 0 });
+        let line = move || {
+            let index = next.as_mut()?;
+            let places = || index.iter().zip(&self.axes);
+            let at = self.first + places().map(|(&i, axis)| i * axis.from).sum::<u64>();
+            let to = places().map(|(&i, axis)| i.cast_signed() * axis.to).sum::<i64>();
+            if at >= range.end {
+                return None;
+            }
+            let skip = range.start.saturating_sub(at).min(self.row);
+            let len = (range.end - at).min(self.row) - skip;
+            let left = inner.count - index.last().copied().unwrap_or(0);
+            let more = if len == self.row { (range.end - at - len) / inner.from } else { 0 };
+            let count = left.min(more + 1);
+            if !self.advance(index, count) {
+                next = None;
+            }
+            Some(Line { at: at + skip, to: to + skip.cast_signed(), len, count, step: inner })
+        };
+        // The row that the range begins after has nothing of it.
+        std::iter::from_fn(line).filter(|line| line.len > 0)
+    }
+
+    /// The axis outside of the innermost.
+    fn outer(&self) -> Axis {
+        let outer = self.axes.len().checked_sub(2).map(|at| self.axes[at]);
+        outer.unwrap_or(Axis { count: 1, from: 0, to: 0 })
+    }
+
+    /// Whether `line` follows the `count` lines from `first` on in a band to be turned over: of rows whose neighbours in the tensor lie
+    /// further apart in memory than those of the next line.
+    fn crosses(&self, first: &Line, count: u64, line: &Line) -> bool {
+        let outer = self.outer();
+        line.len.is_power_of_two()
+            && line.len <= 16
+            && count < CACHE_LINE as u64
+            && outer.to.unsigned_abs() < line.step.to.unsigned_abs()
+            && (line.len, line.count) == (first.len, first.count)
+            && line.at == first.at + count * outer.from
+            && line.to == first.to + count.cast_signed() * outer.to
+    }
+
+    /// The index of the last row that does not begin after byte `at` of the tensor, or of the first.
+    fn seek(&self, at: u64) -> Vec<u64> {
+        let mut rest = at.saturating_sub(self.first);
+        let place = |axis: &Axis| {
+            let i = (rest / axis.from).min(axis.count - 1);
+            rest -= i * axis.from;
+            i
+        };
+        self.axes.iter().map(place).collect()
+    }
+
+    /// Moves on by `count` rows of the innermost axis, none of them beyond its end. Returns whether there are more.
+    fn advance(&self, index: &mut [u64], count: u64) -> bool {
+        let mut step = count;
+        for (i, axis) in index.iter_mut().zip(&self.axes).rev() {
+            *i += step;
+            if *i < axis.count {
+                return true;
+            }
+            (*i, step) = (0, 1);
+        }
+        false
+    }
+}
+
+/// Writable memory of the caller's that holds a box of a tensor, or what lies in a range of it.
+#[derive(Debug)]
+pub struct Strided {
+    /// The box's first element.
+    base: *mut u8,
+    rows: Arc<Rows>,
+    /// Counted in the tensor.
+    range: Range<u64>,
+}
+
+// SAFETY: whoever made it promised exclusive access from any thread.
+unsafe impl Send for Strided {}
+// SAFETY: through a shared one nothing is read or written.
+unsafe impl Sync for Strided {}
+
+impl Strided {
+    /// Exclusive access to the rows, the first of which begins at `base`.
+    ///
+    /// # Safety
+    /// Until this and everything made of it is gone, each row must be memory that is writable from any thread, no byte of it may
+    /// belong to two rows, and nobody else may read or write it.
+    #[must_use]
+    pub unsafe fn new(base: *mut u8, rows: Arc<Rows>) -> Self {
+        let range = rows.range();
+        Self { base, rows, range }
+    }
+
+    /// The rows.
+    #[must_use]
+    pub fn rows(&self) -> &Arc<Rows> {
+        &self.rows
+    }
+
+    /// What lies in `range` of the tensor as memory of its own; this keeps what lies behind it.
+    #[must_use]
+    pub fn split_off(&mut self, range: Range<u64>) -> Self {
+        let end = range.end.clamp(self.range.start, self.range.end);
+        let range = range.start.clamp(self.range.start, end)..end;
+        self.range.start = end;
+        Self { base: self.base, rows: Arc::clone(&self.rows), range }
+    }
+
+    /// Each row, and where it begins in the tensor.
+    pub fn regions(self) -> impl Iterator<Item = (u64, Region)> {
+        let Self { base, rows, range } = self;
+        let lines: Vec<Line> = rows.lines(range).collect();
+        lines.into_iter().flat_map(move |line| {
+            line.rows().map(move |(at, to)| {
+                // SAFETY: the contract of `new`, and each row is given out once: this was taken apart.
+                (at, unsafe { Region::new(base.wrapping_offset(to as isize), line.len as usize) })
+            })
+        })
+    }
+
+    /// Copies to each row what belongs there of `bytes`, which begin at byte `start` of the tensor. Returns how many bytes that were.
+    ///
+    /// # Panics
+    /// If they begin after what is wanted, or end before.
+    pub fn fill(&mut self, start: u64, bytes: &[u8]) -> u64 {
+        let (end, range) = (start + bytes.len() as u64, self.range.clone());
+        let inside = start <= range.start && range.end <= end;
+        assert!(inside || range.is_empty(), "{start}..{end} of {range:?}");
+        let mut copied = 0;
+        let mut band: Option<(Line, u64)> = None;
+        for line in self.rows.lines(range) {
+            copied += line.count * line.len;
+            band = match band {
+                Some((first, count)) if self.rows.crosses(&first, count, &line) => Some((first, count + 1)),
+                other => {
+                    other.inspect(|band| self.put(start, bytes, band));
+                    Some((line, 1))
+                }
+            };
+        }
+        band.inspect(|band| self.put(start, bytes, band));
+        copied
+    }
+
+    /// Copies the lines of a band, which lie in `bytes`.
+    fn put(&self, start: u64, bytes: &[u8], (first, count): &(Line, u64)) {
+        let from = bytes[(first.at - start) as usize..].as_ptr();
+        let to = self.base.wrapping_offset(first.to as isize);
+        let outer = Axis { count: *count, ..self.rows.outer() };
+        let copy = match first.len {
+            1 => copy::<1>,
+            2 => copy::<2>,
+            4 => copy::<4>,
+            8 => copy::<8>,
+            16 => copy::<16>,
+            _ => copy_long,
+        };
+        // SAFETY: the lines lie in `range`, and so in `bytes`; of the memory this has exclusive access by the contract of `new`.
+        unsafe { copy(first, outer, from, to) };
+    }
+}
+
+/// Bytes of a line of the processor's cache.
+const CACHE_LINE: usize = 64;
+
+/// Copies rows of `N` bytes: their length known, each is a move or two. Several lines are a band that is turned over, tile by tile: each
+/// line of the cache is read once and written once, whatever steps they lie apart.
+///
+/// # Safety
+/// `from` and `to` are where the first line begins in readable and in writable memory, apart from each other; further ones lie `outer`
+/// apart.
+unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *mut u8) {
+    let inner = line.step;
+    let at = |i: u64, j: u64| from.wrapping_add((i * outer.from + j * inner.from) as usize);
+    let place = |i: u64, j: u64| {
+        to.wrapping_offset((i.cast_signed() * outer.to + j.cast_signed() * inner.to) as isize)
+    };
+    if outer.count == 1 {
+        for j in 0..line.count {
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(at(0, j), place(0, j), N) };
+        }
+        return;
+    }
+    let side = (CACHE_LINE / N) as u64;
+    let mut tile = [[0; N]; CACHE_LINE * CACHE_LINE];
+    let tiles =
+        |count: u64| (0..count).step_by(side as usize).map(move |first| first..count.min(first + side));
+    for (columns, rows) in
+        tiles(line.count).flat_map(|columns| tiles(outer.count).map(move |rows| (columns.clone(), rows)))
+    {
+        for (i, row) in rows.clone().zip(0..) {
+            for (j, column) in columns.clone().zip(0..) {
+                let element: &mut [u8; N] = &mut tile[column * side as usize + row];
+                // SAFETY: the caller's promise; the element is N bytes long.
+                unsafe { std::ptr::copy_nonoverlapping(at(i, j), element.as_mut_ptr(), N) };
+            }
+        }
+        for (j, column) in columns.zip(0..) {
+            for (i, row) in rows.clone().zip(0..) {
+                let element = &tile[column * side as usize + row];
+                // SAFETY: as above.
+                unsafe { std::ptr::copy_nonoverlapping(element.as_ptr(), place(i, j), N) };
+            }
+        }
+    }
+}
+
+/// Copies rows of any length.
+///
+/// # Safety
+/// As above; there is one line.
+unsafe fn copy_long(line: &Line, _: Axis, from: *const u8, to: *mut u8) {
+    for (at, place) in line.rows() {
+        let (from, to) =
+            (from.wrapping_add((at - line.at) as usize), to.wrapping_offset((place - line.to) as isize));
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, line.len as usize) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two rows of three elements of `row` bytes, to lie column by column and backwards.
+    fn rows(row: u64) -> Arc<Rows> {
+        let axes = [(2, 4 * row, row.cast_signed()), (3, row, -2 * row.cast_signed())];
+        Arc::new(Rows::new(row, row, axes.into_iter().map(|(count, from, to)| Axis { count, from, to })))
+    }
+
+    #[test]
+    fn rows_are_filled_in_pieces_of_any_length() {
+        for row in [1u64, 2, 3, 4, 8, 16, 24] {
+            let size = row as usize;
+            let bytes: Vec<u8> = (0..8 * size).map(|byte| byte as u8 + 1).collect();
+            let element = |at: usize| &bytes[at * size..(at + 1) * size];
+            let expected = [3, 7, 2, 6, 1, 5].map(element).concat();
+            for piece in 1..=8 * row {
+                let mut memory = vec![0; 6 * size];
+                let base = memory[4 * size..].as_mut_ptr();
+                // SAFETY: `memory` has the six elements, and is not touched before all is dropped.
+                let mut all = unsafe { Strided::new(base, rows(row)) };
+                let mut copied = 0;
+                for start in (0..8 * row).step_by(piece as usize) {
+                    let end = (start + piece).min(8 * row);
+                    copied += all.split_off(start..end).fill(start, &bytes[start as usize..end as usize]);
+                }
+                assert_eq!((copied, &memory), (6 * row, &expected), "rows of {row} in pieces of {piece}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_row_is_a_region() {
+        let mut memory = [0u8; 24];
+        // SAFETY: as above.
+        let strided = unsafe { Strided::new(memory[16..].as_mut_ptr(), rows(4)) };
+        let starts: Vec<u64> = strided
+            .regions()
+            .map(|(start, mut region)| {
+                region.fill(start as u8);
+                start
+            })
+            .collect();
+        assert_eq!(starts, [4, 8, 12, 20, 24, 28]);
+        assert_eq!(memory.iter().step_by(4).copied().collect::<Vec<_>>(), [12, 28, 8, 24, 4, 20]);
+    }
+
+    #[test]
+    #[should_panic(expected = "1..5 of 4..32")]
+    fn bytes_that_are_too_few_fill_nothing() {
+        let mut memory = [0u8; 24];
+        // SAFETY: as above.
+        let mut strided = unsafe { Strided::new(memory[16..].as_mut_ptr(), rows(4)) };
+        strided.fill(1, &[0; 4]);
+    }
+}
