@@ -40,8 +40,8 @@ const fn multiply(a: u64, mut b: u64) -> u64 {
 
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
-/// The crate that computes CRCs has this too, by squaring matrices, for tens of microseconds a call: with several calls a block
-/// that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
+/// The crate that computes CRCs has this too, by squaring matrices, for tens of microseconds a call: with several calls
+/// a block that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
 #[must_use]
 pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
     let bits = (0..64).filter(|bit| second_len >> bit & 1 == 1);
@@ -63,9 +63,11 @@ pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]))
 }
 
-/// Lets `pull` fill `to` part by part, told where each begins, and returns the CRC of `to`, each part summed while it is in cache.
+/// Lets `pull` fill `to` part by part, told where each begins, and returns the CRC of `to`, each part summed while it
+/// is in cache.
 ///
-/// What it comes from is read once: whoever changes that meanwhile decides which bytes are written, and not whether their sum is right.
+/// What it comes from is read once: whoever changes that meanwhile decides which bytes are written, and not whether
+/// their sum is right.
 fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
     if to.len() <= PASS {
         pull(to, 0);

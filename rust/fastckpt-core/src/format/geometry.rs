@@ -12,8 +12,8 @@ pub const BLOCK_SIZE: u64 = 4 << 20;
 /// What is smaller than this, in bytes, and lies together is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
-/// Less than this is copied rather than moved straight: a stretch of its own in an operation costs about as much as copying
-/// so many bytes.
+/// Less than this is copied rather than moved straight: a stretch of its own in an operation costs about as much as
+/// copying so many bytes.
 pub const STRAIGHT: u64 = 64 << 10;
 
 /// The largest multiple of `to` that is not above `value`.
@@ -34,8 +34,8 @@ pub const fn is_aligned(value: u64, to: u64) -> bool {
     value.is_multiple_of(to)
 }
 
-/// The part of `len` bytes at `offset` of a file that can move straight between there and memory at `address`, as file offsets.
-/// Past the page cache that is the whole pages of both, which must lie alike; through it, everything.
+/// The part of `len` bytes at `offset` of a file that can move straight between there and memory at `address`, as file
+/// offsets. Past the page cache that is the whole pages of both, which must lie alike; through it, everything.
 #[must_use]
 pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {
     let range = if !direct {

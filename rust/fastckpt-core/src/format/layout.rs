@@ -13,8 +13,9 @@ use crate::format::geometry::{self, PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data starts this many bytes beyond a whole page. Large CPU tensors of PyTorch lie there, so a state of them is congruent with its
-/// files. Of 0, 16 (NumPy's) and 64, measured in huge pages, 64 halves the CPU time of `into=` for PyTorch and costs the others nothing.
+/// Data starts this many bytes beyond a whole page. Large CPU tensors of PyTorch lie there, so a state of them is
+/// congruent with its files. Of 0, 16 (NumPy's) and 64, measured in huge pages, 64 halves the CPU time of `into=` for
+/// PyTorch and costs the others nothing.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
@@ -42,8 +43,8 @@ impl TensorSpec {
         byte_size(self.dtype, &self.shape)
     }
 
-    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose logical elements
-    /// are not known here, the largest power of two up to 16 that divides its size.
+    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose logical
+    /// elements are not known here, the largest power of two up to 16 that divides its size.
     fn element(&self) -> u64 {
         if self.logical.is_some() {
             let bytes = self.bytes().unwrap_or(0);
@@ -100,8 +101,9 @@ pub struct Plan {
     pub places: Vec<(usize, u64)>,
 }
 
-/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. What comes out depends on names, dtypes,
-/// shapes and these arguments alone (`docs/format.md`, 2.1): equal states give equal files. They are written in blocks of `block_size`.
+/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. What comes out depends on
+/// names, dtypes, shapes and these arguments alone (`docs/format.md`, 2.1): equal states give equal files. They are
+/// written in blocks of `block_size`.
 pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_size: u64) -> Result<Plan> {
     let sizes = checked_sizes(tensors, MAX_TENSORS)?;
     let mut families: Vec<Vec<Vec<usize>>> = vec![Vec::new(); groups.len()];
@@ -184,7 +186,8 @@ fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
         .collect()
 }
 
-/// An upper bound of the header's bytes for one tensor: JSON escapes a byte to at most six, numbers have at most 20 digits.
+/// An upper bound of the header's bytes for one tensor: JSON escapes a byte to at most six, numbers have at most 20
+/// digits.
 fn header_entry(tensor: &TensorSpec) -> u64 {
     100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }
@@ -236,8 +239,8 @@ fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<V
     if json.len() as u64 > most {
         let len = json.len();
         return Err(Error::TooLarge(format!(
-            "the header of shard `{file}` takes {len} bytes for the names of {count} tensors, more than the {most} that \
-             readers of safetensors take"
+            "the header of shard `{file}` takes {len} bytes for the names of {count} tensors, more than \
+             the {most} that readers of safetensors take"
         )));
     }
     let mut header = (json.len() as u64).to_le_bytes().to_vec();

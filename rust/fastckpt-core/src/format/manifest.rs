@@ -194,8 +194,8 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
 /// A manifest may be that much longer than it was expected to be, in bytes: by how the save went.
 const LEEWAY: u64 = 4096;
 
-/// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `expected` makes the manifest with
-/// whatever checksums; it is asked only where `at_most`, a bound that costs little, does not settle it.
+/// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `expected` makes the
+/// manifest with whatever checksums; it is asked only where `at_most`, a bound that costs little, does not settle it.
 pub fn check_size(at_most: u64, most: u64, expected: impl FnOnce() -> Body) -> Result<()> {
     if at_most <= most {
         return Ok(());
@@ -226,8 +226,8 @@ pub fn at_most(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &
 fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
     let (structure, metadata) = (body.structure.get().len(), body.metadata.get().len());
     Error::TooLarge(format!(
-        "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no tensor, {metadata} for \
-         the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save it in parts",
+        "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no \
+         tensor, {metadata} for the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save it in parts",
         body.tensors.len()
     ))
 }

@@ -5,7 +5,8 @@ use crate::format::limits::{MAX_TOKENS, MAX_VALUES};
 /// Arrays in a structure nest no deeper: the array of tokens, a token, a list in it.
 const DEPTH: usize = 3;
 
-/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens and values there are.
+/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens and values
+/// there are.
 pub fn check(what: &str, json: &str) -> Result<(), String> {
     let (mut depth, mut tokens, mut values, mut lists) = (0usize, 1usize, 1usize, 0usize);
     let (mut in_string, mut escaped) = (false, false);
