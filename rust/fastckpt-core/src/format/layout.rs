@@ -13,9 +13,9 @@ use crate::format::geometry::{self, PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data starts this many bytes beyond a whole page. Large CPU tensors of PyTorch lie there, so a state of them is
-/// congruent with its files. Of 0, 16 (NumPy's) and 64, measured in huge pages, 64 halves the CPU time of `into=` for
-/// PyTorch and costs the others nothing.
+/// Data starts this many bytes beyond a whole page: large CPU tensors of PyTorch lie there. Measured in huge pages
+/// against 0 and 16 (where NumPy's arrays lie): `into=` takes 0.12 CPU seconds per GB where the residue fits and 0.20
+/// where it does not; a save takes about the same either way.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
