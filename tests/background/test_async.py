@@ -116,7 +116,8 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, hold):
 
 def test_torch_states_come_back_whole(tmp_path):
     import torch
-    from same import same as same_state
+
+    from harness.same import same as same_state
 
     base = torch.arange(1 << 19, dtype=torch.float32)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))

@@ -295,7 +295,7 @@ def when_waited_for(monkeypatch):
     real = PendingSave.wait_staged
 
     def wait_staged(pending, timeout=None):
-        if functions and not pending._staged.is_open():
+        if functions and not pending._staged.is_set():
             functions.pop()()
         real(pending, timeout)
 
