@@ -10,7 +10,7 @@ use fastckpt_core::Environment;
 use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::{TensorSpec, plan};
-use fastckpt_core::format::{checksum, manifest};
+use fastckpt_core::format::{checksum, decode, manifest};
 use fastckpt_core::telemetry::{Kind, Lane, Operation};
 use safetensors::Dtype;
 use serde_json::value::RawValue;
@@ -104,7 +104,7 @@ fn manifests(c: &mut Criterion) {
     let mut group = c.benchmark_group("manifest");
     group.throughput(Throughput::Elements(COUNT));
     group.bench_function("encode", |b| b.iter(|| manifest::encode(black_box(&body))));
-    group.bench_function("decode", |b| b.iter(|| manifest::decode(black_box(bytes.clone()), Path::new("m"))));
+    group.bench_function("decode", |b| b.iter(|| decode::decode(black_box(bytes.clone()), Path::new("m"))));
     group.finish();
 }
 

@@ -12,7 +12,8 @@ use super::directory::{TURNS, entries, id, id_of, open_child, refresh};
 use super::names::{Kind, Temporary};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
-use crate::format::manifest::{self, Head};
+use crate::format::decode::{self, Head};
+use crate::format::manifest;
 use crate::sys::file::{open_directory, open_regular, read_at};
 
 /// A checkpoint in a directory.
@@ -109,7 +110,7 @@ fn head(directory: BorrowedFd<'_>, path: &Path) -> Result<Head> {
     let mut bytes = vec![0; len as usize];
     let read = read_at(fd.as_fd(), &mut bytes, 0).map_err(Error::io("read", &path))?;
     bytes.truncate(read);
-    manifest::decode_head(bytes, &path)
+    decode::decode_head(bytes, &path)
 }
 
 /// The first shard that is missing or has another length than was written.

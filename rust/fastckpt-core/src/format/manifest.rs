@@ -2,10 +2,9 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::path::Path;
 
 use safetensors::Dtype;
-use serde::de::{DeserializeOwned, SeqAccess, Visitor};
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
@@ -15,7 +14,6 @@ use crate::format::geometry::{self, Placement};
 use crate::format::layout::{self, Plan, TensorSpec};
 pub use crate::format::limits::MAX_BYTES;
 use crate::format::limits::{MAX_DIMENSIONS, MAX_SHARDS, MAX_TENSORS};
-use crate::format::validate;
 
 /// The file's name.
 pub const FILE: &str = "fastckpt.json";
@@ -141,7 +139,9 @@ impl TensorEntry {
     }
 }
 
-fn shards<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<ShardEntry>, D::Error> {
+pub(super) fn shards<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Vec<ShardEntry>, D::Error> {
     deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
 }
 
@@ -246,66 +246,12 @@ impl std::io::Write for Count {
     }
 }
 
-/// Reads and checks the bytes of a manifest; `path` is for messages.
-pub fn decode(bytes: Vec<u8>, path: &Path) -> Result<Body> {
-    let body = parse(bytes, path)?;
-    validate::check(&body).map_err(|what| Error::corrupt(path, what))?;
-    Ok(body)
-}
-
-/// What a list of checkpoints needs of a manifest.
-#[derive(Debug, Deserialize)]
-pub struct Head {
-    /// Seconds since 1970 UTC when the save began.
-    pub created: f64,
-    /// The files.
-    #[serde(deserialize_with = "shards")]
-    pub shards: Vec<ShardEntry>,
-}
-
-/// Reads the head of a manifest. Its checksum and its shards are checked, its tensors are not.
-pub fn decode_head(bytes: Vec<u8>, path: &Path) -> Result<Head> {
-    let head: Head = parse(bytes, path)?;
-    head.shards.iter().try_for_each(validate::check_shard).map_err(|what| Error::corrupt(path, what))?;
-    Ok(head)
-}
-
-/// Checks version and checksum, and reads the rest as JSON.
-fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
-    let corrupt = |what: String| Error::corrupt(path, what);
-    let rest = bytes
-        .strip_prefix(MAGIC)
-        .ok_or_else(|| corrupt("it does not begin as a manifest of fastckpt does".to_owned()))?;
-    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    let version = String::from_utf8_lossy(&rest[..digits.min(20)]).into_owned();
-    if digits > 0 && version != VERSION.to_string() {
-        return Err(Error::Version { path: path.to_path_buf(), found: version, known: VERSION });
-    }
-    let body = rest[digits..]
-        .strip_prefix(b",\"crc64nvme\":\"")
-        .and_then(|rest| rest.split_at_checked(HEX))
-        .and_then(|(crc, rest)| Some((checksum::from_hex(crc)?, rest.strip_prefix(b"\",\n")?)));
-    let Some((crc, body)) = body.filter(|_| digits > 0) else {
-        return Err(corrupt("its first line is damaged".to_owned()));
-    };
-    let found = checksum::of(body);
-    if found != crc {
-        return Err(corrupt(format!(
-            "its checksum is {}, written was {}",
-            checksum::to_hex(found),
-            checksum::to_hex(crc)
-        )));
-    }
-    // The parser sees the object that the prefix opened: its brace takes the place of the newline before the body.
-    let begin = bytes.len() - body.len() - 1;
-    bytes[begin] = b'{';
-    let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
-    serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
-}
-
 #[cfg(test)]
 pub(super) mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::format::decode::decode;
 
     /// A manifest of one tensor.
     pub(in crate::format) fn body() -> Body {

@@ -2,6 +2,7 @@
 //! I/O.
 
 pub mod checksum;
+pub mod decode;
 pub mod geometry;
 pub mod groups;
 pub mod index;
@@ -9,4 +10,3 @@ pub mod layout;
 pub mod limits;
 pub mod manifest;
 pub mod tokens;
-mod validate;

@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use super::Checkpoint;
+use super::checkpoint::Checkpoint;
 use super::plan::{self, Piece, PieceDestination, Plan, Request};
 use crate::engine::content::Drain;
 use crate::engine::io::files::OpenFiles;

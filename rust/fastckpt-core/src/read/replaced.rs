@@ -6,9 +6,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::Checkpoint;
 use crate::commit;
-use crate::error::Error;
 use crate::format::manifest;
 use crate::sys::file;
 
@@ -17,32 +15,6 @@ use crate::sys::file;
 pub(super) const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 pub(super) const PAUSE: Duration = Duration::from_millis(5);
-
-impl Checkpoint {
-    pub(super) fn is_replaced(&self, error: &io::Error) -> bool {
-        is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
-    }
-
-    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
-    /// removed end in an error of their own, in a mapping in that of a disk that fails.
-    pub(super) fn settle(&self, error: Error) -> Error {
-        let replaced = match &error {
-            Error::Io { source, .. } => {
-                matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && self.is_replaced(source)
-            }
-            Error::Corrupt { .. } => self.is_other(),
-            _ => false,
-        };
-        if replaced { Error::Replaced { path: self.path.clone() } } else { error }
-    }
-
-    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an open directory
-    /// is what another machine has put in its place.
-    pub(super) fn is_other(&self) -> bool {
-        commit::reach(self.directory.as_fd()) != commit::Reach::Machine
-            && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
-    }
-}
 
 /// Whether `error` says that a file, or its directory, was removed.
 pub(super) fn is_gone(error: &io::Error) -> bool {
@@ -60,7 +32,7 @@ pub(super) fn is_stale(error: &io::Error) -> bool {
 
 /// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
 /// so that this takes its time once.
-fn is_replaced(
+pub(super) fn is_replaced(
     directory: &OwnedFd,
     path: &Path,
     seal: &[u8],

@@ -4,8 +4,9 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use super::checkpoint::Checkpoint;
 use super::job::{Outcome, ReadJob};
-use super::{Checkpoint, Request};
+use super::plan::Request;
 use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
 use crate::engine::job::Tick;

@@ -1,9 +1,8 @@
 //! Memory that snapshots use one after another: fresh memory is slower than a disk.
 
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-use super::lock;
 use crate::error::{Error, Result};
 use crate::sys::mapping::Mapping;
 
@@ -54,5 +53,14 @@ impl Memory {
         let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
         drop(mapping);
         Ok(())
+    }
+}
+
+/// Locks, or refuses with `busy`: to wait here for a thread that may want something of the caller would be a deadlock.
+pub(super) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::Poisoned(guard)) => Ok(guard.into_inner()),
+        Err(TryLockError::WouldBlock) => Err(Error::Misused(busy)),
     }
 }

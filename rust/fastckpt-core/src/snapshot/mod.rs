@@ -3,41 +3,22 @@
 mod memory;
 mod staging;
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex};
 
 pub use self::memory::Memory;
-use self::staging::{Progress, Wanted};
+use self::memory::lock;
+use self::staging::{Progress, Wanted, rooms};
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
 use crate::format::groups::Group;
 use crate::format::layout::{self, Plan, TensorSpec};
 use crate::save::{Contents, Request, save};
 use crate::sys::mapping::{Mapping, Stretch};
-
-/// Where the image of each shard lies in the memory of a snapshot, with the rest of its last page.
-fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
-    plan.shards.iter().scan(0, |end, shard| {
-        let begin = *end;
-        *end += geometry::up(shard.bytes, PAGE) as usize;
-        Some(begin..*end)
-    })
-}
-
-/// Locks, or refuses with `busy`: to wait here for a thread that may want something of the caller would be a deadlock.
-fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
-    match mutex.try_lock() {
-        Ok(guard) => Ok(guard),
-        Err(TryLockError::Poisoned(guard)) => Ok(guard.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(Error::Misused(busy)),
-    }
-}
 
 /// What a snapshot is taken of.
 #[derive(Debug)]

@@ -1,5 +1,6 @@
 //! Staging: the copy of a state into the images of its shards, in pieces and with several threads.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,10 +11,9 @@ use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
 use crate::error::{Error, Result};
+use crate::format::geometry::{self, PAGE};
 use crate::format::layout::Plan;
 use crate::sys::thread::builder;
-
-use super::rooms;
 
 /// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to go past the caches, small enough for
 /// the threads to end together and for a stop to be noticed soon.
@@ -228,4 +228,13 @@ impl Shared<'_> {
         self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Where the image of each shard lies in the memory of a snapshot, with the rest of its last page.
+pub(super) fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
+    plan.shards.iter().scan(0, |end, shard| {
+        let begin = *end;
+        *end += geometry::up(shard.bytes, PAGE) as usize;
+        Some(begin..*end)
+    })
 }

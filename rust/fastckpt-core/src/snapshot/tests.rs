@@ -6,6 +6,7 @@ use super::staging::PIECE;
 use super::*;
 use crate::engine::path::IoPath;
 use crate::engine::report::Ran;
+use crate::format::geometry::PAGE;
 use crate::format::groups;
 use crate::read::Checkpoint;
 

@@ -1,19 +1,81 @@
-//! What a manifest must hold beyond its JSON types (`docs/format.md`, 3.4).
+//! Reads a manifest with suspicion: version, checksum, JSON, and what it must hold beyond its types (`docs/format.md`, 3).
 
 use std::collections::HashSet;
+use std::path::Path;
 
 use safetensors::Dtype;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Error, Result};
 
 use crate::format::checksum::{self, HEX};
 use crate::format::geometry::{self, PAGE};
 use crate::format::groups::RESERVED_NAME;
 use crate::format::layout;
 use crate::format::limits::{MAX_BLOCK, MAX_HEADER};
-use crate::format::manifest::{Body, ShardEntry, TensorEntry};
+use crate::format::manifest::{self, Body, MAGIC, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
+/// Reads and checks the bytes of a manifest; `path` is for messages.
+pub fn decode(bytes: Vec<u8>, path: &Path) -> Result<Body> {
+    let body = parse(bytes, path)?;
+    check(&body).map_err(|what| Error::corrupt(path, what))?;
+    Ok(body)
+}
+
+/// What a list of checkpoints needs of a manifest.
+#[derive(Debug, Deserialize)]
+pub struct Head {
+    /// Seconds since 1970 UTC when the save began.
+    pub created: f64,
+    /// The files.
+    #[serde(deserialize_with = "manifest::shards")]
+    pub shards: Vec<ShardEntry>,
+}
+
+/// Reads the head of a manifest. Its checksum and its shards are checked, its tensors are not.
+pub fn decode_head(bytes: Vec<u8>, path: &Path) -> Result<Head> {
+    let head: Head = parse(bytes, path)?;
+    head.shards.iter().try_for_each(check_shard).map_err(|what| Error::corrupt(path, what))?;
+    Ok(head)
+}
+
+/// Checks version and checksum, and reads the rest as JSON.
+fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
+    let corrupt = |what: String| Error::corrupt(path, what);
+    let rest = bytes
+        .strip_prefix(MAGIC)
+        .ok_or_else(|| corrupt("it does not begin as a manifest of fastckpt does".to_owned()))?;
+    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    let version = String::from_utf8_lossy(&rest[..digits.min(20)]).into_owned();
+    if digits > 0 && version != VERSION.to_string() {
+        return Err(Error::Version { path: path.to_path_buf(), found: version, known: VERSION });
+    }
+    let body = rest[digits..]
+        .strip_prefix(b",\"crc64nvme\":\"")
+        .and_then(|rest| rest.split_at_checked(HEX))
+        .and_then(|(crc, rest)| Some((checksum::from_hex(crc)?, rest.strip_prefix(b"\",\n")?)));
+    let Some((crc, body)) = body.filter(|_| digits > 0) else {
+        return Err(corrupt("its first line is damaged".to_owned()));
+    };
+    let found = checksum::of(body);
+    if found != crc {
+        return Err(corrupt(format!(
+            "its checksum is {}, written was {}",
+            checksum::to_hex(found),
+            checksum::to_hex(crc)
+        )));
+    }
+    // The parser sees the object that the prefix opened: its brace takes the place of the newline before the body.
+    let begin = bytes.len() - body.len() - 1;
+    bytes[begin] = b'{';
+    let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
+    serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
+}
+
 /// Refuses a manifest that no save writes, and says why.
-pub(super) fn check(body: &Body) -> Result<(), String> {
+fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
     if !(PAGE..=MAX_BLOCK).contains(&block) || !geometry::is_aligned(block, PAGE) {
         return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
@@ -55,7 +117,7 @@ pub(super) fn check(body: &Body) -> Result<(), String> {
 }
 
 /// Whether a shard's own fields are possible.
-pub(super) fn check_shard(shard: &ShardEntry) -> Result<(), String> {
+fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
     let file = &shard.file;
     let stem = file.strip_suffix(".safetensors").unwrap_or_default();
     if stem.is_empty() || file.len() > 255 || file.contains(['/', '\\', '\0']) || file.starts_with('.') {
@@ -71,7 +133,7 @@ pub(super) fn check_shard(shard: &ShardEntry) -> Result<(), String> {
 }
 
 /// Whether a tensor's own fields are possible, and the bytes of the file that it takes.
-fn check_tensor(tensor: &TensorEntry, body: &Body) -> Result<(u64, u64), String> {
+fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, u64), String> {
     let shard = body.shards.get(tensor.shard).ok_or("its shard does not exist")?;
     let bytes = layout::byte_size(tensor.dtype, &tensor.shape).ok_or("impossible shape")?;
     let end = tensor.offset.checked_add(bytes).filter(|&end| end <= shard.bytes);
@@ -98,13 +160,11 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> Result<(u64, u64), String>
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::value::RawValue;
 
     use super::*;
     use crate::format::manifest::tests::body;
-    use crate::format::manifest::{FILE, Logical, decode, encode};
+    use crate::format::manifest::{FILE, Logical, encode};
 
     fn refusal(change: impl FnOnce(&mut Body)) -> String {
         let mut body = body();

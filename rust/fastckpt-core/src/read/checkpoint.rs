@@ -1,15 +1,17 @@
-//! The shards of an open checkpoint: opened, kept open, their headers compared.
+//! An open checkpoint: its manifest, read and checked, and its shards: opened, kept open, their headers compared.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
-use super::Checkpoint;
-use super::replaced::is_gone;
+use super::replaced::{self, DOUBT, PAUSE, has_other_name, is_gone, is_local, is_stale};
 use crate::commit;
 use crate::engine::report::Damage;
 use crate::error::{Error, Result};
-use crate::format::checksum;
+use crate::format::manifest::{self, Body};
+use crate::format::{checksum, decode};
 use crate::sys::file::{self, DataFile};
 use crate::sys::fork::Held;
 
@@ -18,6 +20,10 @@ const MOST: usize = 64;
 /// Reads in pieces of this many bytes where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
 
+/// How long a checkpoint is opened again that is replaced again and again.
+const REPLACED_WAIT: Duration = Duration::from_secs(30);
+/// Bytes at the manifest's beginning, its checksum among them, that tell it from any other.
+const SEAL: usize = 64;
 /// Shards that stay open, so that they can be read after the checkpoint was replaced or removed. A forked child does not have them,
 /// and opens its own.
 #[derive(Debug, Default)]
@@ -26,7 +32,135 @@ pub(super) struct Kept {
     process: u32,
 }
 
+/// An open checkpoint: its manifest, read and checked.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub(super) path: PathBuf,
+    pub(super) directory: OwnedFd,
+    pub(super) body: Body,
+    /// The first line of the manifest: it holds a checksum of the rest.
+    seal: Vec<u8>,
+    /// Whether the directory was found to have its name still, after a file was missing in it.
+    certain: OnceLock<()>,
+    /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each time.
+    sound_headers: Vec<OnceLock<()>>,
+    kept: Kept,
+}
+
 impl Checkpoint {
+    /// Opens the checkpoint at `path`.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::open_settled(path, false)
+    }
+
+    /// Opens the checkpoint at `path`, and all shards if there are at most 64. These stay open, so that they can be read after the
+    /// checkpoint was replaced or removed, unless its file system goes by names.
+    pub fn open_and_keep(path: &Path) -> Result<Self> {
+        Self::open_settled(path, true)
+    }
+
+    fn open_settled(path: &Path, keep: bool) -> Result<Self> {
+        let give_up = Instant::now() + REPLACED_WAIT;
+        let mut doubt = None;
+        loop {
+            match Self::open_once(path, keep) {
+                Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
+                // Where a file system goes by names, a manifest may be missing, or another one, from one call to the next.
+                Err(Error::Corrupt { .. })
+                    if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
+                other => return other,
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn open_once(path: &Path, keep: bool) -> Result<Self> {
+        let replaced = || Error::Replaced { path: path.to_path_buf() };
+        let directory = match commit::open_checkpoint(path) {
+            Err(error) if error.errno() == Some(libc::ESTALE) => return Err(replaced()),
+            other => other?,
+        };
+        let manifest = path.join(manifest::FILE);
+        let (fd, len) = match file::open_regular(directory.as_fd(), manifest::FILE) {
+            Err(error) if is_gone(&error) => {
+                if is_stale(&error) || has_other_name(&directory, path) {
+                    return Err(replaced());
+                }
+                let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
+                return Err(Error::corrupt(path, what));
+            }
+            other => other.map_err(|error| unreadable(&manifest, error))?,
+        };
+        if len > manifest::MAX_BYTES {
+            let what = format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES);
+            return Err(Error::corrupt(&manifest, what));
+        }
+        let mut bytes = vec![0; len as usize];
+        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(|error| {
+            if is_gone(&error) { replaced() } else { Error::io("read", &manifest)(error) }
+        })?;
+        if read < bytes.len() {
+            return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
+        }
+        let seal = bytes[..read.min(SEAL)].to_vec();
+        let body = decode::decode(bytes, &manifest)?;
+        let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
+        let (path, certain, kept) = (path.to_path_buf(), OnceLock::new(), Kept::default());
+        let mut checkpoint = Self { path, directory, body, seal, certain, sound_headers, kept };
+        if keep {
+            checkpoint.keep()?;
+        }
+        Ok(checkpoint)
+    }
+
+    /// Its path, as it was opened.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its directory.
+    #[must_use]
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// The manifest.
+    #[must_use]
+    pub fn body(&self) -> &Body {
+        &self.body
+    }
+
+    pub(super) fn is_replaced(&self, error: &io::Error) -> bool {
+        replaced::is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
+    }
+
+    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
+    /// removed end in an error of their own, in a mapping in that of a disk that fails.
+    pub(super) fn settle(&self, error: Error) -> Error {
+        let replaced = match &error {
+            Error::Io { source, .. } => {
+                matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && self.is_replaced(source)
+            }
+            Error::Corrupt { .. } => self.is_other(),
+            _ => false,
+        };
+        if replaced { Error::Replaced { path: self.path.clone() } } else { error }
+    }
+
+    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an open directory
+    /// is what another machine has put in its place.
+    pub(super) fn is_other(&self) -> bool {
+        commit::reach(self.directory.as_fd()) != commit::Reach::Machine
+            && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
+    }
+
+    pub(super) fn raised(&self, damage: Damage) -> Error {
+        let Damage { file, offset, len, tensor, reason } = damage;
+        let tensor = tensor.map_or_else(String::new, |name| format!(" (tensor `{name}`)"));
+        Error::corrupt(&self.path_of(&file), format!("bytes {offset} to {}{tensor}: {reason}", offset + len))
+    }
+
     /// Opens every shard that can be opened, if they are few, and keeps them open.
     pub(super) fn keep(&mut self) -> Result<()> {
         if self.body.shards.len() > MOST {
@@ -143,7 +277,7 @@ fn fresh_length(file: &DataFile) -> Option<u64> {
 }
 
 /// Why a file of a checkpoint cannot be opened: damage where the checkpoint itself is at fault.
-pub(super) fn unreadable(path: &Path, error: io::Error) -> Error {
+fn unreadable(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         Some(libc::ENOENT) => Error::corrupt(path, "the file is missing"),
         Some(libc::ELOOP) => Error::corrupt(path, "the file is a symbolic link, which is not followed"),
