@@ -8,7 +8,6 @@ well, and pays for it.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from contextlib import contextmanager
@@ -197,30 +196,14 @@ class SafetensorsNumpy(Safetensors):
         self.library = safetensors.numpy
 
 
-class Records(logging.Handler):
-    """Keeps the report of the last operation: ``fastckpt.load`` returns the state and logs its report."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.report: Any = None
-        logger = logging.getLogger("fastckpt")
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.args and not isinstance(record.args, dict) and hasattr(record.args[0], "phases"):
-            self.report = record.args[0]
-
-
 def report_notes(report: Any) -> Notes:
-    """Return what a report of fastckpt tells; fields that this release does not have are None."""
+    """Return what a report of fastckpt tells."""
     return {
-        "copied": getattr(report, "copied", None),
+        "copied": report.copied,
         "engine": report.engine,
         "fallback": report.fallback,
         "threads": report.threads,
-        "thread_bytes": list(getattr(report, "thread_bytes", ())),
+        "thread_bytes": list(report.thread_bytes),
         "shards": report.shards,
         "phases": dict(report.phases),
         "blocks": dict(report.blocks),
@@ -246,7 +229,7 @@ class Fastckpt(Contender):
 
         self.library, self.io, self.threads, self.shards = fastckpt, io, threads, shards
         self.limit, self.mmap, self.verify = bandwidth_limit, mmap, verify
-        self.records = Records()
+        self.report: Any = None
 
     def save(self, state: Any, path: Path) -> Notes:
         # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
@@ -256,15 +239,19 @@ class Fastckpt(Contender):
         return report_notes(report)
 
     def load(self, path: Path) -> Any:
-        return self.library.load(path, io=self.io, threads=self.threads, verify=self.verify, mmap=self.mmap)
+        return self._loaded(path, verify=self.verify, mmap=self.mmap)
 
     def load_into(self, path: Path, state: Any) -> Any:
         if self.mmap:
             return super().load_into(path, state)
-        return self.library.load(path, into=state, io=self.io, threads=self.threads, verify=True)
+        return self._loaded(path, into=state)
+
+    def _loaded(self, path: Path, **options: Any) -> Any:
+        state, self.report = self.library.load(path, io=self.io, threads=self.threads, report=True, **options)
+        return state
 
     def take_notes(self) -> Notes:
-        report, self.records.report = self.records.report, None
+        report, self.report = self.report, None
         return report_notes(report) if report is not None else {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -72,25 +71,9 @@ class Failure:
     reason: str
 
 
-class _Reports(logging.Handler):
-    """The report of the last load: :func:`fastckpt.load` returns the state and logs its report."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.last: Any = None
-        logger = logging.getLogger("fastckpt")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and record.args and isinstance(record.args[0], fastckpt.LoadReport):
-            self.last = record.args[0]
-
-
 class _Rank:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.reports = _Reports()
         self.device = raw.Device()
         self.state = shapes.make(spec.share)
         fastckpt.set_target(spec.target)
@@ -119,10 +102,10 @@ class _Rank:
         return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
-        loaded = fastckpt.load(path, framework="numpy", **self.how)
+        loaded = fastckpt.load(path, framework="numpy", report=True, **self.how)
         seconds = time.monotonic() - began
-        sample = {**_sample(self.reports.last, seconds), "resident": resident}
-        if compare and (wrong := shapes.difference(self.state, loaded)):
+        sample = {**_sample(loaded.report, seconds), "resident": resident}
+        if compare and (wrong := shapes.difference(self.state, loaded.state)):
             raise ValueError(f"load {path}: {wrong} is not what was saved: run 'fastckpt verify' on a checkpoint there")
         return sample
 
