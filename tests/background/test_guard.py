@@ -229,9 +229,10 @@ def test_what_cannot_be_guarded_is_told(wrong):
 def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_copy):
     """``p.data = other`` frees what a lazy copy still has to read."""
     parameters = [torch.nn.Parameter(torch.full((1 << 18,), float(index))) for index in range(16)]
-    blocker = torch.zeros(300, 2)[:, 0]
+    # Of whole pages, and so the first of its file.
+    blocker = torch.zeros(1024, 2)[:, 0]
     for _ in range(5):
-        # The one thread copies the strided tensor first, and so all others when the event is set.
+        # The one thread copies it first, and so all others when the event is set.
         held_copy.clear()
         pending = fastckpt.save_async({"b": blocker, "p": parameters}, tmp_path / "c", lazy=True, threads=1)
         for index, parameter in enumerate(parameters):
