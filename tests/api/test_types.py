@@ -40,8 +40,8 @@ def context(path: str, optimizer: object) -> None:
 
 def choices(path: str) -> None:
     fastckpt.load(path, framework="numpy", io="uring")
-    fastckpt.load(path, framework="jax")  # type: ignore[arg-type]
-    fastckpt.load(path, io="fast")  # type: ignore[arg-type]
+    fastckpt.load(path, framework="jax")  # type: ignore[call-overload]
+    fastckpt.load(path, io="fast")  # type: ignore[call-overload]
     fastckpt.save({}, path, io="buffered")
     fastckpt.save({}, path, io="mmap")  # type: ignore[arg-type]
     fastckpt.save_async({}, path, io="mmap")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The logical bytes of a dense tensor, whatever its dtype."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     raw = tensor if tensor.dtype.itemsize == 16 else tensor.view(_RAW[tensor.dtype.itemsize])
-    return raw.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if raw.numel() else b""
+    return raw.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes() if raw.numel() else b""
 
 
 def _tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
