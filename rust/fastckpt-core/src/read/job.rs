@@ -261,7 +261,7 @@ impl Job for ReadJob<'_> {
             .plan
             .blocks
             .iter()
-            .map(|read| geometry::up(read.end, PAGE) - geometry::down(read.start, PAGE));
+            .map(|read| read.end.next_multiple_of(PAGE) - geometry::down(read.start, PAGE));
         spans.max().unwrap_or(0) as usize
     }
 
@@ -296,7 +296,7 @@ impl Job for ReadJob<'_> {
             && file.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
         let (start, end) = if direct {
-            (geometry::down(read.start, PAGE), geometry::up(read.end, PAGE))
+            (geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE))
         } else {
             (read.start, read.end)
         };
