@@ -7,7 +7,7 @@ use std::thread;
 use super::io::fault::FaultPlan;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::format::limits;
 use crate::sys::priority::Priority;
 

@@ -18,7 +18,7 @@ use super::report::{Engine, Fallback, Ran};
 use super::run::run_on;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::sys::file::DataFile;
 use crate::sys::gather::Buf;
 use crate::telemetry::{self, Kind, Lane};

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE, Placement, SINGLE};
+use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 

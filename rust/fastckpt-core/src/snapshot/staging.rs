@@ -11,7 +11,7 @@ use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::format::layout::Plan;
 use crate::sys::thread::builder;
 
