@@ -136,6 +136,11 @@ impl Workspace {
         })
     }
 
+    /// Whether this process made it, and is to seal it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.own.is_some()
+    }
+
     /// Its name beside the target, for others to join.
     #[must_use]
     pub fn temporary(&self) -> &OsStr {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::error::Error;
 use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::Strided;
@@ -32,6 +33,13 @@ pub enum Destination {
     Mapped(Arc<FileMap>),
     /// Nowhere: only the checksum is wanted.
     Nowhere,
+}
+
+impl Content {
+    /// The error where memory ends before its tensor does.
+    pub(crate) fn too_short() -> Error {
+        Error::Invalid("a tensor is shorter than its shape".to_owned())
+    }
 }
 
 impl std::fmt::Debug for Content {

@@ -4,8 +4,8 @@ use std::io;
 use std::time::Duration;
 
 use super::io::transfer::Transfer;
-use crate::error::Result;
-use crate::sys::slabs::Slab;
+use crate::error::{Error, Result};
+use crate::sys::slabs::{self, Slab};
 use crate::telemetry::Lane;
 
 /// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
@@ -16,6 +16,11 @@ pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// Hands out a staging buffer of at least so many bytes.
 pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
+
+/// A new staging buffer, or one that an operation before this left.
+pub fn new_staging(len: usize) -> Result<Slab> {
+    slabs::take(len).map_err(Error::io("map memory for staging", "memory".as_ref()))
+}
 
 /// Blocks to move.
 pub trait Job: Sync {

@@ -1,4 +1,4 @@
-//! Every tunable, once.
+//! How an operation runs: what can be chosen, in the call or by the environment, and the defaults.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -7,14 +7,12 @@ use std::thread;
 use super::io::fault::FaultPlan;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::format::limits;
 use crate::sys::priority::Priority;
 
 pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
 
-/// Default size above which a checkpoint is split, in bytes: what the Hugging Face hub uses.
-pub const SHARD_SIZE: u64 = 5_000_000_000;
 /// Operations a ring keeps in flight, as far as slabs allow: those that go straight between memory and file need none.
 pub const QUEUE_DEPTH: usize = 32;
 /// The most that can be asked for.
@@ -158,7 +156,7 @@ impl Options {
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = limits::MAX_BLOCK;
         let environment = &self.environment;
-        let whole = |&bytes: &u64| geometry::is_aligned(bytes, PAGE) && (PAGE..=most).contains(&bytes);
+        let whole = |&bytes: &u64| bytes.is_multiple_of(PAGE) && (PAGE..=most).contains(&bytes);
         if let Some(bytes) = setting(environment, "FASTCKPT_BLOCK_SIZE", whole)? {
             self.block_size = Some(bytes);
         }

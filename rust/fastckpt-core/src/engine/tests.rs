@@ -18,7 +18,7 @@ use super::report::{Engine, Fallback, Ran};
 use super::run::run_on;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::sys::file::DataFile;
 use crate::sys::gather::Buf;
 use crate::telemetry::{self, Kind, Lane};
@@ -57,7 +57,7 @@ impl<const WRITE: bool> Blocks<WRITE> {
         let offset = block * BLOCK;
         let need = BLOCK.min(self.bytes - offset);
         let direct = path.0 != IoPath::Buffered;
-        let len = if direct && !WRITE { geometry::up(need as u64, PAGE) as usize } else { need };
+        let len = if direct && !WRITE { need.next_multiple_of(PAGE as usize) } else { need };
         let mut slab = staging(len)?;
         slab[..len].fill(0);
         if WRITE {

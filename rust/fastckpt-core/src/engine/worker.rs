@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -11,7 +10,7 @@ use std::time::Duration;
 
 use super::io::backend::{Backend, Completed};
 use super::io::transfer::Transfer;
-use super::job::{Job, TICK};
+use super::job::{Job, TICK, new_staging};
 use super::limiter::Limiter;
 use super::options::{Io, Options, STAGING_BUDGET};
 use super::path::{Blocks, IoPath, Reason};
@@ -223,7 +222,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 || {
                     // The free ones are too small: they go, so that no more is held than was in flight.
                     slabs.clear();
-                    slabs::take(len).map_err(Error::io("map memory for staging", Path::new("memory")))
+                    new_staging(len)
                 },
                 Ok,
             )

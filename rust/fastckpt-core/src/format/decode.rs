@@ -77,7 +77,7 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
 /// Refuses a manifest that no save writes, and says why.
 fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
-    if !(PAGE..=MAX_BLOCK).contains(&block) || !geometry::is_aligned(block, PAGE) {
+    if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {
         return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
     }
     tokens::check("structure", body.structure.get())?;

@@ -22,26 +22,14 @@ pub const fn down(value: u64, to: u64) -> u64 {
     value - value % to
 }
 
-/// The smallest multiple of `to` that is not below `value`.
-#[must_use]
-pub const fn up(value: u64, to: u64) -> u64 {
-    value.div_ceil(to) * to
-}
-
-/// Whether `value` is a multiple of `to`.
-#[must_use]
-pub const fn is_aligned(value: u64, to: u64) -> bool {
-    value.is_multiple_of(to)
-}
-
 /// The part of `len` bytes at `offset` of a file that can move straight between there and memory at `address`, as file
 /// offsets. Past the page cache that is the whole pages of both, which must lie alike; through it, everything.
 #[must_use]
 pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {
     let range = if !direct {
         offset..offset + len
-    } else if is_aligned(offset.wrapping_sub(address as u64), PAGE) {
-        up(offset, PAGE)..down(offset + len, PAGE)
+    } else if offset.wrapping_sub(address as u64).is_multiple_of(PAGE) {
+        offset.next_multiple_of(PAGE)..down(offset + len, PAGE)
     } else {
         return offset..offset;
     };
@@ -142,10 +130,7 @@ mod tests {
 
     #[test]
     fn rounding_keeps_multiples_and_moves_the_rest() {
-        assert_eq!((down(0, PAGE), up(0, PAGE)), (0, 0));
-        assert_eq!((down(4096, PAGE), up(4096, PAGE)), (4096, 4096));
-        assert_eq!((down(4097, PAGE), up(4097, PAGE)), (4096, 8192));
-        assert!(is_aligned(8192, PAGE) && !is_aligned(8191, PAGE));
+        assert_eq!([0, 4096, 4097].map(|value| down(value, PAGE)), [0, 4096, 4096]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE, Placement, SINGLE};
+use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
@@ -200,7 +200,7 @@ fn lay_out(
     group: &Group,
     file: String,
 ) -> Result<Shard> {
-    let whole_pages = |t: usize| sizes[t] > 0 && geometry::is_aligned(sizes[t], PAGE);
+    let whole_pages = |t: usize| sizes[t] > 0 && sizes[t].is_multiple_of(PAGE);
     let mut order = members.to_vec();
     order.sort_by_key(|&t| if whole_pages(t) { Reverse(u64::MAX) } else { Reverse(tensors[t].element()) });
     let mut at = 0;
@@ -234,7 +234,7 @@ fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<V
     let metadata = Metadata::new(Some(format), entries).map_err(|error| invalid(error.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).map_err(|error| invalid(error.to_string()))?;
     let least = 8 + json.len() as u64;
-    let begin = geometry::up(least.saturating_sub(RESIDUE), PAGE) + RESIDUE;
+    let begin = least.saturating_sub(RESIDUE).next_multiple_of(PAGE) + RESIDUE;
     json.resize(begin as usize - 8, b' ');
     if json.len() as u64 > most {
         let len = json.len();

@@ -91,7 +91,7 @@ impl<'a> ReadJob<'a> {
 
     /// Gives a piece the bytes that lie in a slab, all of them or its edges, and compares what arrived with the checksum.
     /// Returns how many bytes were copied.
-    fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, buf: &Buf, at: usize) -> Result<u64> {
+    fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, (parts, slab): (&[Part], &[u8])) -> Result<u64> {
         let check = piece.crc.is_some();
         let copy = |to: &mut Region, from: &[u8]| {
             if check {
@@ -100,13 +100,13 @@ impl<'a> ReadJob<'a> {
             to.copy_from_slice(from);
             0
         };
-        let bytes = |len: usize| &buf.slab()[at..at + len];
+        let bytes = |len: usize| &slab[..len];
         let (found, copied) = match &mut piece.destination {
             PieceDestination::Memory(region) => (copy(region, bytes(piece.len)), piece.len),
             PieceDestination::Edges { before, part, after } => {
                 let (from, rest) = bytes(before.len() + after.len()).split_at(before.len());
                 let (head, tail) = (copy(before, from), copy(after, rest));
-                let middle = match &buf.parts()[*part] {
+                let middle = match &parts[*part] {
                     Part::Region(region) if check => {
                         let sum = checksum::append(head, region);
                         checksum::combine(sum, tail, after.len() as u64)
@@ -261,7 +261,7 @@ impl Job for ReadJob<'_> {
             .plan
             .blocks
             .iter()
-            .map(|read| geometry::up(read.end, PAGE) - geometry::down(read.start, PAGE));
+            .map(|read| read.end.next_multiple_of(PAGE) - geometry::down(read.start, PAGE));
         spans.max().unwrap_or(0) as usize
     }
 
@@ -296,7 +296,7 @@ impl Job for ReadJob<'_> {
             && file.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
         let (start, end) = if direct {
-            (geometry::down(read.start, PAGE), geometry::up(read.end, PAGE))
+            (geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE))
         } else {
             (read.start, read.end)
         };
@@ -341,17 +341,20 @@ impl Job for ReadJob<'_> {
                 return Err(Error::transfer("read", &path, error, self.io == Io::Direct));
             }
         };
+        // Looked at once: each look asks the kernel whose memory it is.
+        let (parts, slab) = (transfer.buf.parts(), transfer.buf.slab());
         // Bytes before the piece that did not go into the slab.
         let mut past = 0;
         for piece in &mut pieces {
             let at = (piece.offset - transfer.offset) as usize - past;
             if let PieceDestination::Edges { part, .. } = piece.destination {
-                past += transfer.buf.parts()[part].len();
+                past += parts[part].len();
             }
             if piece.offset + piece.len as u64 > end {
                 self.damaged(shard, piece, reason.clone())?;
             } else {
-                transfer.copied += self.deliver(shard, piece, &transfer.buf, at)?;
+                let slab = slab.get(at..).unwrap_or_default();
+                transfer.copied += self.deliver(shard, piece, (parts, slab))?;
             }
         }
         let bytes = pieces.iter().map(|piece| piece.len as u64).sum();

@@ -12,7 +12,7 @@ use crate::engine::choice::Choice;
 use crate::engine::content::Content;
 use crate::engine::io::files::{OpenFile, OpenFiles};
 use crate::engine::io::transfer::Transfer;
-use crate::engine::job::{Job, Staging};
+use crate::engine::job::{Job, Staging, new_staging};
 use crate::engine::options::{Io, Options};
 use crate::engine::path::{IoPath, Reason};
 use crate::error::{Error, Result};
@@ -25,12 +25,7 @@ use crate::sys::gather::{Buf, Part};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 use crate::sys::pagemap::{self, PageMap};
-use crate::sys::slabs;
 use crate::telemetry::{Lane, State};
-
-fn too_short() -> Error {
-    Error::Invalid("a tensor is shorter than its shape".to_owned())
-}
 
 /// Bytes of an extent that are written from where they lie.
 struct Straight {
@@ -168,7 +163,8 @@ impl<'a> WriteJob<'a> {
         if direct && self.zero_copy == Some(false) {
             return Ok(Err(Reason::Asked));
         }
-        let memory = source.part(extent.start as usize, extent.len as usize).ok_or_else(too_short)?;
+        let memory =
+            source.part(extent.start as usize, extent.len as usize).ok_or_else(Content::too_short)?;
         let range = geometry::straight(extent.offset, extent.len, memory.address(), direct);
         let skip = (range.start - extent.offset) as usize;
         let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
@@ -282,7 +278,9 @@ impl<'a> WriteJob<'a> {
         image: &Stretch,
     ) -> Result<Assembled> {
         let begin = offset as usize;
-        let bytes = image.part(begin..begin + need).ok_or_else(too_short)?;
+        let stretch = image.part(begin..begin + need).ok_or_else(Content::too_short)?;
+        // Once: each look at a stretch asks the kernel whose memory it is.
+        let bytes: &[u8] = &stretch;
         let (mut summed, mut crc) = (0, checksum::of(&[]));
         for placement in geometry::touching(&shard.placements, offset..offset + need as u64) {
             let Some(extent) = geometry::extent(placement, offset, self.plan.block_size) else { continue };
@@ -303,7 +301,7 @@ impl<'a> WriteJob<'a> {
         let direct = file.is_direct() && need >= PAGE as usize;
         let (path, reason) =
             if direct { (IoPath::ZeroCopy, Reason::Possible) } else { self.buffered(file.is_direct()) };
-        Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(bytes)]), path, reason, copied: 0 })
+        Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(stretch)]), path, reason, copied: 0 })
     }
 
     /// Why a block goes through the page cache, in a file that is open for direct I/O or not.
@@ -351,7 +349,7 @@ impl<'a> WriteJob<'a> {
         let start = extent.start + skip;
         match &self.contents[extent.tensor] {
             Content::Memory(source) => {
-                let from = source.part(start as usize, to.len()).ok_or_else(too_short)?;
+                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
                 Ok(checksum::copy(to, from.bytes()))
             }
             Content::Pull(fill) => {
@@ -361,9 +359,9 @@ impl<'a> WriteJob<'a> {
         }
     }
 
-    /// Whether the shard is left to be synced when its manifest is written.
-    pub(super) fn leaves_a_sync(&self) -> bool {
-        self.block_crcs.len() == 1
+    /// Whether the shard is left to be synced when its manifest is written. Who joined writes none.
+    fn leaves_a_sync(&self) -> bool {
+        self.block_crcs.len() == 1 && self.workspace.is_own()
     }
 
     /// What the workers left to be made durable.
@@ -429,7 +427,7 @@ impl Job for WriteJob<'_> {
     }
 
     fn files(&self) -> usize {
-        self.plan.shards.len()
+        self.wanted.shards.len()
     }
 
     fn total(&self) -> u64 {
@@ -438,7 +436,7 @@ impl Job for WriteJob<'_> {
 
     fn largest(&self) -> usize {
         let longest = self.wanted.shards().map(|shard| shard.bytes).max().unwrap_or(0);
-        geometry::up(longest.min(self.plan.block_size), PAGE) as usize
+        longest.min(self.plan.block_size).next_multiple_of(PAGE) as usize
     }
 
     fn file(&self, block: usize) -> usize {
@@ -468,10 +466,9 @@ impl Job for WriteJob<'_> {
         let path = || self.workspace.path_of(&shard.file);
         outcome.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
         if self.has_changed(transfer.block, &transfer.buf) {
-            let mut slab = |len: usize| {
-                slabs::take(len).map_err(Error::io("map memory for staging", std::path::Path::new("memory")))
-            };
-            return self.transfer(transfer.block, Arc::clone(&transfer.file), true, &mut slab).map(Some);
+            return self
+                .transfer(transfer.block, Arc::clone(&transfer.file), true, &mut new_staging)
+                .map(Some);
         }
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.written.fetch_max(now, Ordering::Relaxed);

@@ -27,8 +27,7 @@ pub struct Written {
     pub shards: Vec<ShardEntry>,
     /// And of their tensors.
     pub tensors: Vec<TensorEntry>,
-    /// A shard of one block alone is not durable yet: [`super::seal`] sees to that, or [`Unsynced::sync`] where another
-    /// process seals.
+    /// A shard of one block alone is not durable yet: [`super::seal`] sees to that. Nothing in a process that joined.
     pub unsynced: Option<Unsynced>,
     /// What ran.
     pub ran: Ran,

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use safetensors::Dtype;
 
 use super::*;
+use crate::engine::choice::Choice;
+use crate::engine::job::Job as _;
 use crate::format::geometry::PAGE;
 use crate::format::groups;
 use crate::read::Checkpoint;
@@ -251,6 +253,11 @@ fn a_part_is_some_shards_of_the_plan_in_order() {
     for shards in [&[2][..], &[1, 0], &[0, 0]] {
         assert!(matches!(state.write(&workspace, shards), Err(Error::Invalid(_))));
     }
+    let Small { tensors, contents, plan } = &state;
+    let part = Part { plan, tensors, bytes: Bytes::Tensors(contents), shards: &[1] };
+    let (options, begin) = (Options::default(), Instant::now());
+    let job = job::WriteJob::new(&part, &workspace, &Choice::new(&options, part.total()), &options, begin);
+    assert_eq!((job.files(), job.blocks(), job.file(0)), (1, 5, 1));
     let none = state.write(&workspace, &[]).unwrap();
     assert!(none.shards.is_empty() && none.tensors.is_empty() && none.unsynced.is_none());
     assert_eq!(entries_of(&workspace.path_of("")), 1);
@@ -263,11 +270,13 @@ fn a_part_of_one_block_is_left_to_be_synced() {
     state.plan = layout::plan(&state.tensors, &groups::of(""), PAGE, BLOCK_SIZE).unwrap();
     let path = parent.path().join("c");
     let mut workspace = Workspace::create(&path, true).unwrap();
-    let [first, second] = [0, 1].map(|shard| state.write(&workspace, &[shard]).unwrap());
-    let file = second.shards[0].file.clone();
-    let unsynced = second.unsynced.unwrap();
-    assert_eq!(unsynced.path, workspace.path_of(&file));
-    unsynced.sync(&operation(&path)).unwrap();
+    let first = state.write(&workspace, &[0]).unwrap();
+    let unsynced = first.unsynced.as_ref().unwrap();
+    assert_eq!(unsynced.path, workspace.path_of(&first.shards[0].file));
+    // Nobody could sync it for a process that joined.
+    let joined = Workspace::join(&path, workspace.temporary()).unwrap();
+    let second = state.write(&joined, &[1]).unwrap();
+    assert!(second.unsynced.is_none());
     let body = state.body([first.shards, second.shards].concat(), [first.tensors, second.tensors].concat());
     seal_here(&mut workspace, &body, first.unsynced).unwrap();
     workspace.publish().unwrap();

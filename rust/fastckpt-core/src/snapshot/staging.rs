@@ -11,7 +11,7 @@ use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
 use crate::error::{Error, Result};
-use crate::format::geometry::{self, PAGE};
+use crate::format::geometry::PAGE;
 use crate::format::layout::Plan;
 use crate::sys::thread::builder;
 
@@ -219,9 +219,8 @@ impl Shared<'_> {
         };
         match &self.contents[tensor] {
             Content::Memory(source) => {
-                let from = source.part(start as usize, to.len());
-                let short = || Error::Invalid("a tensor is shorter than its shape".to_owned());
-                to.copy_from_slice(from.ok_or_else(short)?.bytes());
+                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
+                to.copy_from_slice(from.bytes());
             }
             Content::Pull(fill) => fill(start, to).map_err(Error::Callback)?,
         }
@@ -234,7 +233,7 @@ impl Shared<'_> {
 pub(super) fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
     plan.shards.iter().scan(0, |end, shard| {
         let begin = *end;
-        *end += geometry::up(shard.bytes, PAGE) as usize;
+        *end += shard.bytes.next_multiple_of(PAGE) as usize;
         Some(begin..*end)
     })
 }

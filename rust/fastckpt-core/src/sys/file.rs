@@ -302,20 +302,6 @@ impl DataFile {
         Ok(written)
     }
 
-    /// Writes all of `bytes` through the page cache: past it, only whole pages go.
-    pub fn write_cached(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        let mut done = 0;
-        while done < bytes.len() {
-            match self.write_at(false, &[IoSlice::new(&bytes[done..])], offset + done as u64) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(moved) => done += moved,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
     /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report
     /// success the next time. (An interrupted call has not failed.)
     pub fn sync(&self) -> io::Result<()> {

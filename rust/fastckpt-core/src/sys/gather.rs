@@ -106,9 +106,10 @@ impl Buf {
     pub fn slices(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
         let mut at = 0;
         let mut slices = Vec::with_capacity(self.parts.len());
+        let slab = self.slab();
         for part in &self.parts {
             let bytes = match part {
-                Part::Slab(range) => &self.slab()[range.clone()],
+                Part::Slab(range) => &slab[range.clone()],
                 Part::Source(source) => source.bytes(),
                 Part::Stretch(stretch) => stretch,
                 Part::Region(region) => region,
