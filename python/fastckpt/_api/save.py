@@ -57,8 +57,9 @@ def save(
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
             under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
             Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
-            ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it; without one, or with
-            None, the whole state is written as the model.
+            ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key
+            makes names that start like its own (``model.ema`` beside ``model``); without one, or with None, the whole
+            state is written as the model.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report tells which ran.
