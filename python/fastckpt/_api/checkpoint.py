@@ -266,6 +266,7 @@ class Checkpoint:
             KeyError: there is no such tensor.
             IndexError: the index does not fit the shape.
             TypeError: the index is none of these.
+            ValueError: the step of a slice is 0.
             CorruptCheckpointError: bytes are not what was written.
         """
         self._open()
