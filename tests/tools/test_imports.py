@@ -14,7 +14,7 @@ SHARED = {"_core", "_paths", "_text", "_units", "exceptions"}
 
 
 def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
-    """What a file in ``folder`` imports: ``X`` of the package itself, ``*`` for the package, ``X.`` of a module X in it."""
+    """What a file in ``folder`` imports: ``X`` of the package, ``*`` for the package itself, ``X.`` of its module X."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
