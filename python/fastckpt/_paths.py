@@ -30,10 +30,10 @@ def path_of(operation: str, path: AnyPath) -> str:
 
 
 def refuse_url(operation: str, path: str) -> None:
-    """A URL is not a path: taken for one it would be a directory named after its scheme, where nobody looks for it."""
+    """A URL is not a path: taken for one, it would make a directory named after its scheme."""
     if _URL.match(path):
         raise ValueError(
-            f"{operation}: {path!r} is a URL, and fastckpt reads and writes file systems alone: give the path of a "
-            "directory on one that is mounted here, and copy between it and an object store yourself (a relative path "
-            "that really begins so is to be given as an absolute one)"
+            f"{operation}: {path!r} is a URL, and fastckpt reads and writes only file systems: give the path of a "
+            "directory on one that is mounted here, and copy between it and an object store yourself (if this is a "
+            "relative path, give the absolute one)"
         )

@@ -35,7 +35,11 @@ def _split(what: str, value: float | str) -> tuple[float, str]:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{what} must be a number or a string, not {type(value).__name__}")
     if not isinstance(value, str):
-        number, unit = float(value), ""
+        unit = ""
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
     else:
         found = _NUMBER.fullmatch(value)
         if found is None:
@@ -89,7 +93,7 @@ def bytes_of(what: str, value: Any) -> int:
     try:
         number, unit = _split(what, value)
         result = value if type(value) is int else round(number * _BYTES[unit])
-    except (TypeError, ValueError, LookupError):
+    except (TypeError, ValueError, LookupError, OverflowError):
         result = 0
     if not 1 <= result < 2**63:
         raise ValueError(

@@ -14,7 +14,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ReplacedCheckpointError(CheckpointError, FileNotFoundError):
-    """Another save replaced the checkpoint, or somebody removed it, while it was read: open it again.
+    """The checkpoint was replaced or removed while it was read: open it again.
 
     ``load`` and ``verify`` do so by themselves, for half a minute.
     """

@@ -147,6 +147,7 @@ def test_one_tensor(path):
         (slice(None), 2),
         (slice(None, None, -1), slice(2, None, -2), slice(1, 4, 2)),
         (1, slice(0, 0)),
+        slice(None, None, -(2**70)),
         np.int64(1),
     ],
     ids=repr,

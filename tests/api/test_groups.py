@@ -158,10 +158,13 @@ CASES = {
     "reserved-outside": ({"model": {"w": ONE}, "__metadata__": TWO}, "auto", ["w"], ["__metadata__~1"]),
     "no-name": ({"model": {"": ONE}, "": TWO}, "auto", [""], [""]),
     "key-without-a-name": ({"": {"w": ONE}, "o": TWO}, "", ["w"], ["o"]),
-    "dots": ({"a.b": {"w": ONE}, "a": {"b": {"v": TWO}}, "o": torch.zeros(1)}, "a.b", ["v", "w"], ["o"]),
-    "clash": ({"model": {"w": ONE}, "model.w": TWO}, "auto", ["w", "w~1"], None),
+    "dots": ({"a.b": {"w": ONE}, "ab": {"w": TWO}}, "a.b", ["w"], ["ab.w"]),
+    # The model's file would have a tensor that is not the model's, and under the name of one that is.
+    "clash": ({"model.w": TWO, "model": {"w": ONE}}, "auto", ["model.w", "model.w~1"], None),
+    "no-second-choice": ({"model.x": TWO, "model": {"w": ONE}, "module": {}}, "auto", ["model.w", "model.x"], None),
     "not-utf-8": ({"\ud800": {"w": ONE}, "o": TWO}, "\ud800", ["w"], ["o"]),
     "a-number": ({7: {"w": ONE}, "o": TWO}, 7, ["w"], ["o"]),
+    "an-equal-number": ({True: {"w": ONE}, "o": TWO}, 1.0, ["w"], ["o"]),
     "no-tensors": ({"model": {"w": 1}, "o": 2}, "model", [], None),
 }
 
@@ -192,12 +195,27 @@ def save(request):
         ({"model": ONE}, "model", "give None"),
         ({"a": {"model": {"w": ONE}}}, "a.model", "give one of 'a', or None"),
         ([ONE], "model", "give None"),
+        ({"model": {"w": ONE}}, ["model"], "give one of 'model', or None"),
     ],
 )
 def test_a_key_that_leads_to_no_mapping_is_refused(state, key, remedy, tmp_path, save):
     with pytest.raises(ValueError, match=r"save(_async)?: model_key=") as caught:
         save(state, tmp_path / "c", model_key=key)
     assert str(caught.value).endswith(f"the state has no mapping under that key: {remedy}")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "key", "other"),
+    [
+        ({"model": {"w": ONE}, "model.ema": {"w": TWO}}, "model", "'model.ema'"),
+        ({"a.b": {"w": ONE}, "a": {"b": {"w": TWO}}}, "a.b", "'a'"),
+        ({"7": {"w": ONE}, 7: {"w": TWO}}, "7", "7"),
+    ],
+)
+def test_a_key_whose_names_another_can_make_is_refused(state, key, other, tmp_path, save):
+    with pytest.raises(ValueError, match=f"tensors under the key {other} can have the same names as the model's"):
+        save(state, tmp_path / "c", model_key=key)
     assert names(tmp_path) == []
 
 

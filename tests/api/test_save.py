@@ -83,6 +83,8 @@ def test_silent_without_configured_logging(tmp_path):
         ({"shard_size": None}, "shard_size must be"),
         ({"shard_size": "5 parsecs"}, r"a string such as '500MB', '2GB' or '1GiB' \(units: B, kB, MB.*not '5 parsecs'"),
         ({"shard_size": "9EB"}, "shard_size must be"),
+        ({"shard_size": "1e308PB"}, "shard_size must be"),
+        ({"bandwidth_limit": 10**400}, "bandwidth_limit must be"),
         ({"bandwidth_limit": "2Gbit"}, "save: bandwidth_limit must be a number of bytes from 1 to"),
         ({"bandwidth_limit": "fast/s"}, "bandwidth_limit must be"),
     ],

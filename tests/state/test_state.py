@@ -782,7 +782,7 @@ def test_bad_registrations(registry):
     for kind in (dict, int, np.ndarray, np.float32, torch.Tensor, torch.Size, dt.datetime):
         with pytest.raises(ValueError, match="without registration"):
             registry(kind, str, str)
-    with pytest.raises(TypeError, match="no class"):
+    with pytest.raises(TypeError, match="is not a class"):
         registry("Pair", str, str)
     with pytest.raises(TypeError, match="__tensor_flatten__"):
         registry(Pair, None, None)

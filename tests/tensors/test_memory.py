@@ -131,7 +131,7 @@ def test_a_tensor_that_dies_takes_no_byte_of_its_neighbours(granule, monkeypatch
             super().madvise(advice, start, length)
 
     monkeypatch.setattr(_memory, "_GRANULE", granule)
-    monkeypatch.setattr(_memory, "_arenas", deque(maxlen=1))
+    monkeypatch.setattr(_memory, "_regions", deque(maxlen=1))
     monkeypatch.setattr(_memory, "_locked", lambda: False)
     monkeypatch.setattr(mmap, "mmap", Kernel)
     sizes = [4 * MIB + 4 + 4096 * number for number in range(20)]

@@ -13,27 +13,36 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SHARED = {"_core", "_paths", "_text", "_units", "exceptions"}
 
 
-def imports_at_run_time(node: ast.AST):
-    """What is imported: ``X`` of the package itself, ``*`` for the package, ``X.`` of a module X in it."""
+def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
+    """What a file in ``folder`` imports: ``X`` of the package, ``*`` for the package itself, ``X.`` of its module X."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
-                yield from imports_at_run_time(other)
-        elif isinstance(child, ast.ImportFrom) and child.module and child.module.split(".")[0] == "fastckpt":
-            yield from [alias.name for alias in child.names] if child.module == "fastckpt" else [f"{child.module[9:]}."]
+                yield from imports_at_run_time(other, folder)
+        elif isinstance(child, ast.ImportFrom):
+            above = ("fastckpt", *folder)[: len(folder) + 2 - child.level] if child.level else ()
+            module = ".".join((*above, *filter(None, [child.module])))
+            if module.split(".")[0] == "fastckpt":
+                yield from [alias.name for alias in child.names] if module == "fastckpt" else [f"{module[9:]}."]
         elif isinstance(child, ast.Import):
             yield from [f"{alias.name[9:]}." for alias in child.names if alias.name.startswith("fastckpt.")]
             yield from ["*" for alias in child.names if alias.name == "fastckpt"]
         else:
-            yield from imports_at_run_time(child)
+            yield from imports_at_run_time(child, folder)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_the_package_itself_is_imported_by_the_tools_alone(file):
-    taken = set(imports_at_run_time(ast.parse(file.read_text(encoding="utf-8"))))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    taken = set(imports_at_run_time(tree, file.relative_to(PACKAGE).parent.parts))
     if "_tools" in file.parts:
+        private = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        taken |= {name.split(".")[1] for name in private if name.startswith("fastckpt._")} - {"__version__"}
         assert not {name for name in taken if name.split(".")[0] == "_core"}, "the tools use the public API"
-    elif file.name not in ("__init__.py", "__main__.py"):
+    elif file.relative_to(PACKAGE).parts not in [("__init__.py",), ("__main__.py",)]:
+        calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        hidden = [call for call in calls if "import_module(" in call and "('ml_dtypes')" not in call]
+        assert not hidden, "lint-imports does not see these"
         own = {name for name in taken if "." not in name} - SHARED
         assert not own, f"import {own} from the module that defines it"
 

@@ -298,7 +298,7 @@ def test_what_is_not_said_of_a_layout_follows() -> None:
     ("said", "message"),
     [
         ({}, "say how many GPUs"),
-        ({"gpus": 100, "tp": 8}, "100 GPUs are no multiple of tp 8 x pp 1 = 8"),
+        ({"gpus": 100, "tp": 8}, "100 GPUs are not a multiple of tp 8 x pp 1 = 8"),
         ({"gpus": 64, "tp": 8, "pp": 2, "dp": 3}, "tp 8 x pp 2 x dp 3 = 48 are not the 64 GPUs"),
         ({"gpus": 0}, "gpus must be at least 1, not 0"),
         ({"gpus": -8}, "gpus must be at least 1, not -8"),

@@ -167,7 +167,7 @@ def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
         ({"runs": 5}, "10 runs"),
         ({"accelerators": 0}, "1 accelerator"),
         ({"seed": -1}, "a seed of 0 at least"),
-        ({"accelerators": 8}, "failures are to be expected in all runs: simulate more days or runs"),
+        ({"accelerators": 8}, "failures are expected over all runs: simulate more days or runs"),
         ({"days": 1e6}, "simulate fewer days or runs"),
     ],
 )

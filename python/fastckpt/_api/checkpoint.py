@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What is known of a stored tensor without reading it.
+    """What is known about a stored tensor before it is read.
 
     Attributes:
         name: its name in the checkpoint.
@@ -138,7 +138,7 @@ class Checkpoint:
         self._about = self._reader.metadata()
         check = Validator(self._stored, strangers=True)
         unflatten(self._tokens, check, operation="open")
-        # The first token of each tensor tells how it is to come back.
+        # The first token of each tensor says how it comes back.
         self._first: dict[int, list[Any]] = {}
         for token in check.found:
             self._first.setdefault(token[1], token)
@@ -266,6 +266,7 @@ class Checkpoint:
             KeyError: there is no such tensor.
             IndexError: the index does not fit the shape.
             TypeError: the index is none of these.
+            ValueError: the step of a slice is 0.
             CorruptCheckpointError: bytes are not what was written.
         """
         self._open()

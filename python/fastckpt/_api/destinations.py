@@ -1,4 +1,4 @@
-"""Memory for tensors that are to be read: new tensors and arrays, one for each stored tensor and kind."""
+"""Destinations of a read: new tensors and arrays, one for each stored tensor and kind, and those of ``into=``."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ class Targets:
     def _fits(self, index: int, nbytes: int) -> None:
         """Refuse a tensor that is stored in another number of bytes than it has.
 
-        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, is what its dtype
-        and shape tell; that of one that exists is asked from itself.
+        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, follows from its
+        dtype and shape; a tensor that exists is asked for its own.
         """
         if self.stored[index].nbytes != nbytes:
             raise self._malformed(index, "its logical dtype and shape do not fit its bytes")

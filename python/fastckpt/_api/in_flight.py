@@ -71,13 +71,13 @@ def admit(save: SaveInFlight, most: int) -> None:
 
 
 def _register() -> None:
-    """Have the end of this process wait for what is in flight, and tell what failed."""
+    """Have the end of this process wait for what is in flight, and write what failed to stderr."""
     global _registered  # noqa: PLW0603 - once a process
     if _registered:
         return
     _registered = True
     atexit.register(_at_exit)
-    # Children that multiprocessing forks end without a word to atexit, and have finalizers of their own instead.
+    # Children that multiprocessing forks end without calling atexit, and have finalizers of their own instead.
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
@@ -85,7 +85,7 @@ def _register() -> None:
 
 
 def leave(save: SaveInFlight) -> None:
-    """It is over, one way or another; nothing happens where it was never admitted."""
+    """It is over; nothing happens if it was never admitted."""
     with contextlib.suppress(ValueError):
         _in_flight.remove(save)
     while _waiting:
@@ -111,7 +111,7 @@ def failed(failure: Failure) -> None:
 
 
 def asked(error: BaseException) -> None:
-    """Somebody has been told of ``error``."""
+    """The caller has seen ``error``."""
     for failure in tuple(_unasked):
         if failure.error is error:
             _unasked.remove(failure)
@@ -123,7 +123,7 @@ def unasked() -> tuple[Failure, ...]:
 
 
 def raise_unasked(consequence: str) -> None:
-    """Raise the first failure that nobody asked for, if there is one; it counts as told then."""
+    """Raise the first failure that nobody asked for, if there is one; it counts as seen from then on."""
     try:
         failure = _unasked.pop(0)
     except IndexError:
@@ -139,7 +139,7 @@ def drain(timeout: float | None = None) -> None:
     """Wait until every asynchronous save that is in flight is durable.
 
     It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: what
-    that has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
+    that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
     Python's threads cannot be started there reliably; ``save`` can be called.)
 
     Args:
@@ -175,18 +175,18 @@ def _at_exit() -> None:
     while _unasked:
         failure = _unasked.pop(0)
         kind = type(failure.error)
-        # In one piece: the thread that failed may be telling the log at this moment.
+        # In one piece: the thread that failed may be logging at this moment.
         line = (
             f"fastckpt: the asynchronous save to {failure.path} failed, and nobody asked for its result: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
             f"{kind.__qualname__}: {failure.error}\n"
         )
-        if sys.stderr is not None:  # the last chance to tell
+        if sys.stderr is not None:  # it may be closed by now
             sys.stderr.write(line)
 
 
 def _forget() -> None:
-    """A forked child has none of its parent's threads: nothing to wait for, nothing to tell."""
+    """A forked child has none of its parent's threads: nothing to wait for, nothing to report."""
     # Another thread of the parent may have held the lock; and multiprocessing's children lose their finalizers.
     global _admission, _registered  # noqa: PLW0603
     _admission = RLock()

@@ -41,7 +41,7 @@ class Into:
         self.framework = framework
         # It keeps alive what addresses point into.
         self.flat = flatten(into, operation="load: into", observe=True)
-        # What is no tensor comes from the checkpoint, and so do long bytes.
+        # What is not a tensor comes from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
             for item in self.flat.occurrences
@@ -65,7 +65,7 @@ class Into:
         composed: list[Any] = []
         fill: list[tuple[Found, Occurrence | None]] = []
         ties: dict[Any, int] = {}
-        # Parts of what does not fit need no word of their own.
+        # Parts of what does not fit are not reported again.
         unfit: set[Place | None] = set()
         for item in found:
             if kept is not None and item.position not in kept:
@@ -183,7 +183,7 @@ class Into:
         raise error
 
     def _remedy(self) -> str:
-        # Only a root that is no container and no array is a problem at the place of the root.
+        # Only a root that is neither a container nor an array is a problem at the place of the root.
         if any(place is self.flat.places.root for place, _ in self.flat.problems):
             kind = type(self.into).__qualname__
             if hasattr(self.into, "state_dict"):

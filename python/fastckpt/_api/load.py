@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .options import Engine, Framework
 
-#: So many names are compared with one that matches nothing, and none that is longer.
+#: How many names are compared with one that matches nothing, and how long they may be.
 _KNOWN, _LONG = 5000, 500
 
 
@@ -94,8 +94,8 @@ def load(
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
         device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
-            its name, as ``cuda:0``; None for the CPU. They are read through pinned slabs, and copied while more is
-            read.
+            its name, as ``cuda:0``; None for the CPU. They are read through pinned staging buffers, and copied
+            while more is read.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
@@ -119,7 +119,7 @@ def load(
         the CPU, or on ``device``.
 
     Raises:
-        CorruptCheckpointError: the checkpoint is damaged; the message tells where.
+        CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
         UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.

@@ -21,10 +21,10 @@ __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remov
 def remove(path: AnyPath, *, everything: bool = False) -> None:
     """Remove the checkpoint at ``path``.
 
-    It loses its name in one step, durably, and its files after that: nobody sees half of it. A process that is killed
-    meanwhile leaves files under a temporary name, which the next save into the same parent directory removes. Nobody
-    who reads the checkpoint at this moment is waited for. What a killed save has left of it under a temporary name,
-    for a load to put back, goes as well.
+    It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
+    killed in between, files stay under a temporary name, which the next save into the same parent directory removes.
+    Readers of the checkpoint are not waited for. A copy of it that a killed save left under a temporary name, for a
+    load to put back, is removed as well.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it. An asynchronous save to it in flight is waited for.
@@ -33,8 +33,8 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        OSError: the storage failed; or, with ``errno.ENOTEMPTY``, ``path`` is no checkpoint, or holds what stays. Then
-            nothing was removed.
+        OSError: the storage failed; or, with ``errno.ENOTEMPTY``, ``path`` is no checkpoint, or holds files that
+            must stay. Then nothing was removed.
         ValueError: ``path`` is a URL.
     """
     target = path_of("remove", path)

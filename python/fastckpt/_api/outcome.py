@@ -1,4 +1,4 @@
-"""What an operation did, told to the caller and to the log."""
+"""What an operation did, for the caller and for the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _told: set[str] = set()
 
 
 def until_settled(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns of a checkpoint, which begins again when a save has replaced it meanwhile."""
+    """What ``read`` returns of a checkpoint, which starts again if a save has replaced it."""
     give_up = time.monotonic() + _REPLACED_WAIT
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a long operation tells while it runs: a bar for whoever asked for one, and a line in the log now and then."""
+"""What a long operation shows while it runs: a bar on request, and a line in the log every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .outcome import logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds between lines in the log: the training log of an operation shorter than this has its report alone.
+#: Seconds between lines in the log: of an operation shorter than this the log has only the report.
 LOG_INTERVAL = 10.0
 
 
@@ -24,7 +24,7 @@ def ticker(label: str, path: str, *, shown: bool) -> Iterator[Callable[[int, int
     if not shown:
         yield log
         return
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - only who wants a bar pays for it
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - only a call with a bar pays for it
 
     with tqdm(desc=label, unit="B", unit_scale=True, total=0) as bar:
 

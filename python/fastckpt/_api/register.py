@@ -45,7 +45,7 @@ def register_type(
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:
-        TypeError: ``cls`` is no class, or ``encode`` or ``decode`` cannot be called.
+        TypeError: ``cls`` is not a class, or ``encode`` or ``decode`` cannot be called.
         ValueError: the type is supported without registration, or another class has that name.
 
     Example:
@@ -57,7 +57,7 @@ def register_type(
         >>> fastckpt.register_type(Position, dataclasses.asdict, lambda value: Position(**value), "position")
     """
     if not isinstance(cls, type):
-        raise TypeError(f"register_type: {cls!r} is no class")
+        raise TypeError(f"register_type: {cls!r} is not a class")
     if _supported(cls):
         raise ValueError(f"register_type: {cls.__qualname__} can be saved without registration")
     if name is None:
@@ -93,7 +93,7 @@ def _flatten_wrapper(value: Any) -> tuple[Any, ...]:
     """The parts of a wrapper subclass by its own protocol, and what the protocol leaves out."""
     names, context = value.__tensor_flatten__()
     inner = {name: getattr(value, name) for name in names}
-    # Exactly what torch itself asks to tell a Parameter.
+    # torch itself recognises a Parameter by this.
     flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
     outer = (inner, context, value.size(), tuple(value.stride()))
     return (*outer, flags) if flags else outer

@@ -1,4 +1,4 @@
-"""What an operation tells about itself: frozen, printable, loggable."""
+"""Reports: what an operation did, frozen, printable, loggable."""
 
 from __future__ import annotations
 

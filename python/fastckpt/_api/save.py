@@ -57,11 +57,12 @@ def save(
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
             under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
             Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
-            ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it; without one, or with
-            None, the whole state is written as the model.
+            ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key
+            makes names that start like its own (``model.ema`` beside ``model``); without one, or with None, the whole
+            state is written as the model.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set, else the first of these that works. The report tells which ran.
+            says, where it is set, else the first of these that works. The report says which ran.
         threads: worker threads; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes per second that the save may write, so that others can use the same storage: a number,
             or a string with a unit (``"2GB"``); None for no limit.
@@ -119,13 +120,13 @@ def save(
 
 
 def step_of(metadata: Any) -> int | None:
-    """The training step, where the metadata tells it: the live counters show it."""
+    """The training step for the live counters, if the metadata has it."""
     step = metadata.get("step") if isinstance(metadata, dict) else None
     return step if type(step) is int and 0 <= step < 2**63 else None
 
 
 def _warn_of_failures() -> None:
-    """Say what nobody asked for, after this save is safe: it may be the last act of a program that is failing."""
+    """Warn of failures that nobody asked for, after this save is safe: the program may be about to end."""
     for failure in in_flight.unasked():
         warnings.warn(
             f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "

@@ -47,7 +47,7 @@ class Guard:
         """Wait for ``pending``, too; None for all, now and later."""
         if self._buffers:
             for save in in_flight.saves() if pending is None else (pending,):
-                # One that began before this guard: nobody has copied the buffers for it yet.
+                # A save that began before this guard: its copy of the buffers is not made yet.
                 if isinstance(save, PendingSave) and self not in save.guards and _is_ours(save):
                     save.wait_staged()
         if pending is None:
@@ -101,7 +101,7 @@ def guard(target: Any, pending: PendingSave | None = None) -> Guard:
     """Keep an optimizer's step and a module's forward from changing a state that a lazy save has yet to copy.
 
     Needed with ``save_async(..., lazy=True)``: without it tensors change under the copy, and the checkpoint holds a
-    mixture that no checksum can tell. There is one guard for each target, however often this is called, so it may be
+    mixture that no checksum detects. There is one guard for each target, however often this is called, so it may be
     called after every save::
 
         pending = fastckpt.save_async(state, path, lazy=True)
@@ -115,8 +115,8 @@ def guard(target: Any, pending: PendingSave | None = None) -> Guard:
             forward may change them, as BatchNorm's does, compiled or not. Or both in one, such as DeepSpeed's engine.
             What changes tensors otherwise (an average of weights, code that assigns to parameters, a hook before the
             step that was registered earlier) must call ``wait_staged()`` itself.
-        pending: the save to wait for; None for all, now and later. A module's guard holds for all that come later
-            either way, and for one that began before it, it waits here and now.
+        pending: the save to wait for; None for all, now and later. A module's guard always holds for all later
+            saves; this call waits for a save that began before it.
 
     Returns:
         The guard: ``remove()`` takes it off; it is a context manager that does.
@@ -166,7 +166,7 @@ def _is_ours(pending: PendingSave) -> bool:
 
 
 def guards() -> frozenset[Guard]:
-    """Those of modules: :func:`buffers` are to be copied for each save that begins now."""
+    """The guards of modules: each save that begins now copies :func:`buffers`."""
     return frozenset(guard for guard in tuple(_guards.values()) if guard._buffers)  # noqa: SLF001
 
 

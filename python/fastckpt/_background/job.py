@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .pending import PendingSave
 
-#: References to so many tensors are dropped at a time, with a pause for whoever wants the GIL.
+#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
 _DROPPED = 500
 
 
@@ -95,7 +95,7 @@ class Job:
         self.staging += time.perf_counter() - began
 
     def claim(self) -> bool:
-        """Whether the caller of this, the first one, is to bring the save to its end."""
+        """Whether this caller, being the first, is to finish the save."""
         try:
             self.unclaimed.pop()
         except IndexError:
@@ -112,12 +112,12 @@ class Job:
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
             return False
-        # The thread says so itself when it gets to run, but whoever saves or drains next must know now.
+        # The thread says so itself when it runs, but the next save or drain must know now.
         self.pending.started = True
         return True
 
     def run_here(self) -> None:
-        """Bring the save to its end in the calling thread, which keeps its priority."""
+        """Finish the save in the calling thread, which keeps its priority."""
         self.options = _core.SaveOptions(**self.settings | {"nice": None, "io_priority": None})
         self.inline = True
         self.run()
@@ -127,7 +127,7 @@ class Job:
         if not self.claim():
             return
         pending = self.pending
-        # Not before: a signal handler can interrupt the start of a thread, and must not wait for what that holds up.
+        # Not before: a signal handler can interrupt the start of a thread, and must not wait for one it blocks.
         pending.started = True
         error: BaseException | None = None
         try:
@@ -138,7 +138,7 @@ class Job:
             self.let_go()
             self._stop_if_cancelled()
             pending._report = self._write()
-        except BaseException as caught:  # noqa: BLE001 - it is told to whoever asks
+        except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught
         finally:
             self.release()

@@ -1,4 +1,4 @@
-"""The handle on an asynchronous save: what its caller may ask, and what the job behind it tells."""
+"""The handle on an asynchronous save: what its caller may ask, and what the job behind it reports."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[PendingSave], object]] = []
-        # Seconds that the caller was held, and since when it is held by whom.
+        # Seconds that the caller was held, and since when each waiting thread holds it.
         self._held = 0.0
         self._holding: dict[object, float] = {}
 
@@ -78,7 +78,7 @@ class PendingSave(in_flight.SaveInFlight):
     # What others ask.
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may change: it has been copied, or the save is over. What failed is told by `result`.
+        """Wait until the state may change: it has been copied, or the save is over. ``result`` raises what failed.
 
         At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
 
@@ -174,7 +174,7 @@ class PendingSave(in_flight.SaveInFlight):
             self._call_back()
 
     def __await__(self) -> Generator[Any, None, SaveReport]:
-        import asyncio  # noqa: PLC0415 - whoever awaits has it
+        import asyncio  # noqa: PLC0415 - a caller that awaits has imported it
 
         loop = asyncio.get_running_loop()
         future = loop.create_future()
@@ -216,7 +216,7 @@ class PendingSave(in_flight.SaveInFlight):
                 logger.exception("%s: a callback of the save raised", self.path)
 
     def _set_staged(self) -> None:
-        """Let waiters go, and count how long they waited, so that the report knows it whoever runs first."""
+        """Let waiters go, and count how long they waited, so that the report has it whichever thread runs first."""
         now = time.perf_counter()
         for token in tuple(self._holding):
             since = self._holding.pop(token, None)
@@ -241,7 +241,7 @@ class PendingSave(in_flight.SaveInFlight):
             self._set_staged()
         in_flight.leave(self)
         self.finished.set()
-        # Only now: a signal handler that waits for this save may sit on top of somebody who holds the log's lock.
+        # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         if self._report is not None:
             tell(self._report)
         elif self.cancelled():
@@ -251,7 +251,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._call_back()
 
     def _abandon(self) -> None:
-        """The call itself failed, so that nobody has this handle but who waits already."""
+        """The call itself failed: only threads that wait already have this handle."""
         in_flight.leave(self)
         self._staged.set()
         self.finished.set()

@@ -50,15 +50,15 @@ def save_async(  # noqa: PLR0913 - one more than save has
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If nobody asks, the next ``save_async`` raises it and does nothing else; call again to save. If there
-    is none, it is told on stderr at the end of the process, of one that multiprocessing forked, too.
+    ``result()``. If it is never asked for, the next ``save_async`` raises it and does nothing else; call again to save.
+    Without a next one, it is written to stderr when the process ends, also if multiprocessing forked that process.
 
     Args:
         state: as for :func:`fastckpt.save`.
         path: as for :func:`fastckpt.save`. A save to the same path that is in flight is waited for.
         lazy: return before torch tensors are copied; everything else is copied all the same. They must not
             change until ``wait_staged()`` of the handle returns: see :func:`fastckpt.guard`. If they do, the
-            checkpoint holds a mixture of old and new values, and nothing tells.
+            checkpoint holds a mixture of old and new values, and nothing detects that.
         max_in_flight: wait until fewer saves than this are in flight.
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
@@ -80,7 +80,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
         FileNotFoundError: the parent of ``path`` is missing.
         FileExistsError: something has the name that may not be replaced.
-        Exception: an earlier asynchronous save failed, and nobody had asked; or the copy failed.
+        Exception: an earlier asynchronous save failed, and its result was never asked for; or the copy failed.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def _launch(job: Job, max_in_flight: int, *, lazy: bool) -> None:
         if job.start():
             return
     except BaseException:
-        # A signal handler may have raised it, also while the thread starts.
+        # A signal handler may have raised it, even while the thread starts.
         if job.claim():
             job.release()
             pending._abandon()
@@ -142,7 +142,7 @@ _tried: dict[tuple[int | None, str | None], bool] = {}
 
 
 def _priority(nice: int | None, io_priority: str | None) -> tuple[int | None, str | None]:
-    """The priorities that the kernel grants; what it refuses is told once and left out."""
+    """The priorities that the kernel grants; what it refuses is logged once and left out."""
     granted: list[Any] = []
     for key in ((nice, None), (None, io_priority)):
         if key not in _tried:

@@ -52,7 +52,7 @@ def take(nbytes: int) -> Memory:
             return Memory(nbytes)
         try:
             _free.remove(chosen)
-        except ValueError:  # somebody else was faster
+        except ValueError:  # another thread was faster
             continue
         if fitting:
             return chosen
@@ -61,7 +61,7 @@ def take(nbytes: int) -> Memory:
 
 
 def give(memory: Memory) -> None:
-    """Take memory back that nobody looks at any more."""
+    """Take back memory that is no longer in use."""
     if memory.generation == _generation:
         _free.append(memory)
     else:
@@ -72,8 +72,8 @@ def release_buffers() -> None:
     """Free the host memory that asynchronous saves keep for the next one.
 
     That is one copy of the largest state saved so far for each save that was in flight at a time, and the small pinned
-    buffers for copies from and to devices. Memory of a save in flight is freed when that is done. The next save maps
-    new memory, which makes its stall longer.
+    buffers for copies from and to devices. The memory of a save in flight is freed when the save is
+    done. The next save maps new memory, which makes its stall longer.
     """
     global _generation  # noqa: PLW0603 - counted here alone
     _generation += 1

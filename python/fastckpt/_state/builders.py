@@ -95,7 +95,7 @@ class Validator:
             if logical is not None and not logical.dtype.startswith("numpy."):
                 raise ValueError("a numpy array of a dtype that is not numpy's")
         elif more != ["tensor"] or stored.dtype != "U8" or len(stored.shape) != 1 or logical is not None:
-            raise ValueError("bytes that are no vector of bytes")
+            raise ValueError("bytes that are not a vector of bytes")
         self.found.append(token)
         return Tensor(tag)
 
@@ -106,9 +106,9 @@ class Validator:
         tag = token[0]
         tensors, plain = (parts[:1], parts[1:]) if tag == "quantized" else (parts, [])
         if any(type(part) is not Tensor or part.tag != "tensor" for part in tensors):
-            raise ValueError("a part that is no tensor")
+            raise ValueError("a part that is not a tensor")
         if any(not isinstance(part, (Tensor, int, float, type(None))) for part in plain):
-            raise ValueError("a scale or zero point that is none")
+            raise ValueError("not a scale or zero point")
         if tag == "coo":
             _, sizes, coalesced, flags = token
             if type(coalesced) is not bool:

@@ -54,7 +54,8 @@ class Flat:
         tensors: what ``_core.save`` takes.
         ties: number and name of each further place of a tensor.
         movers: by tensor number, what brings the bytes of those without an address.
-        keep: everything that addresses point into; for bytes an array over them. To be cleared once nobody looks there.
+        keep: everything that addresses point into; for bytes an array over them. To be cleared when the
+            addresses are no longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
         problems: with ``observe``, what could not be flattened, by place.
         places: with ``observe``, all of these places.
@@ -376,7 +377,7 @@ class _Flattener:
         if taken is None:
             self.names[name] = 1
             return name
-        # The count makes many clashes linear; what it leads to may be somebody's true name.
+        # The count makes many clashes linear; what it leads to may be another tensor's own name.
         while f"{name}~{taken}" in self.names:
             taken += 1
         self.names[name] = taken + 1
@@ -399,7 +400,7 @@ class _Flattener:
         return _Frame(value, iter(children), keyed=keyed)
 
     def key(self, key: Any) -> Any:
-        """Emit a dictionary key that is no string; returns it as places and names show it."""
+        """Emit a dictionary key that is not a string; returns it as places and names show it."""
         tokens = self.flat.tokens
         kind = type(key)
         encode = _values.ENCODERS.get(kind) or _values.path_encoder(kind)

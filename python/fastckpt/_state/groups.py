@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 #: The keys under which training programs keep the model, in the order in which they are tried.
 CONVENTIONS = ("model", "module", "state_dict", "model_state_dict")
 _LISTED = 10
+#: Types of keys that can name the model.
+_KEYS = (str, int, float)
 
 
 def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -> str:
@@ -24,31 +26,60 @@ def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -
         state: the state.
         flat: the same, flattened. The names of tied tensors may change.
         model_key: the outer key of the model; ``auto`` for the first of :data:`CONVENTIONS` that leads to a mapping
-            with tensors in it; None for no model apart.
+            with tensors in it, unless another outer key makes names that start like its own; None for no model apart.
 
     Returns:
         What the names of the model's tensors start with; empty where the whole state counts as the model.
 
     Raises:
-        ValueError: nothing under ``model_key`` is a mapping.
+        ValueError: nothing under ``model_key`` is a mapping, or another outer key makes names that start like its own.
     """
     if model_key is None:
         return ""
-    found = state if isinstance(state, Mapping) else {}
+    outer = state if isinstance(state, Mapping) else {}
     if model_key == "auto":
-        prefixes = (prefix_of((key,)) for key in CONVENTIONS if isinstance(found.get(key), Mapping))
-        prefix = next((prefix for prefix in prefixes if _holds(flat, prefix)), "")
-    elif isinstance(found.get(model_key), Mapping):
-        prefix = prefix_of((model_key,))
+        keys = (key for key in CONVENTIONS if isinstance(outer.get(key), Mapping) and _holds(flat, _prefix(key)))
+        key = next(keys, None)
+        if key is None or _clashing(outer, key) is not None:
+            return ""
     else:
-        keys = [repr(key) for key, value in found.items() if isinstance(value, Mapping)][:_LISTED]
-        # The traceback has frames that hold exports of the caller's buffers.
-        flat.keep.clear()
-        remedy = f"give one of {', '.join(keys)}, or None" if keys else "give None"
-        raise ValueError(f"{operation}: model_key={model_key!r}: the state has no mapping under that key: {remedy}")
-    if prefix:
-        _rename(flat, prefix)
+        # Names are made of the key in the state, which may only be equal: True and 1 are.
+        key = dict(zip(outer, outer, strict=True)).get(model_key) if isinstance(model_key, _KEYS) else None
+        reason = _refusal(outer, key)
+        if reason is not None:
+            # The traceback has frames that hold exports of the caller's buffers.
+            flat.keep.clear()
+            raise ValueError(f"{operation}: model_key={model_key!r}: {reason}")
+    prefix = _prefix(key)
+    _rename(flat, prefix)
     return prefix
+
+
+def _prefix(key: Any) -> str:
+    return prefix_of((key,))
+
+
+def _refusal(outer: Mapping[Any, Any], key: Any) -> str | None:
+    """Why ``key`` does not name the model, or None."""
+    if key is None or not isinstance(outer[key], Mapping):
+        keys = [repr(key) for key, value in outer.items() if isinstance(value, Mapping)][:_LISTED]
+        remedy = f"give one of {', '.join(keys)}, or None" if keys else "give None"
+        return f"the state has no mapping under that key: {remedy}"
+    other = _clashing(outer, key)
+    if other is None:
+        return None
+    return f"tensors under the key {other!r} can have the same names as the model's: rename that key, or give None"
+
+
+def _clashing(outer: Mapping[Any, Any], key: Any) -> Any:
+    """Another outer key below which names can start with the prefix of ``key``, or None."""
+    prefix = _prefix(key)
+    for other in outer:
+        if other is not key and other != key and isinstance(other, _KEYS):
+            theirs = _prefix(other)
+            if theirs.startswith(prefix) or prefix.startswith(theirs):
+                return other
+    return None
 
 
 def _holds(flat: Flat, prefix: str) -> bool:

@@ -1,7 +1,7 @@
 """Dicts and sets of keys that a file chose: Python's hashes of numbers, and of what is made of them, can be forged.
 
-Keys whose hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. So many
-of them are refused, by a count of the steps; a save refuses the same ones, because nobody could load them.
+Keys whose hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such
+keys are refused, by a count of the steps. A save refuses the same ones, because they could not be loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WHY = "the hashes of its keys collide, so that Python would need minutes for it:
 
 
 def crowds(keys: Collection[Any], *, in_set: bool = False) -> bool:
-    """Whether ``keys`` are too many of one hash for a dict, or for a set made by :func:`set_of`."""
+    """Whether the hashes of ``keys`` collide too often for a dict, or for a set made by :func:`set_of`."""
     if len(keys) <= _FEW:
         return False
     listed = keys if isinstance(keys, list) else list(keys)

@@ -153,5 +153,5 @@ def name_of(prefix: str, key: Any) -> str:
 
 
 def _digits(value: int) -> str:
-    """An integer's digits, hexadecimal where Python refuses so many decimal ones."""
+    """An integer's digits, hexadecimal where Python refuses to convert that many decimal ones."""
     return str(value) if value.bit_length() < _DECIMAL else hex(value)

@@ -112,7 +112,7 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
             continue
-        if tag == "ddict":  # the factory is no item
+        if tag == "ddict":  # the factory is not an item
             position += 1
             count -= 1
         if count:
@@ -150,9 +150,9 @@ def _plain(token: Token) -> Any:
 
 
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
-    """The name that a tensor here would have, as :func:`.flatten.flatten` makes it; None if it tells none.
+    """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not tell it.
 
-    None, too, where names and keys on the way have more than ``most`` characters.
+    Also None if names and keys down to it have more than ``most`` characters.
     """
     for frame in stack:
         part = part_of(frame.key)
@@ -165,9 +165,9 @@ def _name(stack: Sequence[_Frame], most: int) -> str | None:
 def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
     """Position, number and name of each place of a tensor.
 
-    A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or it tells
-    none: then it has the stored name. So do those beyond what docs/format.md, section 3.4, has for these names. Where
-    the stored name is left without a place, the first has it; and so has the only place of a tensor.
+    A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or the keys do
+    not tell it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. Where the
+    stored name is left without a place, the first has it; and so has the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
@@ -252,7 +252,7 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
 
 
 def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
-    """Keep what leads to the positions ``wanted``, as :func:`named` tells them.
+    """Keep what leads to the positions ``wanted``, which :func:`named` yields.
 
     Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
     object) stays whole.

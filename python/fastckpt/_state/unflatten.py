@@ -28,7 +28,7 @@ Token: TypeAlias = Any
 #: Makes a value of its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The longest integer of 64 bits; a longer number in the text is none of ours.
+#: The longest integer of 64 bits; fastckpt writes no longer number.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
@@ -61,7 +61,7 @@ def parse(source: str) -> list[Token]:
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the structure is not what fastckpt writes: {error}") from error
     if type(tokens) is not list:
-        raise CorruptCheckpointError("the structure is not what fastckpt writes: it is no array")
+        raise CorruptCheckpointError("the structure is not what fastckpt writes: it is not an array")
     return tokens
 
 
@@ -72,7 +72,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _parse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_tensor(token: Token) -> bool:

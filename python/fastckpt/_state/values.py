@@ -34,7 +34,7 @@ MALFORMED = (
     struct.error,
 )
 
-#: Integers up to here, either way, are JSON numbers.
+#: Integers up to here, positive or negative, are JSON numbers.
 EXACT = 2**53
 #: Bytes from here up are stored as a tensor.
 LONG_BYTES = 4096
@@ -91,7 +91,7 @@ def _timedelta(value: dt.timedelta) -> str:
 
 
 def _timezone(value: dt.timezone) -> str:
-    # The only public way to a fixed zone's own name, as opposed to the one it makes up.
+    # Nothing else that is public tells a fixed zone's own name from the one it makes up.
     offset, *name = value.__getinitargs__()  # type: ignore[attr-defined]
     text = quote(name[0]) if name else "null"
     return f'["tz",[{offset.days},{offset.seconds},{offset.microseconds}],{text}]'

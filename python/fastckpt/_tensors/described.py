@@ -19,7 +19,7 @@ class Unsupported(Exception):  # noqa: N818 - it never leaves the package: the w
 
 
 class Part:
-    """A step that is no subscript: a part of a tensor (``.indices``) or of an object (``.tzinfo``)."""
+    """A step that is not a subscript: a part of a tensor (``.indices``) or of an object (``.tzinfo``)."""
 
     __slots__ = ("name",)
 

@@ -1,11 +1,11 @@
 """Tensors of other devices, brought to and from host memory piece by piece, on streams of their own.
 
-What is copied out is what the caller's current stream had been asked for when the save was called: the copying stream
-waits for an event recorded there and then. It reads or writes pinned memory: either a snapshot's, or one of two slabs
-that take turns, so that the device fills one while the host empties the other. A slab is used again only after the
-event behind its last copy.
+A copy has what the caller's current stream was asked to compute before the save was called: the copying stream
+waits for an event recorded there and then. It reads or writes pinned memory: either a snapshot's, or one of two staging
+buffers (slabs) that take turns: the device fills one while the host empties the other. A slab is used again only after
+the event behind its last copy.
 
-This file does not import torch: :mod:`._torch` hands it over.
+This file does not import torch: :mod:`.torch` hands it over.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _host_memory(torch: ModuleType, device: Any, nbytes: int) -> Any:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-#: Lanes that nobody uses, by device. A lane belongs to a thread only while that copies one range: the core's threads
+#: Lanes not in use, by device. A lane belongs to a thread only while that copies one range: the core's threads
 #: come and go with each operation. They change in atomic steps.
 _free: dict[Any, list[Lane]] = {}
 
@@ -128,7 +128,7 @@ def _lane(torch: ModuleType, device: Any) -> Any:
         try:
             yield lane
         except BaseException:
-            # Its copies may still run: nobody may get the slabs before they have ended.
+            # Its copies may still run: the slabs must not be used before they have ended.
             with contextlib.suppress(Exception):
                 lane.settle()
             raise
@@ -179,7 +179,9 @@ def pin(torch: ModuleType, device: Any, address: int, nbytes: int) -> Callable[[
     status = _apart(torch, device, lambda cudart: cudart.cudaHostRegister(address, nbytes, 1), back=unpin)
     if status:
         logger.warning(
-            "cannot pin %d bytes for the snapshot (%s): copies from the device go through slabs", nbytes, status
+            "cannot pin %d bytes for the snapshot (%s): copies from the device go through staging buffers",
+            nbytes,
+            status,
         )
         return lambda: None
 
@@ -199,11 +201,11 @@ def _apart(
     When a signal handler raises meanwhile, a call that has begun is waited for, and ``back`` undoes it; one that has
     not never will. A call without ``back`` is made all the same: it undoes another.
 
-    The runtime keeps the last error of each thread until somebody asks for it, and the next to ask is the check after
-    the next kernel of the caller's: training would die of our failure. An error goes with the thread that has it.
+    The runtime keeps the last error of each thread until it is asked for, and the next to ask is the check after the
+    caller's next kernel: training would die of our failure. An error goes with the thread that has it.
     """
     outcome: list[str | None] = []
-    # Whoever takes it first decides: the thread makes the call, the caller gives it up.
+    # The first to take it decides: the thread makes the call, or the caller gives it up.
     decision = threading.Lock()
 
     def run() -> None:

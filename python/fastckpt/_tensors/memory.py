@@ -29,7 +29,7 @@ _HUGE_PAGE = 2 << 20
 #: From this size on, a new buffer is in huge pages; from the second on, in a mapping of its own.
 _LARGE, _ALONE = 4 << 20, 32 << 20
 #: Address space that is mapped at a time for those between.
-_ARENA = 256 << 20
+_REGION = 256 << 20
 _DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
 #: Columns that are copied together: as many cache lines fit the smallest caches.
 _STRIP = 256
@@ -39,7 +39,7 @@ _split_elements = Lock()
 
 
 class _At:
-    """Memory that somebody else owns, for ``numpy.asarray``."""
+    """Memory that another object owns, for ``numpy.asarray``."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -57,7 +57,7 @@ class _At:
 
 
 def at(address: int, nbytes: int, owner: object = None) -> Bytes:
-    """The ``nbytes`` of writable memory at ``address``: alive as long as ``owner``, whom the array keeps."""
+    """The ``nbytes`` of writable memory at ``address``: alive as long as ``owner``, which the array keeps."""
     return np.asarray(_At(address, (nbytes,), "|u1", None, owner))
 
 
@@ -87,7 +87,7 @@ def is_nested(array: np.ndarray[Any, Any]) -> bool:
 
 
 def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays share a byte; where that is too hard to tell, yes if their spans do."""
+    """Whether two arrays share a byte; where that takes too long to find out, yes if their spans do."""
     try:
         return np.shares_memory(left, right, _OVERLAP_WORK)  # type: ignore[arg-type] # numpy's stub knows two limits
     except RuntimeError:  # numpy's TooHardError, which moved between its versions
@@ -109,7 +109,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
     if nbytes >= _LARGE:
-        # Where there is no arena to be had, malloc may have memory for the tensor.
+        # Where no region can be mapped, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)
     memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
@@ -118,9 +118,9 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
 
 
 class _Pages:
-    """Pages of an arena.
+    """Pages of a region.
 
-    Dropping this returns their memory to the system; the address range goes when the last tensor in the arena does.
+    Dropping this returns their memory to the system; the address range goes when the last tensor in the region does.
     """
 
     __slots__ = ("mapping", "nbytes", "start")
@@ -132,41 +132,41 @@ class _Pages:
 
     # Names of the module may have gone when the interpreter ends: what is needed is bound here.
     def __del__(
-        self, *, ways: tuple[int, ...] = (mmap.MADV_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL
+        self, *, advices: tuple[int, ...] = (mmap.MADV_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL
     ) -> None:
-        for advice in ways:
+        for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
             except OSError as error:  # noqa: PERF203 - once, as a rule
-                # Whole pages are refused only if they are locked in memory, and to the second way by an old kernel.
+                # Whole pages are refused only if they are locked: the second advice takes these, but not in an old kernel.
                 if error.errno != refused:
                     raise
             else:
                 return
 
 
-#: The arena that the last buffer was carved from, its address, and how much of it is used. A carver pops the arena and
-#: puts it back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
-_arenas: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
+#: The region that the last buffer was carved from, its address, and how much of it is used. A carver pops the region
+#: and puts it back, so no lock is needed: signal handlers may load, too, and a forked child never waits.
+_regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 
 
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
     A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors lie
-    close together in arenas, huge all over: none has an end that would take a huge page for a few bytes.
+    close together in regions of huge pages alone: none has an end that would take a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
         mapping, address, start = _map(size)
     else:
         try:
-            mapping, address, start = _arenas.pop()
+            mapping, address, start = _regions.pop()
         except IndexError:
-            mapping, address, start = _map(_ARENA)
+            mapping, address, start = _map(_REGION)
         if start + size > len(mapping):
-            mapping, address, start = _map(_ARENA)
-        _arenas.append((mapping, address, start + size))
+            mapping, address, start = _map(_REGION)
+        _regions.append((mapping, address, start + size))
     return at(address + start + residue, nbytes, _Pages(mapping, start, size))
 
 

@@ -67,13 +67,13 @@ def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
 def parse_dtype(text: str) -> np.dtype[Any]:
     """The dtype of a manifest's ``as``; ValueError for anything but a plain one."""
     if not text.startswith(_PREFIX):
-        raise ValueError(f"{text!r} is no numpy dtype")
+        raise ValueError(f"{text!r} is not a numpy dtype")
     return _plain_dtype(text[len(_PREFIX) :])
 
 
 def _plain_dtype(text: str) -> np.dtype[Any]:
     if re.fullmatch(_DTYPE, text) is None:
-        raise ValueError(f"{text[:100]!r} is no plain numpy dtype")
+        raise ValueError(f"{text[:100]!r} is not a plain numpy dtype")
     dtype: np.dtype[Any] = np.dtype(text)
     return dtype
 

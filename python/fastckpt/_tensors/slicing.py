@@ -50,7 +50,9 @@ def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
     for step in reversed(steps):
         taken = range(step, step + 1) if isinstance(step, int) else step
         forwards = taken if taken.step > 0 else taken[::-1]
-        box.append((forwards.start, forwards[-1] + 1, forwards.step) if forwards else (0, 0, 1))
+        # The step of a single index means nothing, and may be larger than the core's numbers.
+        every = forwards.step if len(forwards) > 1 else 1
+        box.append((forwards.start, forwards[-1] + 1, every) if forwards else (0, 0, 1))
         strides.append(stride if taken.step > 0 else -stride)
         stride *= len(taken)
     sizes = tuple(len(step) for step in steps if isinstance(step, range))

@@ -81,7 +81,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             name, logical = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
-            # Whoever resizes a storage asks no tensor: what it no longer holds is somebody else's memory.
+            # A storage can be resized below its tensors: what it no longer holds is not their memory.
             if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
                 _no_address(value)
             # An empty tensor has no address, and is tied to nothing but itself.
@@ -103,7 +103,7 @@ def _no_address(value: Tensor) -> int:
 
 
 def _is_whole(value: Tensor) -> bool:
-    """Whether the storage of a strided tensor holds all of its elements: whoever resizes a storage asks no tensor."""
+    """Whether the storage of a strided tensor holds all of its elements: it can be resized below its tensors."""
     reach = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     end = value.storage_offset() + reach + 1
     return not value.numel() or bool(value.untyped_storage().nbytes() >= end * value.element_size())
@@ -192,7 +192,7 @@ def _size(value: torch.Size) -> str:
     sizes = []
     item: Any
     for item in value:
-        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are no numbers.
+        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are not numbers.
         if isinstance(item, torch.SymInt):
             raise Unsupported(f"a torch.Size with the symbolic size {item} has no value: store sizes that are numbers")
         if not -(2**63) <= int(item) < 2**63:
@@ -221,7 +221,7 @@ def describe_of(kind: type) -> Describe | None:
 def _refuse(kind: type[Tensor]) -> NoReturn:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__name__ == "DTensor":
-        raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() a process")
+        raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() per process")
     if kind.__name__ == "FakeTensor":
         raise Unsupported("a FakeTensor has no data")
     wraps = hasattr(kind, "__tensor_flatten__")
@@ -344,7 +344,7 @@ def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:
     if logical is None:
         return DTYPES.get(PLAIN_NAMES.get(dtype, ""))
     if not logical.startswith(TORCH_PREFIX):
-        raise ValueError(f"{logical[:100]!r} is no torch dtype")
+        raise ValueError(f"{logical[:100]!r} is not a torch dtype")
     found = DTYPES.get(logical.removeprefix(TORCH_PREFIX))
     return found if found in _STORED else None
 
@@ -404,7 +404,7 @@ def device(token: list[Any]) -> torch.device:
 
 def _tensors(parts: Sequence[Any]) -> Sequence[Tensor]:
     if not all(type(part) is Tensor for part in parts):
-        raise ValueError("a part that is no tensor")
+        raise ValueError("a part that is not a tensor")
     return parts
 
 

@@ -126,7 +126,7 @@ def _limit(size: int) -> None:
     seconds = used.ru_utime + used.ru_stime + _SECONDS + size / _BYTES_OF_SECOND
     _lower(resource.RLIMIT_CPU, int(seconds) + 1)
     _lower(resource.RLIMIT_DATA, data + _MEMORY + _MEMORY_OF_BYTE * size)
-    # One that is ended by its limits has nothing to tell.
+    # One that is ended by its limits sends nothing.
     _lower(resource.RLIMIT_CORE, 0)
 
 

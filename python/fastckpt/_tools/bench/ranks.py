@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Seconds from the word to the beginning: it must have reached every rank by then.
 _LEAD = 0.01
-#: A rank that was killed and is still there after so many seconds waits for a device.
+#: Seconds after which a rank that was killed and is still there must be waiting for a device.
 _STUCK = 60
 
 
@@ -89,7 +89,7 @@ class Ranks:
                 self._died(rank, "waiting")
 
     def _answers(self, doing: str) -> list[Any]:
-        """One answer from each rank, whoever is first; the first that fails ends it."""
+        """One answer from each rank, in the order they come; the first failure ends it."""
         answers: list[Any] = [None] * len(self._pipes)
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:

@@ -73,7 +73,7 @@ def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
     interrupted. torch is not imported.
 
     Args:
-        path: the directory that checkpoints are to be saved in. It must exist, or that is what is found.
+        path: the directory that holds the checkpoints. If it does not exist, that is the finding.
         probe: measure as well: write and read for about two seconds, plainly and through :func:`save` and
             :func:`load`.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _LEVELS = ("error", "warning", "note")
-#: Less than this free is no room for a checkpoint of a model worth the name, in bytes.
+#: Bytes; with less than this free, no model of a useful size fits.
 _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
@@ -24,7 +24,7 @@ _TROUBLES = {
         "the directory does not exist",
         "make it: fastckpt.save makes the checkpoint's own directory, not its parent",
     ),
-    "ENOTDIR": ("not-a-directory", "it is no directory", "name the directory that checkpoints are to lie in"),
+    "ENOTDIR": ("not-a-directory", "it is not a directory", "name the directory that holds the checkpoints"),
     "EACCES": ("not-writable", "this user may not write there", "change its owner or mode, or choose another"),
     "EPERM": ("not-writable", "writing there is not permitted", "see lsattr for an immutable flag, or choose another"),
     "EROFS": ("read-only", "the file system is mounted read-only", "mount it read-write, or choose another"),

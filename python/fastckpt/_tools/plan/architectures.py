@@ -95,7 +95,7 @@ def read(path: str | os.PathLike[str]) -> Count:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON, or describes a model that is not understood.
+        ValueError: it is not JSON, or describes a model that is not understood.
     """
     file = Path(path)
     if file.is_dir():
@@ -113,7 +113,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
     """Count the parameters of a decoder-only transformer.
 
     Source: the layers as Hugging Face's transformers builds them; the tests compare with its models. Buffers (rotary
-    frequencies, DeepSeek's correction of expert scores) are no parameters.
+    frequencies, DeepSeek's correction of expert scores) are not parameters.
 
     Args:
         fields: the config.

@@ -1,4 +1,4 @@
-"""Who writes how much, and who reads it back: tensor, pipeline, data and expert parallelism, and ZeRO."""
+"""Which rank writes how much, and which reads it back: tensor, pipeline, data and expert parallelism, and ZeRO."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Layout:
         return self.tp * self.pp
 
     def shares(self, held: Contents) -> tuple[Share, ...]:
-        """Who writes how much, the busiest first; together exactly one checkpoint.
+        """What each rank writes, the busiest first; together exactly one checkpoint.
 
         Only one data-parallel replica has to be written, since all hold the same. Experts are spread over ``ep`` ranks
         of data parallelism, so their part is written by that many. ZeRO 1 and 2 cut the optimizer state over all
@@ -136,7 +136,7 @@ def layout(
         gpus = tp * pp * (dp or 1)
     if dp is None:
         if gpus % (tp * pp):
-            raise ValueError(f"plan: {gpus} GPUs are no multiple of tp {tp} x pp {pp} = {tp * pp}")
+            raise ValueError(f"plan: {gpus} GPUs are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
         dp = gpus // (tp * pp)
     if tp * pp * dp != gpus:
         raise ValueError(f"plan: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} are not the {gpus} GPUs")
@@ -146,7 +146,7 @@ def layout(
 
 
 def check(**numbers: int | None) -> None:
-    """Refuse what is no number of GPUs, or no stage of ZeRO."""
+    """Refuse what is not a number of GPUs or a stage of ZeRO."""
     for name, value in numbers.items():
         if value is None:
             continue

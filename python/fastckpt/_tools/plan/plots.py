@@ -36,7 +36,7 @@ def check(file: Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the name's suffix is no format that it writes.
+        ValueError: the name's suffix is not a format that it writes.
         FileNotFoundError: the file's directory does not exist.
     """
     formats = _matplotlib().Figure().canvas.get_supported_filetypes()

@@ -135,7 +135,7 @@ def kept(lengths: NDArray[np.float64], interval: float, cost: float, away: float
     Args:
         lengths: seconds between failures.
         interval: from the start of one checkpoint to the start of the next.
-        cost: seconds of it that are no training.
+        cost: seconds of it that are not training.
         away: seconds after a failure, before the first interval, and until its checkpoint is durable.
 
     Returns:
@@ -225,7 +225,7 @@ def simulate(
     expected = runs * horizon / mttf
     if not _FEWEST <= expected <= _MOST:
         advice = "simulate more days or runs" if expected < _FEWEST else "simulate fewer days or runs"
-        raise ValueError(f"simulate: {expected:,.0f} failures are to be expected in all runs: {advice}")
+        raise ValueError(f"simulate: {expected:,.0f} failures are expected over all runs: {advice}")
     drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
     played = _Runs(drawn, horizon, cost, restart + lag)
     if shape != 1 and played.failures:

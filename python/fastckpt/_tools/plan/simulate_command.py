@@ -60,7 +60,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
         ``node_write`` and ``node_read``, in GB/s of 10^9 bytes.
 
     Raises:
-        ValueError: it is no such file, or the job says the same otherwise.
+        ValueError: it is not such a file, or the job has these values already.
         OSError: it cannot be read.
     """
     import json  # noqa: PLC0415
