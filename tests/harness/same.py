@@ -16,7 +16,11 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The logical bytes of a dense tensor, whatever its dtype."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     raw = tensor if tensor.dtype.itemsize == 16 else tensor.view(_RAW[tensor.dtype.itemsize])
-    return raw.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes() if raw.numel() else b""
+    if not raw.numel():
+        return b""
+    # A clone: a single element that is contiguous may have any stride.
+    flat = raw.clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _tensor(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ class _Pages:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
             except OSError as error:  # noqa: PERF203 - once, as a rule
-                # Whole pages are refused only if they are locked: the second advice takes these, but not in an old kernel.
+                # Only locked pages are refused: the second advice takes these, except in an old kernel.
                 if error.errno != refused:
                     raise
             else:

@@ -1,5 +1,6 @@
-//! What the environment says. The core never asks for it: `getenv` beside a `setenv` of another thread can crash the process, and
-//! only the caller knows what lock keeps them apart (in Python, the GIL). So the caller looks everything up and passes it down.
+//! What the environment says. The core never asks for it: `getenv` beside a `setenv` of another thread can crash the
+//! process, and only the caller knows what lock keeps them apart (in Python, the GIL). So the caller looks everything
+//! up and passes it down.
 
 use std::ffi::{OsStr, OsString};
 

@@ -177,14 +177,16 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EDQUOT) => ": your quota is used up; nothing of this save was kept",
         Some(libc::EFBIG) => ": a file size limit is in the way (see `ulimit -f`)",
         Some(libc::ENOMEM) if operation == MAP => {
-            ": load without mmap=True, or allow the process more mappings (sysctl vm.max_map_count) or addresses (`ulimit -v`)"
+            ": load without mmap=True, or allow the process more mappings (sysctl vm.max_map_count) or addresses \
+             (`ulimit -v`)"
         }
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
         Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
         // An overlay cannot move what its lower layers hold.
         Some(libc::EXDEV) => {
-            ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a volume"
+            ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
+             volume"
         }
         Some(libc::EIO) => ": the device reported a failure, so these bytes count as lost",
         _ => "",

@@ -1,4 +1,5 @@
-//! What this process may do here, found out by trying: the facts for `fastckpt doctor`. No judgement, that is the caller's.
+//! What this process may do here, found out by trying: the facts for `fastckpt doctor`. No judgement, that is the
+//! caller's.
 //!
 //! An answer is an errno, 0 when the thing works, none when it was not tried. Ring, engine and files are asked for
 //! as a save asks for them. Nothing stays behind: all that is tried happens in one directory, which is removed again.
@@ -207,7 +208,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     };
     retry_on_intr(|| rustix::io::pwrite(&plain, &slab[..TRIAL], 0))
         .map_err(|error| failed("write a file in")(error.into()))?;
-    // Pages just written are cached for certain: unless cachestat sees them it sees nothing (overlayfs asks the wrong file).
+    // Pages just written are cached for certain: unless cachestat sees them it sees nothing (overlayfs asks the wrong
+    // file).
     let control = cached_pages(plain.as_fd(), 0, TRIAL as u64);
     found.cachestat =
         Some(control.as_ref().map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |_| 0));
@@ -247,8 +249,8 @@ fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files)
     found.direct_read = system(retry_on_intr(|| rustix::io::pread(&file, &mut slab[..TRIAL], 0)));
 }
 
-/// Writes `bytes` a few times while another thread looks into the page cache for them: a file system that buffers direct writes
-/// (btrfs, where it keeps checksums) drops the pages before the write returns.
+/// Writes `bytes` a few times while another thread looks into the page cache for them: a file system that buffers
+/// direct writes (btrfs, where it keeps checksums) drops the pages before the write returns.
 fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
     let (ready, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
     let look = || {

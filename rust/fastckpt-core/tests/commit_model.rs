@@ -1,32 +1,36 @@
-//! An exhaustive model of the commit protocol (`src/commit/`, `src/read/`): every order of the steps of two savers, a later saver, a
-//! sweeper, a loader and a user, with a kill at every step.
+//! An exhaustive model of the commit protocol (`src/commit/`, `src/read/`): every order of the steps of two savers, a
+//! later saver, a sweeper, a loader and a user, with a kill at every step.
 //!
-//! **State**: a parent directory that gives names to directories, and processes that remember what they saw. One step is one
-//! operation on the file system (shards and the manifest's content are one, as are the last two of a removal). The search is breadth first over all interleavings, so that a counterexample is a shortest one.
-//! - A saver builds (`Workspace::create`, `furnish`: `Mkdir`, `Create`), looks at the target (`take_the_name`, `taken_aside`:
-//!   `Look` to `AdoptCarry`), takes its name (`replace`, `give_back`: `Swap` to `BackAgain`; `replace_in_two_steps`: `Swap`, `Rename`
-//!   to `TakenClaim`), and removes what it displaced (`leftovers::remove`: a claim, `First` to `Unclaim`). The later saver begins when
-//!   all others have ended, and sweeps all there is before and after.
+//! **State**: a parent directory that gives names to directories, and processes that remember what they saw. One step
+//! is one operation on the file system (shards and the manifest's content are one, as are the last two of a removal).
+//! The search is breadth first over all interleavings, so that a counterexample is a shortest one.
+//! - A saver builds (`Workspace::create`, `furnish`: `Mkdir`, `Create`), looks at the target (`take_the_name`,
+//!   `taken_aside`: `Look` to `AdoptCarry`), takes its name (`replace`, `give_back`: `Swap` to `BackAgain`;
+//!   `replace_in_two_steps`: `Swap`, `Rename` to `TakenClaim`), and removes what it displaced (`leftovers::remove`: a
+//!   claim, `First` to `Unclaim`). The later saver begins when all others have ended, and sweeps all there is before
+//!   and after.
 //! - A sweeper looks at any one left-over (`leftovers::sweep`, `examine`, `is_superseded`: `Pick` to `OldClaim`).
-//! - A loader opens by name and reads by descriptor (`Open` to `Named`), or recovers (`recover`: `Recover` to `PutBack`).
+//! - A loader opens by name and reads by descriptor (`Open` to `Named`), or recovers (`recover`: `Recover` to
+//!   `PutBack`).
 //! - The user moves away or removes what has the name, or puts a directory of his own there.
 //!
-//! **Variants**: with and without `RENAME_EXCHANGE`; up to two kills; death that cannot be proven; one wrong judgement of death, as
-//! locks can lie; look-ups that answer what was true before (NFS).
+//! **Variants**: with and without `RENAME_EXCHANGE`; up to two kills; death that cannot be proven; one wrong judgement
+//! of death, as locks can lie; look-ups that answer what was true before (NFS).
 //!
-//! **Not modelled**: power cuts (the fault campaign replays them; the model takes each rename as durable), failing operations,
-//! locks as such (a judgement is right or wrong), the 30 s and 5 s deadlines (they may pass at any moment), look-ups that are stale
-//! by more than one generation, listings that tear.
+//! **Not modelled**: power cuts (the fault campaign replays them; the model takes each rename as durable), failing
+//! operations, locks as such (a judgement is right or wrong), the 30 s and 5 s deadlines (they may pass at any moment),
+//! look-ups that are stale by more than one generation, listings that tear.
 //!
 //! **Accepted**, as each takes several coincidences:
-//! - A saver adopts an old checkpoint whose owner lives and publishes, is killed before it notices, and the user removes the name: the
-//!   old one comes back (`State::published`).
-//! - The user's directory took the name between the two renames: the old checkpoint stays under `.old-`, not found but whole.
-//! - A wrong judgement takes the workspace of a save that stands between its two renames: the same, and the next save does not carry
-//!   over from there. When the sweeper is killed in the middle of that, and it held a directory of the user's, a third sweep
-//!   removes it.
-//! - A directory of the user's is exchanged back while a rival publishes, and the save is killed, or wrongly taken for dead, between
-//!   its two exchanges: the rival's checkpoint is swept.
+//! - A saver adopts an old checkpoint whose owner lives and publishes, is killed before it notices, and the user
+//!   removes the name: the old one comes back (`State::published`).
+//! - The user's directory took the name between the two renames: the old checkpoint stays under `.old-`, not found but
+//!   whole.
+//! - A wrong judgement takes the workspace of a save that stands between its two renames: the same, and the next save
+//!   does not carry over from there. When the sweeper is killed in the middle of that, and it held a directory of the
+//!   user's, a third sweep removes it.
+//! - A directory of the user's is exchanged back while a rival publishes, and the save is killed, or wrongly taken for
+//!   dead, between its two exchanges: the rival's checkpoint is swept.
 
 #![allow(
     clippy::unwrap_used,
@@ -851,8 +855,8 @@ impl Step<'_> {
 }
 
 impl State {
-    /// What must not come back when the user removes the name now: all that had it, but for an old checkpoint that a live
-    /// process has between its two renames or is about to take from there.
+    /// What must not come back when the user removes the name now: all that had it, but for an old checkpoint that a
+    /// live process has between its two renames or is about to take from there.
     fn published(&self) -> u8 {
         let takes = |proc: &Proc, at| matches!(proc.pc, Pc::Adopt | Pc::PutBack) && proc.from == at;
         let held = |x: usize| match self.dirs[x].at {

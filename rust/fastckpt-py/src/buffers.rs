@@ -1,4 +1,5 @@
-//! The border where addresses that Python vouches for become memory of the core, and callbacks into Python become its seams.
+//! The border where addresses that Python vouches for become memory of the core, and callbacks into Python become its
+//! seams.
 #![allow(unsafe_code)]
 
 use std::fmt::Display;
@@ -12,7 +13,8 @@ use pyo3::prelude::*;
 
 use crate::error::Raised;
 
-/// Where tensor `index` of `nbytes` is to be read from: `address`, where Python knows of `capacity` bytes, or `fill` if it is 0.
+/// Where tensor `index` of `nbytes` is to be read from: `address`, where Python knows of `capacity` bytes, or `fill` if
+/// it is 0.
 pub(crate) fn content(
     index: usize,
     (address, capacity): (usize, u64),
@@ -24,9 +26,9 @@ pub(crate) fn content(
         return Err(misfit("save", index, nbytes, capacity));
     }
     if address != 0 || nbytes == 0 {
-        // SAFETY: the Python side passes the address and size of a contiguous host tensor that it keeps alive, and whose
-        // owner is told not to change it, until the call returns; no `Source` outlives the call. Dtype and shape, from which the
-        // core would count the bytes, cannot make it longer: they were compared with that size.
+        // SAFETY: the Python side passes the address and size of a contiguous host tensor that it keeps alive, and
+        // whose owner is told not to change it, until the call returns; no `Source` outlives the call. Dtype and shape,
+        // from which the core would count the bytes, cannot make it longer: they were compared with that size.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, fill, raised)?;
@@ -34,8 +36,9 @@ pub(crate) fn content(
     Ok(Content::Pull(fill))
 }
 
-/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: from `address` on, where Python knows of `capacity`
-/// bytes, or into `drain` if it is 0, which takes `capacity` bytes. With `rows`, `address` is that of the lowest byte.
+/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: from `address` on, where Python knows
+/// of `capacity` bytes, or into `drain` if it is 0, which takes `capacity` bytes. With `rows`, `address` is that of the
+/// lowest byte.
 pub(crate) fn destination(
     index: usize,
     (nbytes, rows): (u64, Option<&Arc<Rows>>),
@@ -55,10 +58,10 @@ pub(crate) fn destination(
         return Ok(Destination::Push(drain));
     }
     let Some(rows) = rows else {
-        // SAFETY: the Python side passes the address of contiguous writable host memory and how many bytes that really has,
-        // which it takes from the tensor or array and never from a file; the region is no longer than that. Python keeps the
-        // memory alive and does not touch it until the call returns, and gives no byte to two requests; no `Region` outlives the
-        // call.
+        // SAFETY: the Python side passes the address of contiguous writable host memory and how many bytes that really
+        // has, which it takes from the tensor or array and never from a file; the region is no longer than that. Python
+        // keeps the memory alive and does not touch it until the call returns, and gives no byte to two requests; no
+        // `Region` outlives the call.
         return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
     };
     if !rows.is_nested() {
@@ -67,8 +70,8 @@ pub(crate) fn destination(
         )));
     }
     let base = (address as *mut u8).wrapping_add(reach.start.unsigned_abs() as usize);
-    // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest, which was compared with the
-    // capacity; and no byte belongs to two rows, which was just looked at.
+    // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest, which was
+    // compared with the capacity; and no byte belongs to two rows, which was just looked at.
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 

@@ -15,8 +15,8 @@ use crate::error::{Raised, to_python};
 ///     path: its path, to load it.
 ///     created: seconds since 1970 when its save began; None if its manifest is damaged.
 ///     bytes: bytes of its files, those of other people left out.
-///     aside: whether nothing has its name, because a save took it aside and has put nothing in its place: that save was
-///         killed, or is just there. ``load`` finds the checkpoint all the same.
+///     aside: whether nothing has its name, because a save took it aside and has put nothing in its place: that save
+///         was killed, or still runs. ``load`` finds the checkpoint all the same.
 ///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ListedCheckpoint {

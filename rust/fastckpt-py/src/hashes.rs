@@ -1,8 +1,10 @@
-//! Whether keys would crowd a hash table of Python's: keys that a file chose can make each insertion walk over all others.
+//! Whether keys would crowd a hash table of Python's: keys that a file chose can make each insertion walk over all
+//! others.
 
 use pyo3::prelude::*;
 
-/// Steps that one key may cost on average. Powers of two, of which Python's hash knows 61, take a hundred when there are 5000.
+/// Steps that one key may cost on average. Powers of two, of which Python's hash knows 61, take a hundred when there
+/// are 5000.
 const STEPS: usize = 128;
 /// The bits of a hash that each further step brings in.
 const SHIFT: u32 = 5;

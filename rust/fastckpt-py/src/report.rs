@@ -7,8 +7,8 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::Raised;
 
-/// The options that every operation takes. Only here is the environment read: under the GIL, which `_py` stands for, because
-/// Python writes to it under the GIL.
+/// The options that every operation takes. Only here is the environment read: under the GIL, which `_py` stands for,
+/// because Python writes to it under the GIL.
 pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     let environment = Environment::of(|name| std::env::var_os(name));
@@ -18,7 +18,8 @@ pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyRe
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 
-/// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the progress.
+/// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the
+/// progress.
 pub(crate) fn tick<'a>(
     callback: Option<&'a Py<PyAny>>,
     raised: &'a Raised,

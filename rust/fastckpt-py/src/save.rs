@@ -19,7 +19,8 @@ use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::snapshot::priority;
 
-/// `fastckpt._tensors.described.Tensor`: a tuple, because an object of ours would cost more for each of many small tensors.
+/// `fastckpt._tensors.described.Tensor`: a tuple, because an object of ours would cost more for each of many small
+/// tensors.
 #[derive(FromPyObject)]
 pub(crate) struct Tensor {
     #[pyo3(item(0))]

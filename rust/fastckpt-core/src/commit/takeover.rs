@@ -239,7 +239,8 @@ impl Workspace {
             other => other.map_err(Error::io("open", &self.target))?,
         };
         if fs::fstat(&directory).map(|stat| id(&stat)) != Ok(expected) {
-            let why = "another machine put something there while it was saved, which cannot be looked at yet: save again";
+            let why = "another machine put something there while it was saved, which cannot be looked at yet: \
+                       save again";
             return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
         }
         examine(directory.as_fd(), &self.target, self.overwrite)?;

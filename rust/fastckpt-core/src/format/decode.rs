@@ -1,4 +1,5 @@
-//! Reads a manifest with suspicion: version, checksum, JSON, and what it must hold beyond its types (`docs/format.md`, 3).
+//! Reads a manifest with suspicion: version, checksum, JSON, and what it must hold beyond its types (`docs/format.md`,
+//! 3).
 
 use std::collections::HashSet;
 use std::path::Path;

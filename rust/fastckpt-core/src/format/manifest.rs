@@ -227,7 +227,8 @@ fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
     let (structure, metadata) = (body.structure.get().len(), body.metadata.get().len());
     Error::TooLarge(format!(
         "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no \
-         tensor, {metadata} for the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save it in parts",
+         tensor, {metadata} for the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save \
+         it in parts",
         body.tensors.len()
     ))
 }

@@ -23,8 +23,9 @@ impl Along {
 
 /// The rows of a box of `tensor`, or `None` where it is empty.
 ///
-/// `wanted` has one member per dimension of the logical shape, or is `None` for the whole tensor. `strides` says how many bytes apart
-/// neighbours along each dimension are to lie in memory; without them, elements lie in row-major order, one after another.
+/// `wanted` has one member per dimension of the logical shape, or is `None` for the whole tensor. `strides` says how
+/// many bytes apart neighbours along each dimension are to lie in memory; without them, elements lie in row-major
+/// order, one after another.
 ///
 /// Where several elements share a byte, the box's edges must be those of whole bytes.
 pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i64]>) -> Result<Option<Rows>> {
@@ -65,8 +66,8 @@ fn rows_of(shape: &[u64], bytes: u64, wanted: Option<&[Along]>, strides: Option<
     Ok(Some(rows))
 }
 
-/// The shape and the box in units of whole bytes, and how many of these an element has. Elements that share bytes are counted in
-/// bytes along the last dimension.
+/// The shape and the box in units of whole bytes, and how many of these an element has. Elements that share bytes are
+/// counted in bytes along the last dimension.
 fn in_bytes(
     shape: &[u64],
     bytes: u64,
@@ -90,7 +91,8 @@ fn in_bytes(
     let whole = |count: u64| (count * bits).is_multiple_of(8);
     if last.step != 1 || ![*size, last.start, last.stop].into_iter().all(whole) {
         return Err(format!(
-            "elements of {bits} bits share bytes: along the last dimension it must begin and end at a whole byte, in steps of 1"
+            "elements of {bits} bits share bytes: along the last dimension it must begin and end at a whole byte, \
+             in steps of 1"
         ));
     }
     *size = *size * bits / 8;
@@ -98,7 +100,8 @@ fn in_bytes(
     Ok((shape, wanted, 1))
 }
 
-/// One axis per dimension, and how many bytes apart neighbours along it lie in the tensor; nothing where a number has no room.
+/// One axis per dimension, and how many bytes apart neighbours along it lie in the tensor; nothing where a number has
+/// no room.
 fn axes(shape: &[u64], wanted: &[Along], itemsize: u64, strides: Option<&[i64]>) -> Option<Vec<(Axis, u64)>> {
     let (mut stride, mut packed) = (itemsize, i64::try_from(itemsize).ok()?);
     let mut axes = Vec::with_capacity(shape.len());
@@ -123,8 +126,8 @@ mod tests {
 
     use super::*;
 
-    /// A tensor's shape, a box in it, and steps in memory along each dimension: in any order of dimensions and with gaps,
-    /// some backwards.
+    /// A tensor's shape, a box in it, and steps in memory along each dimension: in any order of dimensions and with
+    /// gaps, some backwards.
     fn cases() -> impl Strategy<Value = (Vec<u64>, u64, Vec<Along>, Option<Vec<i64>>)> {
         let dimension =
             (1u64..7, any::<[prop::sample::Index; 2]>(), 1u64..4, 0i64..3, any::<bool>(), any::<u8>());
@@ -177,7 +180,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_byte_of_a_box_is_found_once_in_order((shape, itemsize, wanted, strides) in cases(), cut in any::<[u8; 2]>(), gap in 0u64..40) {
+        fn every_byte_of_a_box_is_found_once_in_order(
+            (shape, itemsize, wanted, strides) in cases(),
+            cut in any::<[u8; 2]>(),
+            gap in 0u64..40,
+        ) {
             let bytes = itemsize * shape.iter().product::<u64>();
             let expected = places(&shape, itemsize, &wanted, strides.as_deref());
             let Some(rows) = rows_of(&shape, bytes, Some(&wanted), strides.as_deref()).unwrap() else {

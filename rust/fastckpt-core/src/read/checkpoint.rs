@@ -15,7 +15,8 @@ use crate::format::{checksum, decode};
 use crate::sys::file::{self, DataFile};
 use crate::sys::fork::Held;
 
-/// A checkpoint of more shards than this keeps none open: a process may have 1,024 files open by default, and most are not for us.
+/// A checkpoint of more shards than this keeps none open: a process may have 1,024 files open by default, and most are
+/// not for us.
 const MOST: usize = 64;
 /// Reads in pieces of this many bytes where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
@@ -24,8 +25,8 @@ const SMALL_READ: usize = 1 << 20;
 const REPLACED_WAIT: Duration = Duration::from_secs(30);
 /// Bytes at the manifest's beginning, its checksum among them, that tell it from any other.
 const SEAL: usize = 64;
-/// Shards that stay open, so that they can be read after the checkpoint was replaced or removed. A forked child does not have them,
-/// and opens its own.
+/// Shards that stay open, so that they can be read after the checkpoint was replaced or removed. A forked child does
+/// not have them, and opens its own.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     files: Vec<Option<Held>>,
@@ -42,7 +43,8 @@ pub struct Checkpoint {
     seal: Vec<u8>,
     /// Whether the directory was found to have its name still, after a file was missing in it.
     certain: OnceLock<()>,
-    /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each time.
+    /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each
+    /// time.
     sound_headers: Vec<OnceLock<()>>,
     kept: Kept,
 }
@@ -53,8 +55,8 @@ impl Checkpoint {
         Self::open_settled(path, false)
     }
 
-    /// Opens the checkpoint at `path`, and all shards if there are at most 64. These stay open, so that they can be read after the
-    /// checkpoint was replaced or removed, unless its file system goes by names.
+    /// Opens the checkpoint at `path`, and all shards if there are at most 64. These stay open, so that they can be
+    /// read after the checkpoint was replaced or removed, unless its file system goes by names.
     pub fn open_and_keep(path: &Path) -> Result<Self> {
         Self::open_settled(path, true)
     }
@@ -65,7 +67,8 @@ impl Checkpoint {
         loop {
             match Self::open_once(path, keep) {
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
-                // Where a file system goes by names, a manifest may be missing, or another one, from one call to the next.
+                // Where a file system goes by names, a manifest may be missing, or another one, from one call to the
+                // next.
                 Err(Error::Corrupt { .. })
                     if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
                 other => return other,
@@ -135,8 +138,8 @@ impl Checkpoint {
         replaced::is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
     }
 
-    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that another machine
-    /// removed end in an error of their own, in a mapping in that of a disk that fails.
+    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that
+    /// another machine removed end in an error of their own, in a mapping in that of a disk that fails.
     pub(super) fn settle(&self, error: Error) -> Error {
         let replaced = match &error {
             Error::Io { source, .. } => {
@@ -148,8 +151,8 @@ impl Checkpoint {
         if replaced { Error::Replaced { path: self.path.clone() } } else { error }
     }
 
-    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an open directory
-    /// is what another machine has put in its place.
+    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an
+    /// open directory is what another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
         commit::reach(self.directory.as_fd()) != commit::Reach::Machine
             && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
@@ -270,7 +273,8 @@ impl Checkpoint {
     }
 }
 
-/// The length of a file as the file system's server has it: what a client knows may be that of a file of the same name before.
+/// The length of a file as the file system's server has it: what a client knows may be that of a file of the same name
+/// before.
 fn fresh_length(file: &DataFile) -> Option<u64> {
     commit::refresh(file.fd(false));
     u64::try_from(rustix::fs::fstat(file.fd(false)).ok()?.st_size).ok()

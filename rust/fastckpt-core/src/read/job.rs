@@ -89,8 +89,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Gives a piece the bytes that lie in a slab, all of them or its edges, and compares what arrived with the checksum.
-    /// Returns how many bytes were copied.
+    /// Gives a piece the bytes that lie in a slab, all of them or its edges, and compares what arrived with the
+    /// checksum. Returns how many bytes were copied.
     fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, (parts, slab): (&[Part], &[u8])) -> Result<u64> {
         let check = piece.crc.is_some();
         let copy = |to: &mut Region, from: &[u8]| {
@@ -145,8 +145,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Takes the memory that `[start, end)` is to be read straight into out of the pieces. Returns the parts of the transfer, how many
-    /// bytes of a slab the rest needs, and why the largest piece needs it that does.
+    /// Takes the memory that `[start, end)` is to be read straight into out of the pieces. Returns the parts of the
+    /// transfer, how many bytes of a slab the rest needs, and why the largest piece needs it that does.
     fn lay_out(
         &self,
         pieces: &mut [Piece],
@@ -222,7 +222,8 @@ impl<'a> ReadJob<'a> {
     }
 }
 
-/// Hands over the `bytes` from byte `start` of a tensor on, or those that belong to a box: one after another, counted in it.
+/// Hands over the `bytes` from byte `start` of a tensor on, or those that belong to a box: one after another, counted
+/// in it.
 fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
     let Some(rows) = rows else { return drain(start, bytes) };
     let mut taken = Vec::new();

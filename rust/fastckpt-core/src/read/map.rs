@@ -38,8 +38,9 @@ impl Checkpoint {
         FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &self.path_of(&shard.file)))
     }
 
-    /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the header of each
-    /// shard; the first difference is an error. Of `options` the engine does not count: a mapping's pages are the page cache's.
+    /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the
+    /// header of each shard; the first difference is an error. Of `options` the engine does not count: a mapping's
+    /// pages are the page cache's.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
         let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);

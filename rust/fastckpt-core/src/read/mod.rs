@@ -23,8 +23,9 @@ use crate::error::Result;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Reads `requests`. With `verify`, every extent that is read whole is compared with its checksum, and so is the header of each
-    /// shard touched; the first difference is an error, by which time other destinations may have been filled.
+    /// Reads `requests`. With `verify`, every extent that is read whole is compared with its checksum, and so is the
+    /// header of each shard touched; the first difference is an error, by which time other destinations may have been
+    /// filled.
     pub fn read(
         &self,
         requests: Vec<Request>,
@@ -52,7 +53,8 @@ impl Checkpoint {
         let wanted = bytes.fold(0, u64::saturating_add);
         let shared = options.io == Io::Auto && options.ranks().share(&self.path);
         let choice = if shared {
-            // Past it, each rank would read all from the storage. Whoever comes first to a page reads it, the others wait for it.
+            // Past it, each rank would read all from the storage. Whoever comes first to a page reads it, the others
+            // wait for it.
             Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
             Choice::new(options, wanted)

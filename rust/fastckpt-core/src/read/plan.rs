@@ -67,8 +67,8 @@ pub(super) struct Piece {
 
 pub(super) enum PieceDestination {
     Memory(Region),
-    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those after it
-    /// from a slab.
+    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those
+    /// after it from a slab.
     Edges {
         before: Region,
         part: usize,

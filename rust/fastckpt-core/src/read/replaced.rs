@@ -10,8 +10,8 @@ use crate::commit;
 use crate::format::manifest;
 use crate::sys::file;
 
-/// How long a file is looked for again where a directory's name may be believed longer than it is true: clients of network file systems keep
-/// what they know of names, FUSE for a second unless told otherwise.
+/// How long a file is looked for again where a directory's name may be believed longer than it is true: clients of
+/// network file systems keep what they know of names, FUSE for a second unless told otherwise.
 pub(super) const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 pub(super) const PAUSE: Duration = Duration::from_millis(5);
@@ -30,8 +30,8 @@ pub(super) fn is_stale(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::ESTALE)
 }
 
-/// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that it was found to be,
-/// so that this takes its time once.
+/// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that
+/// it was found to be, so that this takes its time once.
 pub(super) fn is_replaced(
     directory: &OwnedFd,
     path: &Path,

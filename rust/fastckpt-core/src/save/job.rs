@@ -147,7 +147,8 @@ impl<'a> WriteJob<'a> {
         (shard, (block - self.first_block[shard]) as u64 * self.plan.block_size)
     }
 
-    /// How an extent is to be written, past the page cache or through it: what of it from where it lies, or why nothing is.
+    /// How an extent is to be written, past the page cache or through it: what of it from where it lies, or why nothing
+    /// is.
     fn straight(
         &self,
         shard: &Shard,
@@ -177,7 +178,8 @@ impl<'a> WriteJob<'a> {
         })
     }
 
-    /// Whether a device is faster writing `memory` itself than a copy of it in a slab: only huge pages make up for the copy.
+    /// Whether a device is faster writing `memory` itself than a copy of it in a slab: only huge pages make up for the
+    /// copy.
     fn is_worth_it(&self, memory: &Source) -> bool {
         self.zero_copy.unwrap_or_else(|| {
             let map = self.pages.get_or_init(PageMap::open).as_ref();
@@ -185,8 +187,8 @@ impl<'a> WriteJob<'a> {
         })
     }
 
-    /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written from where it
-    /// lies is copied to a slab, in file order; with `copy_all`, everything is.
+    /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written
+    /// from where it lies is copied to a slab, in file order; with `copy_all`, everything is.
     fn assemble(
         &self,
         block: usize,
@@ -314,7 +316,8 @@ impl<'a> WriteJob<'a> {
         (IoPath::Buffered, reason)
     }
 
-    /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no known sum.
+    /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no
+    /// known sum.
     fn has_changed(&self, block: usize, buf: &Buf) -> bool {
         // A snapshot's memory is steady.
         if !self.images.is_empty() {

@@ -53,8 +53,9 @@ struct Inner {
     memory: Option<(Arc<Memory>, Arc<Mapping>)>,
 }
 
-/// A state that is copied, and then written from the copy. Its memory holds the files of the checkpoint as they will be on the disk,
-/// headers included: only the manifest is missing. Each method but the getters and `stop` refuses while another runs.
+/// A state that is copied, and then written from the copy. Its memory holds the files of the checkpoint as they will be
+/// on the disk, headers included: only the manifest is missing. Each method but the getters and `stop` refuses while
+/// another runs.
 #[derive(Debug)]
 pub struct Snapshot {
     total: u64,
@@ -121,8 +122,8 @@ impl Snapshot {
         })
     }
 
-    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that fails, the state's
-    /// own memory is not looked at again.
+    /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that
+    /// fails, the state's own memory is not looked at again.
     pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, tick: Tick<'_>) -> Result<()> {
         self.with(|inner| {
             let Inner { state, plan, phase, memory } = inner;
@@ -144,7 +145,8 @@ impl Snapshot {
         })
     }
 
-    /// The files, each with its name, to be looked at or sent. While one of them is kept, the memory serves no other snapshot.
+    /// The files, each with its name, to be looked at or sent. While one of them is kept, the memory serves no other
+    /// snapshot.
     pub fn images(&self) -> Result<Vec<(String, Stretch)>> {
         self.with(|inner| {
             let names = inner.plan.shards.iter().map(|shard| shard.file.clone());

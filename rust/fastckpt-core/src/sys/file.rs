@@ -219,8 +219,8 @@ impl DataFile {
         Self { direct: direct.then(|| Held::from(null())), ..file }
     }
 
-    /// Opens once more the regular file behind `fd`, which may have no name by now, and returns it with its length. Direct I/O needs
-    /// a descriptor of its own, which comes by way of `/proc`; without that the page cache is used.
+    /// Opens once more the regular file behind `fd`, which may have no name by now, and returns it with its length.
+    /// Direct I/O needs a descriptor of its own, which comes by way of `/proc`; without that the page cache is used.
     pub fn open_again(fd: BorrowedFd<'_>, direct: bool) -> io::Result<(Self, u64)> {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let open = |extra| {

@@ -1,11 +1,13 @@
 //! Descriptors that a forked child does not keep: those of an operation that only the parent's threads go on with.
 //!
-//! `O_CLOEXEC` acts at exec, which a data loader's worker never comes to. What it would keep open for as long as it lives: shards, whose
-//! gigabytes stay allocated after they were replaced; rings; and the manifest whose lock tells that its writer lives.
+//! `O_CLOEXEC` acts at exec, which a data loader's worker never comes to. What it would keep open for as long as it
+//! lives: shards, whose gigabytes stay allocated after they were replaced; rings; and the manifest whose lock tells
+//! that its writer lives.
 //!
-//! Each such descriptor is noted in a table, and the child puts an empty one in the place of each. It does not close them: their numbers
-//! stay taken, so that code of the parent's which the child may still run (it can be forked from inside a callback) meets an error and
-//! never somebody else's file. A descriptor that was opened in the very moment of the fork may be missed; the price is space.
+//! Each such descriptor is noted in a table, and the child puts an empty one in the place of each. It does not close
+//! them: their numbers stay taken, so that code of the parent's which the child may still run (it can be forked from
+//! inside a callback) meets an error and never somebody else's file. A descriptor that was opened in the very moment of
+//! the fork may be missed; the price is space.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
@@ -30,8 +32,8 @@ impl Note {
     #[must_use]
     pub fn new(fd: BorrowedFd<'_>) -> Self {
         if !REGISTERED.swap(true, Ordering::Relaxed) {
-            // SAFETY: the handler is a function of this library, which is never unloaded, and does only what a child of a process with
-            // threads may do.
+            // SAFETY: the handler is a function of this library, which is never unloaded, and does only what a child of
+            // a process with threads may do.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
         let (first, fd) = (NEXT.fetch_add(1, Ordering::Relaxed), fd.as_raw_fd());
@@ -51,7 +53,8 @@ impl Drop for Note {
     }
 }
 
-/// Runs in the child before `fork` returns: only its one thread is there, and locks may be held by threads that are not.
+/// Runs in the child before `fork` returns: only its one thread is there, and locks may be held by threads that are
+/// not.
 extern "C" fn in_child() {
     let mut empty = -1;
     for place in &NOTED {

@@ -1,7 +1,8 @@
-//! A lock that tells the living from the dead: on an open file, seen by every process of the machine and, where the file system
-//! carries it (NFS, Ceph, Lustre with `flock`), by other machines.
+//! A lock that tells the living from the dead: on an open file, seen by every process of the machine and, where the
+//! file system carries it (NFS, Ceph, Lustre with `flock`), by other machines.
 //!
-//! It lies on one byte far beyond the end of the file: some file systems (CIFS) keep others from reading what is locked.
+//! It lies on one byte far beyond the end of the file: some file systems (CIFS) keep others from reading what is
+//! locked.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -19,12 +20,13 @@ fn request() -> libc::flock {
     request
 }
 
-/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open file is closed,
-/// those of forked children included.
+/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open
+/// file is closed, those of forked children included.
 pub fn take(fd: impl AsFd) -> io::Result<()> {
     let request = request();
     loop {
-        // SAFETY: the command takes a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as long.
+        // SAFETY: the command takes a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as
+        // long.
         let outcome = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const request) };
         if outcome == 0 {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Files as memory: pages of the page cache, each copied when it is first written to, so that no write reaches the file.
+//! Files as memory: pages of the page cache, each copied when it is first written to, so that no write reaches the
+//! file.
 
 use std::io;
 use std::ops::Range;
@@ -51,7 +52,8 @@ impl FileMap {
         self.len == 0
     }
 
-    /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a signal.
+    /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a
+    /// signal.
     pub fn populate(&self, range: &Range<usize>) -> io::Result<()> {
         self.populate_pages(range, page::size())
     }
@@ -64,7 +66,8 @@ impl FileMap {
             // SAFETY: the pages are those of the mapping, and neither advice changes what is in it.
             match unsafe { madvise(at, pages.len(), advice) } {
                 Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
-                // Every kernel knows the first advice: it is the range that it refuses, and a disk that fails would be a signal.
+                // Every kernel knows the first advice: it is the range that it refuses, and a disk that fails would be
+                // a signal.
                 Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
                 // Any other failure only means that pages come when they are touched, as before Linux 5.14.
                 _ => {}
@@ -80,9 +83,10 @@ impl FileMap {
     #[must_use]
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
-        // SAFETY: the range lies in the mapping. To write through the address takes unsafe code, which has to wait until these bytes
-        // are no longer looked at: Python gives what lies there away when the load has ended. Who changes the file in place meanwhile,
-        // which nobody may, changes bytes under a reader: their checksum is then wrong or was right, and nothing else depends on them.
+        // SAFETY: the range lies in the mapping. To write through the address takes unsafe code, which has to wait
+        // until these bytes are no longer looked at: Python gives what lies there away when the load has ended. Who
+        // changes the file in place meanwhile, which nobody may, changes bytes under a reader: their checksum is then
+        // wrong or was right, and nothing else depends on them.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().wrapping_add(range.start), range.len()) }
     }
 }

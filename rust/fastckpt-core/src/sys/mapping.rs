@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Mappings are aligned to this and backed by pages of it where the kernel grants them. With 4 KiB pages a request to the
-/// device breaks into pieces of about 1 MiB and costs three times the CPU.
+/// Mappings are aligned to this and backed by pages of it where the kernel grants them. With 4 KiB pages a request to
+/// the device breaks into pieces of about 1 MiB and costs three times the CPU.
 pub const HUGE_PAGE: usize = 2 << 20;
 
 /// Bytes of the mapping that holds `len` bytes, or nothing beyond `usize`.
@@ -46,8 +46,8 @@ impl Mapping {
         let base = start.wrapping_add(lead);
         for (at, size) in [(start, lead), (base.wrapping_add(len), HUGE_PAGE - lead)] {
             if size > 0 {
-                // SAFETY: both ranges are page-aligned parts of the mapping just made, outside the part that is kept, and nobody
-                // knows of them.
+                // SAFETY: both ranges are page-aligned parts of the mapping just made, outside the part that is kept,
+                // and nobody knows of them.
                 let _ = unsafe { munmap(at.cast(), size) };
             }
         }
@@ -84,8 +84,8 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // In a child the range was never mapped, and may belong to another mapping by now.
         if self.is_ours() {
-            // SAFETY: the mapping is ours alone, nobody borrows from it, and no operation of the kernel's holds it: operations own
-            // what they move.
+            // SAFETY: the mapping is ours alone, nobody borrows from it, and no operation of the kernel's holds it:
+            // operations own what they move.
             let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
         }
     }

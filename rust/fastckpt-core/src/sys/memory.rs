@@ -68,8 +68,8 @@ impl Region {
     /// Exclusive access to `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until the region and everything split from it is gone, the bytes must be writable from any thread, and nobody else may
-    /// read or write them.
+    /// Until the region and everything split from it is gone, the bytes must be writable from any thread, and nobody
+    /// else may read or write them.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, len: usize) -> Self {
         Self { base, len }
@@ -118,8 +118,8 @@ impl Region {
         let pages = page::inside(self.address()..self.address() + self.len, page::size());
         if !pages.is_empty() {
             let at = self.base.wrapping_add(pages.start - self.address()).cast();
-            // SAFETY: the range lies in the region, which the contract of `new` makes writable memory; populating changes no
-            // content.
+            // SAFETY: the range lies in the region, which the contract of `new` makes writable memory; populating
+            // changes no content.
             let _ = unsafe { madvise(at, pages.len(), Advice::LinuxPopulateWrite) };
         }
     }
@@ -141,7 +141,8 @@ impl DerefMut for Region {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: the contract of `new`, and splitting leaves no byte in two regions; and `&mut self` makes this the only access.
+        // SAFETY: the contract of `new`, and splitting leaves no byte in two regions; and `&mut self` makes this the
+        // only access.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }

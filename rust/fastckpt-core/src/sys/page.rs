@@ -1,5 +1,5 @@
-//! Pages of memory: 4 KiB on most machines, 16 or 64 KiB on some of aarch64. `madvise` and its kin refuse what is not made of whole
-//! ones. Files are another matter: their unit is [`super::file::PAGE`] everywhere.
+//! Pages of memory: 4 KiB on most machines, 16 or 64 KiB on some of aarch64. `madvise` and its kin refuse what is not
+//! made of whole ones. Files are another matter: their unit is [`super::file::PAGE`] everywhere.
 
 use std::ops::Range;
 

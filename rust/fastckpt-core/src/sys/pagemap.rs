@@ -71,8 +71,9 @@ impl PageMap {
             category_anyof_mask: 0,
             return_mask: HUGE,
         };
-        // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches, both alive through the call and
-        // laid out as it expects (a size it does not know is an error); it only looks at the memory that `start` and `end` name.
+        // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches, both alive through
+        // the call and laid out as it expects (a size it does not know is an error); it only looks at the memory that
+        // `start` and `end` name.
         let found = unsafe { libc::ioctl(self.0.as_raw_fd(), SCAN, &raw mut argument) };
         let found = stretches.get(..usize::try_from(found).ok()?)?;
         let huge: u64 = found.iter().map(|stretch| stretch.end - stretch.start).sum();

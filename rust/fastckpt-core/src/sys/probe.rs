@@ -17,8 +17,8 @@ fn errno(returned: libc::c_long) -> i32 {
 
 /// What `io_uring_setup`, `io_uring_enter` and `io_uring_register` answer, 0 for success.
 ///
-/// Only the first is asked for something that can be had; the others get no ring, so that the kernel itself answers `EBADF` or
-/// `EINVAL`, whatever `kernel.io_uring_disabled` says. Any other answer is that of a filter in front of it.
+/// Only the first is asked for something that can be had; the others get no ring, so that the kernel itself answers
+/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` says. Any other answer is that of a filter in front of it.
 #[must_use]
 pub fn ring_calls() -> [i32; 3] {
     let mut parameters = [0u64; RING_PARAMETERS / 8];

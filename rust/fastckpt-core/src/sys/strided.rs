@@ -95,7 +95,8 @@ impl Rows {
         low..high
     }
 
-    /// Whether no byte of memory belongs to two rows, for the reason that each axis steps over all that lies along shorter steps.
+    /// Whether no byte of memory belongs to two rows, for the reason that each axis steps over all that lies along
+    /// shorter steps.
     #[must_use]
     pub fn is_nested(&self) -> bool {
         let mut axes = self.axes.clone();
@@ -108,7 +109,8 @@ impl Rows {
         })
     }
 
-    /// The same box in longer rows: those that follow each other in the tensor with at most `gap` bytes between are one.
+    /// The same box in longer rows: those that follow each other in the tensor with at most `gap` bytes between are
+    /// one.
     #[must_use]
     pub fn joined(&self, gap: u64) -> Self {
         let (mut row, mut outer) = (self.row, self.axes.len());
@@ -151,8 +153,8 @@ impl Rows {
         outer.unwrap_or(Axis { count: 1, from: 0, to: 0 })
     }
 
-    /// Whether `line` follows the `count` lines from `first` on in a band to be turned over: of rows whose neighbours in the tensor lie
-    /// further apart in memory than those of the next line.
+    /// Whether `line` follows the `count` lines from `first` on in a band to be turned over: of rows whose neighbours
+    /// in the tensor lie further apart in memory than those of the next line.
     fn crosses(&self, first: &Line, count: u64, line: &Line) -> bool {
         let outer = self.outer();
         line.len.is_power_of_two()
@@ -208,8 +210,8 @@ impl Strided {
     /// Exclusive access to the rows, the first of which begins at `base`.
     ///
     /// # Safety
-    /// Until this and everything made of it is gone, each row must be memory that is writable from any thread, no byte of it may
-    /// belong to two rows, and nobody else may read or write it.
+    /// Until this and everything made of it is gone, each row must be memory that is writable from any thread, no byte
+    /// of it may belong to two rows, and nobody else may read or write it.
     #[must_use]
     pub unsafe fn new(base: *mut u8, rows: Arc<Rows>) -> Self {
         let range = rows.range();
@@ -243,7 +245,8 @@ impl Strided {
         })
     }
 
-    /// Copies to each row what belongs there of `bytes`, which begin at byte `start` of the tensor. Returns how many bytes that were.
+    /// Copies to each row what belongs there of `bytes`, which begin at byte `start` of the tensor. Returns how many
+    /// bytes that were.
     ///
     /// # Panics
     /// If they begin after what is wanted, or end before.
@@ -280,7 +283,8 @@ impl Strided {
             16 => copy::<16>,
             _ => copy_long,
         };
-        // SAFETY: the lines lie in `range`, and so in `bytes`; of the memory this has exclusive access by the contract of `new`.
+        // SAFETY: the lines lie in `range`, and so in `bytes`; of the memory this has exclusive access by the contract
+        // of `new`.
         unsafe { copy(first, outer, from, to) };
     }
 }
@@ -288,12 +292,12 @@ impl Strided {
 /// Bytes of a line of the processor's cache.
 const CACHE_LINE: usize = 64;
 
-/// Copies rows of `N` bytes: their length known, each is a move or two. Several lines are a band that is turned over, tile by tile: each
-/// line of the cache is read once and written once, whatever steps they lie apart.
+/// Copies rows of `N` bytes: their length known, each is a move or two. Several lines are a band that is turned over,
+/// tile by tile: each line of the cache is read once and written once, whatever steps they lie apart.
 ///
 /// # Safety
-/// `from` and `to` are where the first line begins in readable and in writable memory, apart from each other; further ones lie `outer`
-/// apart.
+/// `from` and `to` are where the first line begins in readable and in writable memory, apart from each other; further
+/// ones lie `outer` apart.
 unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *mut u8) {
     let inner = line.step;
     let at = |i: u64, j: u64| from.wrapping_add((i * outer.from + j * inner.from) as usize);
