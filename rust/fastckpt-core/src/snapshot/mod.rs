@@ -136,7 +136,12 @@ impl Snapshot {
             let (_, memory) = memory.as_mut().ok_or(Error::Misused("the snapshot has no memory"))?;
             let memory = Arc::get_mut(memory).ok_or(Error::Misused("the snapshot's memory is in use"))?;
             let wanted = Wanted { tensors: wanted, headers: last };
-            let outcome = staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, tick);
+            let mut outcome =
+                staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, tick);
+            // What was not copied would be bytes of an earlier snapshot, under checksums that are right.
+            if last && outcome.is_ok() && self.staged() != self.total {
+                outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
+            }
             if last || outcome.is_err() {
                 state.contents = Vec::new();
                 *phase = if outcome.is_ok() { Phase::Staged } else { Phase::Failed };
@@ -176,6 +181,13 @@ impl Snapshot {
         let inner = lock(&self.inner, "the snapshot is in use")?.take();
         let memory = inner.and_then(|inner| inner.memory);
         memory.map_or(Ok(()), |(owner, mapping)| owner.give(mapping))
+    }
+}
+
+impl Drop for Snapshot {
+    /// Memory that its owner may have pinned is given back, not unmapped.
+    fn drop(&mut self) {
+        let _ = self.close();
     }
 }
 

@@ -177,3 +177,15 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(stage(&snapshot, &[1], true), Err(Error::Invalid(_))));
     assert!(Memory::new(usize::MAX).is_err());
 }
+
+#[test]
+fn a_snapshot_that_is_not_whole_is_refused_and_gives_its_memory_back() {
+    let (snapshot, memory) = patterned(&[8, 8]);
+    snapshot.attach(&memory).unwrap();
+    assert!(
+        matches!(stage(&snapshot, &[1, 0], true), Err(Error::Misused(what)) if what.contains("not whole"))
+    );
+    assert!(snapshot.images().is_err());
+    drop(snapshot);
+    patterned(&[8, 8]).0.attach(&memory).unwrap();
+}
