@@ -59,11 +59,6 @@ class Ranks:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._answers("starting")
 
-    @property
-    def pids(self) -> list[int | None]:
-        """Process ids, by rank."""
-        return [process.pid for process in self._processes]
-
     def ask(self, request: Request) -> list[dict[str, Any]]:
         """Have all ranks prepare, then begin at the same moment; their samples, by rank.
 

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from fastckpt._paths import refuse_url
 from fastckpt._tools.scratch import Signals
 
 from . import cuda, limits, measure
-
-Facts = Mapping[str, Any]
 
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
 #: What gVisor says of its kernel, whatever runs below.
