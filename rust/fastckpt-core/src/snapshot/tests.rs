@@ -158,12 +158,11 @@ fn methods_refuse_while_another_runs() {
         let copy = || stage(&snapshot, &[1], true);
         let staging = crate::sys::thread::builder().spawn_scoped(scope, copy).unwrap();
         waits.recv().unwrap();
-        let busy = |outcome| assert!(matches!(outcome, Err(Error::Misused("the snapshot is in use"))));
-        busy(stage(&snapshot, &[1], true));
-        busy(snapshot.images().map(drop));
-        busy(snapshot.close());
+        let outcomes = [stage(&snapshot, &[1], true), snapshot.images().map(drop), snapshot.close()];
         go.send(()).unwrap();
         staging.join().unwrap().unwrap();
+        let busy = |outcome: &_| matches!(outcome, Err(Error::Misused("the snapshot is in use")));
+        assert!(outcomes.iter().all(busy), "{outcomes:?}");
     });
     assert_eq!(snapshot.images().unwrap().len(), 1);
 }
