@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
 
+#: Without ``list``: ``from fastckpt import *`` must not hide Python's own.
 __all__ = [
     "Checkpoint",
     "CheckpointError",
