@@ -1,6 +1,6 @@
 //! The checkpoint engine: plan, write, commit, read, verify.
 //!
-//! Data flows one way: the [`format`] says where each byte lies; the workers of the [`engine`] take blocks and move
+//! Data flows one way: the [`mod@format`] says where each byte lies; the workers of the [`engine`] take blocks and move
 //! them through a backend to the disk; [`commit`] makes the result durable and visible. [`save`] and [`read`] tie them
 //! together. The format is described in `docs/format.md`, whose sections the code cites.
 //!

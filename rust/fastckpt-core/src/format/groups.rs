@@ -40,7 +40,7 @@ pub(super) fn shard_name(stem: &str, index: usize, count: usize) -> String {
     }
 }
 
-/// Whether `name` is one that [`shard_name`] gives.
+/// Whether `name` is one that `shard_name` gives.
 #[must_use]
 pub fn is_shard_name(name: &str) -> bool {
     let Some(name) = name.strip_suffix(".safetensors") else { return false };
