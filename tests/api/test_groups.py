@@ -219,6 +219,20 @@ def test_a_key_whose_names_another_can_make_is_refused(state, key, other, tmp_pa
     assert names(tmp_path) == []
 
 
+def test_a_registered_mapping_has_no_model(tmp_path, registry, save):
+    class Wrapped(dict):
+        pass
+
+    fastckpt.register_type(
+        Wrapped, lambda value: {"inner": dict(value)}, lambda value: Wrapped(value["inner"]), "wrapped"
+    )
+    state = Wrapped(model={"w": np.arange(3.0)})
+    save(state, tmp_path / "c")
+    assert headers(tmp_path / "c") == {"model.safetensors": ["inner.model.w"]}
+    with pytest.raises(ValueError, match="no mapping under that key"):
+        save(state, tmp_path / "c", model_key="model")
+
+
 def test_a_refused_key_holds_no_buffer(tmp_path, save):
     raw = bytearray(5000)
     with pytest.raises(ValueError, match="model_key") as caught:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from . import registry
 from .key_paths import prefix_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -
     """
     if model_key is None:
         return ""
-    outer = state if isinstance(state, Mapping) else {}
+    # What a registered type is encoded as has keys of its own.
+    outer = state if isinstance(state, Mapping) and registry.by_class(type(state)) is None else {}
     if model_key == "auto":
         keys = (key for key in CONVENTIONS if isinstance(outer.get(key), Mapping) and _holds(flat, _prefix(key)))
         key = next(keys, None)
