@@ -1,4 +1,4 @@
-//! Which machines a lock on a file is seen by (`docs/format.md`, 6.2).
+//! Which machines see a lock on a file (`docs/format.md`, 6.2).
 
 use std::os::fd::BorrowedFd;
 
@@ -7,17 +7,17 @@ use rustix::fs::{self, major, minor};
 /// Who sees a lock on a file of a file system.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// Every process of this machine, the only one that has the file system mounted.
+    /// Every process on this machine, which is the only one that has the file system mounted.
     Machine,
     /// Every machine that has it mounted.
     Everywhere,
-    /// Unknown: perhaps only those who came through the same mount.
+    /// Unknown: perhaps only processes that use the same mount.
     #[default]
     Unknown,
 }
 
 impl Reach {
-    /// One word.
+    /// The name, in one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -28,7 +28,7 @@ impl Reach {
     }
 }
 
-/// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs,
+/// Magic numbers (`statfs(2)`) of file systems that only one kernel mounts: ext2 to ext4, XFS, btrfs, tmpfs, ramfs,
 /// overlayfs, f2fs, ZFS, bcachefs, JFS, NILFS.
 const LOCAL: [u64; 11] = [
     0xEF53,
@@ -43,7 +43,7 @@ const LOCAL: [u64; 11] = [
     0x3153_464A,
     0x3434,
 ];
-/// Its locks span machines however it is mounted.
+/// Its locks span machines with any mount options.
 const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
@@ -76,7 +76,7 @@ fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
     }
 }
 
-/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line of that device.
+/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line for that device.
 fn super_options(mounts: &str, major: u32, minor: u32) -> Option<&str> {
     let device = format!("{major}:{minor}");
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(device.as_str()))?;
