@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 use crate::format::manifest;
 use crate::sys::file::open_directory;
 
-/// How long a commit may take between its two plain renames before other processes act, unless its writer is provably
-/// dead.
+/// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint
+/// where it lies. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
 /// How often to list a directory that others change meanwhile.
 const LISTINGS: u8 = 3;
