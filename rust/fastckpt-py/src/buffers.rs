@@ -28,8 +28,8 @@ pub(crate) fn content(
     if address != 0 || nbytes == 0 {
         // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
         // alive, and tells its owner not to change it, until the call returns. No `Source` outlives the call. The core
-        // would count the bytes from dtype and shape; they cannot make the memory longer, because they were compared
-        // with that size.
+        // counts the bytes from dtype and shape. That count was compared with the size, so it cannot make the memory
+        // longer.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, fill, raised)?;

@@ -1,4 +1,4 @@
-//! What lies in a directory of checkpoints under temporary names, for users: listed, and removed on request.
+//! Lists, for users, what is in a directory of checkpoints under temporary names, and removes it on request.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
@@ -30,7 +30,7 @@ pub struct Leftover {
     pub changed: i64,
 }
 
-/// Lists what lies in `directory` under temporary names.
+/// Lists what is in `directory` under temporary names.
 pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;

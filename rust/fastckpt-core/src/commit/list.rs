@@ -1,4 +1,4 @@
-//! The checkpoints in a directory.
+//! Lists the checkpoints in a directory.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::{self, major, minor};
 
-/// Who sees a lock on a file of a file system.
+/// Which processes see a lock on a file of a file system.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
     /// Every process on this machine, which is the only one that has the file system mounted.
@@ -48,12 +48,12 @@ const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
-/// Whether `directory` lies on NFS.
+/// Whether `directory` is on NFS.
 pub(super) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
     fs::fstatfs(directory).is_ok_and(|about| u64::try_from(about.f_type) == Ok(NFS))
 }
 
-/// Who sees a lock on a file in `directory`.
+/// Which processes see a lock on a file in `directory`.
 pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
     let Ok(about) = fs::fstatfs(directory) else { return Reach::Unknown };
     let magic = u64::try_from(about.f_type).unwrap_or(0);

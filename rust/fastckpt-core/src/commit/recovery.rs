@@ -150,7 +150,7 @@ fn followed(path: &Path) -> PathBuf {
     path
 }
 
-/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
+/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died halfway.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {

@@ -110,7 +110,7 @@ fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool
     Ok(Some(Old { name: name.to_owned(), id: id(&stat), mode: stat.st_mode & 0o7777, directory }))
 }
 
-/// Whether `directory` may be replaced: a checkpoint, or a directory that holds nothing that would be lost.
+/// Whether `directory` may be replaced: it is a checkpoint, or a directory that holds nothing that would be lost.
 pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool) -> Result<()> {
     let exists = |why: &str| Err(Error::Exists { path: target.to_path_buf(), why: why.to_owned() });
     let checkpoint = has_magic(directory).map_err(Error::io("open the manifest of", target))?;

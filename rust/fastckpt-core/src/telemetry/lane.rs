@@ -48,7 +48,7 @@ impl<'a> Lane<'a> {
         Self { operation, slot, number, bytes: Cell::new(0), busy_since: 0, histogram: [0; BUCKETS] }
     }
 
-    /// The operation that the worker works for.
+    /// The worker's operation.
     #[must_use]
     pub fn operation(&self) -> &'a Operation {
         self.operation

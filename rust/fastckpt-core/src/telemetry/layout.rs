@@ -1,5 +1,5 @@
-//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width. A field
-//! that is named `_` there is named `reserved` here.
+//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width. Space
+//! that has no name there is named `reserved` here.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -277,8 +277,8 @@ pub const fn empty() -> Segment {
     }
 }
 
-/// A segment that no monitor sees, for counters that have no place in a real one. Several threads may write to it at
-/// once. Nothing reads it.
+/// A segment for counters that have no place in a real one. Several threads may write to it at once. No monitor sees
+/// it.
 pub static UNSEEN: Segment = empty();
 
 impl Record {

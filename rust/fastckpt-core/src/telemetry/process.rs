@@ -125,7 +125,8 @@ fn free_since(slot: &OperationSlot) -> Option<u64> {
     (slot.op_id.load(Acquire) == 0 || end != 0).then_some(end)
 }
 
-/// This process's record. Its segment belongs to this process. Its file still exists, unless an operation is running.
+/// This process's record, with a segment of its own. Replaces the segment if its file was removed, unless an operation
+/// is running.
 fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
     match process.take() {

@@ -34,7 +34,7 @@ pub(super) fn set(save: u64, load: u64) {
     targets.load.store(load, Relaxed);
 }
 
-/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.
+/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; a value that does not parse means no target.
 fn environment_targets(environment: &Environment) -> (u64, u64) {
     environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets).unwrap_or((0, 0))
 }
