@@ -69,7 +69,8 @@ impl Workspace {
         self.close_to_others(mode)?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
-        // After a shutdown, XFS syncs a directory without an error. It reports the failure when it is asked for a file.
+        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when it is
+        // asked for a file.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),

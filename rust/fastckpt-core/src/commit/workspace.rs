@@ -44,7 +44,7 @@ pub struct Workspace {
 pub(super) struct Own {
     /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
     manifest: (Note, File),
-    /// The directory that had the target path when the save began.
+    /// The directory that was current at the target path when the save began.
     pub(super) before: Option<Id>,
     /// The mode of that directory.
     pub(super) mode: Option<u32>,
