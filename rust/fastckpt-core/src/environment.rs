@@ -1,6 +1,6 @@
-//! What the environment says. The core never asks for it: `getenv` beside a `setenv` of another thread can crash the
-//! process, and only the caller knows what lock keeps them apart (in Python, the GIL). So the caller looks everything
-//! up and passes it down.
+//! The environment variables. The core never reads them itself: a `getenv` while another thread calls `setenv` can
+//! crash the process, and only the caller knows which lock prevents that (in Python, the GIL). So the caller looks up
+//! all variables and passes them down.
 
 use std::ffi::{OsStr, OsString};
 
@@ -21,7 +21,7 @@ const NAMES: [&str; 13] = [
     "XDG_RUNTIME_DIR",
 ];
 
-/// The variables that were set when an operation began; none by default. One that is empty counts as not set.
+/// The variables that were set when an operation began; none by default. An empty variable counts as not set.
 #[derive(Debug, Clone, Default)]
 pub struct Environment(Vec<(&'static str, OsString)>);
 
@@ -39,7 +39,7 @@ impl Environment {
         self.0.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_os_str())
     }
 
-    /// The value of a variable, if it was set to text.
+    /// The value of a variable, if it was set to valid UTF-8.
     #[must_use]
     pub fn text(&self, name: &str) -> Option<&str> {
         self.get(name).and_then(OsStr::to_str)

@@ -1,4 +1,4 @@
-//! The one error type: what was being done, to which path, why it failed, and what helps.
+//! The only error type: what was being done, to which path, why it failed, and what helps.
 
 use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
@@ -14,12 +14,12 @@ pub enum Error {
     Io {
         /// What was being done, as a verb phrase.
         operation: &'static str,
-        /// To which file or directory.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// A file of a checkpoint is not what was written.
+    /// A file of a checkpoint differs from what was written.
     #[error("corrupt checkpoint: `{}`: {}", Visible(&path.display()), Visible(what))]
     Corrupt {
         /// The damaged file.
@@ -27,7 +27,7 @@ pub enum Error {
         /// What was found.
         what: String,
     },
-    /// Another save replaced the checkpoint while it was read.
+    /// The checkpoint was replaced or removed while it was read.
     #[error("`{}` was replaced or removed while it was read: open it again", path.display())]
     Replaced {
         /// The checkpoint.
@@ -38,55 +38,55 @@ pub enum Error {
     Version {
         /// The manifest.
         path: PathBuf,
-        /// The version it names.
+        /// The version that it names.
         found: String,
         /// The version that this release reads.
         known: u64,
     },
-    /// The target exists and must not be replaced.
+    /// The target path exists and must not be replaced.
     #[error("cannot save to `{}`: {why}", Visible(&path.display()))]
     Exists {
-        /// The target.
+        /// The target path.
         path: PathBuf,
-        /// Why it stays.
+        /// Why it must not be replaced.
         why: String,
     },
-    /// An object of the core was used when it cannot be.
+    /// An object of the core was used in a state that does not allow it.
     #[error("{0}")]
     Misused(&'static str),
-    /// What is to be removed must not be.
+    /// The path must not be removed.
     #[error("cannot remove `{}`: {why}", Visible(&path.display()))]
     Stays {
-        /// The path given.
+        /// The path that was given.
         path: PathBuf,
-        /// Why it stays.
+        /// Why it must not be removed.
         why: String,
     },
-    /// The tensors or options do not make a checkpoint.
+    /// The tensors or options do not form a valid checkpoint.
     #[error("{0}")]
     Invalid(String),
-    /// The state is beyond what the format holds; nothing was written.
+    /// The state exceeds what the format can hold; nothing was written.
     #[error("this state is too large for one checkpoint: {0}")]
     TooLarge(String),
-    /// The caller's own code, called from a worker, failed.
+    /// A callback of the caller, run by a worker, failed.
     #[error("copying a tensor failed: {0}")]
     Callback(String),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
-    /// A worker panicked: a bug in fastckpt; nothing became visible.
+    /// A worker panicked. This is a bug in fastckpt; nothing became visible.
     #[error("a worker thread panicked, please report this bug: {0}")]
     Panic(String),
 }
 
 impl Error {
-    /// Builds the closure that wraps a system error, for `map_err`.
+    /// Returns a closure that wraps a system error, for `map_err`.
     pub fn io<E: Into<std::io::Error>>(operation: &'static str, path: &Path) -> impl FnOnce(E) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { operation, path, source: source.into() }
     }
 
-    /// A transfer that failed. `strict` demands direct I/O, so that its refusal is the failure.
+    /// A transfer that failed. `strict` demands direct I/O, so a refusal of direct I/O is then the failure.
     #[must_use]
     pub fn transfer(operation: &'static str, path: &Path, error: std::io::Error, strict: bool) -> Self {
         let refused = strict && error.raw_os_error() == Some(libc::EINVAL);
@@ -99,7 +99,7 @@ impl Error {
         Self::io(DIRECT, path)(std::io::Error::from_raw_os_error(libc::EINVAL))
     }
 
-    /// The system's number for this error, where it has one.
+    /// The system's number for this error, if it has one.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -111,7 +111,7 @@ impl Error {
         }
     }
 
-    /// Whether it failed because the process, or the machine, has as many files open as it may.
+    /// Whether the failure is that the process, or the machine, has as many files open as it may.
     #[must_use]
     pub fn wants_descriptors(&self) -> bool {
         matches!(self.errno(), Some(libc::EMFILE | libc::ENFILE))
@@ -123,7 +123,8 @@ impl Error {
     }
 }
 
-/// Text that a file may have chosen, for a terminal: what could move its cursor or reverse its direction is escaped.
+/// Text that may come from a file, made safe for a terminal: characters that could move its cursor or reverse its
+/// direction are escaped.
 pub(crate) struct Visible<'a, T: fmt::Display + ?Sized>(pub(crate) &'a T);
 
 impl<T: fmt::Display + ?Sized> fmt::Display for Visible<'_, T> {
@@ -137,7 +138,7 @@ struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
 impl Write for Escaping<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for char in text.chars() {
-            // Marks and separators of direction, lines and joins; a standard library knows no wider class.
+            // Direction marks, line separators and joiners. The standard library has no wider class for them.
             let unseen = matches!(char, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
             if unseen || char.is_control() {
                 write!(self.0, "{}", char.escape_default())?;
@@ -149,22 +150,22 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// The operation whose failure means that the target's parent is missing.
+/// The operation whose failure means that the parent of the target path is missing.
 pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
-/// The operation whose failure means that direct I/O was demanded and is not to be had.
+/// The operation whose failure means that direct I/O was demanded and is not available.
 const DIRECT: &str = "use direct I/O on";
 
-/// The operation whose failure means that the process may map no more.
+/// The operation whose failure means that the process cannot map any more memory.
 pub(crate) const MAP: &str = "map";
 
-/// The system's words, without the number that the standard library adds: the exception carries it.
+/// The system's message, without the number that the standard library adds: the exception carries the number.
 fn cause(source: &std::io::Error) -> String {
     let text = source.to_string();
     text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
-/// What helps against the commonest causes; empty for the rest.
+/// What helps against the most common causes; empty for the rest.
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
         Some(libc::EINVAL) if operation == DIRECT => {
@@ -183,7 +184,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
         Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
-        // An overlay cannot move what its lower layers hold.
+        // An overlay cannot rename what its lower layers hold.
         Some(libc::EXDEV) => {
             ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
              volume"

@@ -1,10 +1,10 @@
 //! The checkpoint engine: plan, write, commit, read, verify.
 //!
-//! Data flows one way: the [`mod@format`] says where each byte lies; the workers of the [`engine`] take blocks and move
-//! them through a backend to the disk; [`commit`] makes the result durable and visible. [`save`] and [`read`] tie them
-//! together. The format is described in `docs/format.md`, whose sections the code cites.
+//! Data flows in one direction. The [`mod@format`] says where each byte lies. The workers of the [`engine`] take blocks and
+//! move them to the disk through a backend. [`commit`] makes the result durable and visible. [`save`] and [`read`]
+//! connect these parts. `docs/format.md` describes the format, and the code cites its sections.
 //!
-//! The crate knows no Python. All unsafe code stands under `sys`.
+//! The crate does not know about Python. All unsafe code is under `sys`.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 

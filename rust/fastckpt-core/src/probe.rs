@@ -1,8 +1,8 @@
-//! What this process may do here, found out by trying: the facts for `fastckpt doctor`. No judgement, that is the
-//! caller's.
+//! What this process can do here, found by trying: the facts for `fastckpt doctor`. The caller judges them.
 //!
-//! An answer is an errno, 0 when the thing works, none when it was not tried. Ring, engine and files are asked for
-//! as a save asks for them. Nothing stays behind: all that is tried happens in one directory, which is removed again.
+//! An answer is an errno: 0 if the feature works, none if it was not tried. The ring, the engine and the files are
+//! requested in the same way as by a save. Nothing is left behind: every trial happens in one directory, which is then
+//! removed.
 
 use std::fmt::Write as _;
 use std::io;
@@ -28,41 +28,43 @@ use crate::sys::slabs::{self, Slab};
 use crate::sys::thread::builder;
 use crate::telemetry::layout::Segment;
 
-/// Bytes of the trial file: enough for a few large pages.
+/// The size of the trial file in bytes: enough for a few large pages.
 const TRIAL: usize = 256 << 10;
-/// Direct writes to watch, at least, at most, and for how long: one may be too quick, or the watcher not have a core.
+/// The least and the largest number of direct writes to watch, and how long to watch. One write may be too quick, or
+/// the watching thread may get no core.
 const WATCHED_LEAST: usize = 4;
 const WATCHED: usize = 64;
 const WATCH: Duration = Duration::from_millis(30);
 /// `RWF_DONTCACHE` of linux/fs.h.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
 
-/// An errno, 0 when the thing works, none when it was not tried.
+/// An errno: 0 if the feature works, none if it was not tried.
 pub type Answer = Option<i32>;
 
-/// Whether there can be a ring.
+/// Whether a ring is available.
 #[derive(Debug, Clone)]
 pub struct Ring {
-    /// Why a save cannot have one.
+    /// Why a save cannot have one; none if it can.
     pub refused: Option<Fallback>,
-    /// What a plain `io_uring_setup` answers.
+    /// The result of a plain `io_uring_setup`.
     pub setup: i32,
-    /// What `io_uring_enter` answers without a ring: `EBADF` from the kernel, anything else from a filter before it.
+    /// The result of `io_uring_enter` without a ring: `EBADF` comes from the kernel, anything else from a filter in
+    /// front of it.
     pub enter: i32,
-    /// The same for `io_uring_register`: `EBADF` or `EINVAL` from the kernel.
+    /// The same for `io_uring_register`: `EBADF` or `EINVAL` comes from the kernel.
     pub register: i32,
 }
 
-/// Which step cannot be done in the directory at all.
+/// A step that fails in the directory, so that nothing else can be tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
     /// What was tried, as in "cannot ... DIR".
     pub operation: &'static str,
-    /// How that ended.
+    /// The errno of the failure.
     pub errno: i32,
 }
 
-/// What the file system of the directory takes.
+/// What the file system of the directory supports.
 #[derive(Debug, Clone, Default)]
 pub struct Files {
     /// Opening with `O_DIRECT`.
@@ -73,48 +75,48 @@ pub struct Files {
     pub direct_read: Answer,
     /// Whether a save would try direct I/O.
     pub direct_used: bool,
-    /// Alignments of memory and of offsets that statx reports; none where it is silent.
+    /// The alignments of memory and of offsets that statx reports; none if it reports none.
     pub direct_alignment: Option<(u32, u32)>,
-    /// Whether direct writes leave the page cache alone; none if that cannot be seen.
+    /// Whether direct writes bypass the page cache; none if that cannot be observed.
     pub direct_bypasses: Option<bool>,
     /// `cachestat`.
     pub cachestat: Answer,
     /// A write with `RWF_DONTCACHE`.
     pub uncached: Answer,
-    /// `fallocate` up to the final size.
+    /// `fallocate` to the final size.
     pub fallocate: Answer,
     /// `FICLONE`.
     pub reflink: Answer,
     /// `RENAME_EXCHANGE` of two directories.
     pub rename_exchange: Answer,
-    /// The lock of a writer that lives.
+    /// The lock that shows that a writer is alive.
     pub lock: Answer,
-    /// Which machines that lock proves something to.
+    /// The machines that see that lock.
     pub lock_reach: Reach,
 }
 
-/// What was found.
+/// The results of a probe.
 #[derive(Debug)]
 pub struct Probe {
     /// The ring.
     pub ring: Ring,
-    /// Who would run a save, as far as the ring decides.
+    /// The engine that a save would use, as far as the ring decides.
     pub choice: Choice,
-    /// Cores this process may use.
+    /// The cores that this process may use.
     pub cores: usize,
     /// `MADV_HUGEPAGE`.
     pub huge_pages: i32,
     /// `MADV_POPULATE_WRITE`.
     pub populate: i32,
-    /// Bytes of staging memory that an operation may take.
+    /// The staging memory that an operation may take, in bytes.
     pub staging: u64,
-    /// Bytes of a process's live counters.
+    /// The size of a process's live counters, in bytes.
     pub counters: usize,
     /// The file system, or why nothing can be written there.
     pub files: Result<Files, Trouble>,
 }
 
-/// Tries everything. `options` are those that the save would get.
+/// Tries everything. `options` are those that a save would get.
 #[must_use]
 pub fn run(directory: &Path, options: &Options) -> Probe {
     let [setup, enter, register] = ring_calls();
@@ -139,7 +141,7 @@ fn system<T>(outcome: rustix::io::Result<T>) -> Answer {
     Some(outcome.err().map_or(0, Errno::raw_os_error))
 }
 
-/// A directory for trials, removed with all that is in it.
+/// A directory for trials. It is removed with everything in it.
 struct Trials {
     parent: OwnedFd,
     name: String,
@@ -208,8 +210,8 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     };
     retry_on_intr(|| rustix::io::pwrite(&plain, &slab[..TRIAL], 0))
         .map_err(|error| failed("write a file in")(error.into()))?;
-    // Pages just written are cached for certain: unless cachestat sees them it sees nothing (overlayfs asks the wrong
-    // file).
+    // Pages that were just written are certainly cached. If cachestat does not see them, it sees nothing at all (on
+    // overlayfs it queries the wrong file).
     let control = cached_pages(plain.as_fd(), 0, TRIAL as u64);
     found.cachestat =
         Some(control.as_ref().map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |_| 0));
@@ -225,7 +227,7 @@ fn files(path: &Path) -> Result<Files, Trouble> {
     Ok(found)
 }
 
-/// Direct I/O on the file that a save would have made.
+/// Tries direct I/O on the file that a save would have made.
 fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files) {
     found.direct_used =
         DataFile::open_write(trials.directory.as_fd(), "data", true).is_ok_and(|file| file.is_direct());
@@ -249,8 +251,8 @@ fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files)
     found.direct_read = system(retry_on_intr(|| rustix::io::pread(&file, &mut slab[..TRIAL], 0)));
 }
 
-/// Writes `bytes` a few times while another thread looks into the page cache for them: a file system that buffers
-/// direct writes (btrfs, where it keeps checksums) drops the pages before the write returns.
+/// Writes `bytes` a few times while another thread looks for them in the page cache. A look afterwards is not enough: a
+/// file system that buffers direct writes (btrfs, where it keeps checksums) drops the pages before the write returns.
 fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
     let (ready, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
     let look = || {
@@ -265,7 +267,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
                 look();
             }
         };
-        // Without a thread, only what is left in the cache is seen.
+        // Without a thread, only what stays in the cache is seen.
         let watched = builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();
@@ -284,7 +286,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
     (outcome, seen.into_inner())
 }
 
-/// The renames of a commit.
+/// Tries to exchange two names, as a commit does.
 fn renames(trials: &Trials, found: &mut Files) -> rustix::io::Result<()> {
     let directory = &trials.directory;
     for name in ["a", "b"] {
@@ -322,7 +324,7 @@ mod tests {
     #[test]
     fn the_kernel_itself_answers_a_call_without_a_ring() {
         let [_, enter, register] = ring_calls();
-        // Where a filter or a kernel without io_uring stands in between, both say so.
+        // If a filter or a kernel without io_uring answers instead, both calls say so.
         let hidden = [libc::EPERM, libc::ENOSYS, libc::EACCES];
         assert!(enter == libc::EBADF || hidden.contains(&enter), "{enter}");
         assert!([libc::EBADF, libc::EINVAL].contains(&register) || hidden.contains(&register), "{register}");

@@ -1,5 +1,5 @@
-//! The border where addresses that Python vouches for become memory of the core, and callbacks into Python become its
-//! seams.
+//! The boundary where addresses that Python vouches for become memory of the core, and callbacks into Python become its
+//! sources and destinations.
 #![allow(unsafe_code)]
 
 use std::fmt::Display;
@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 
 use crate::error::Raised;
 
-/// Where tensor `index` of `nbytes` is to be read from: `address`, where Python knows of `capacity` bytes, or `fill` if
-/// it is 0.
+/// Where to read tensor `index` of `nbytes` bytes from: `address`, where Python knows of `capacity` bytes, or `fill` if
+/// the address is 0.
 pub(crate) fn content(
     index: usize,
     (address, capacity): (usize, u64),
@@ -26,9 +26,10 @@ pub(crate) fn content(
         return Err(misfit("save", index, nbytes, capacity));
     }
     if address != 0 || nbytes == 0 {
-        // SAFETY: the Python side passes the address and size of a contiguous host tensor that it keeps alive, and
-        // whose owner is told not to change it, until the call returns; no `Source` outlives the call. Dtype and shape,
-        // from which the core would count the bytes, cannot make it longer: they were compared with that size.
+        // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
+        // alive, and tells its owner not to change it, until the call returns. No `Source` outlives the call. The core
+        // counts the bytes from dtype and shape. That count was compared with the size, so it cannot make the memory
+        // longer.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, fill, raised)?;
@@ -36,9 +37,9 @@ pub(crate) fn content(
     Ok(Content::Pull(fill))
 }
 
-/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: from `address` on, where Python knows
-/// of `capacity` bytes, or into `drain` if it is 0, which takes `capacity` bytes. With `rows`, `address` is that of the
-/// lowest byte.
+/// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python knows of
+/// `capacity` bytes, or, if the address is 0, into `drain`, which takes `capacity` bytes. With `rows`, `address` is the
+/// address of the lowest byte.
 pub(crate) fn destination(
     index: usize,
     (nbytes, rows): (u64, Option<&Arc<Rows>>),
@@ -58,9 +59,9 @@ pub(crate) fn destination(
         return Ok(Destination::Push(drain));
     }
     let Some(rows) = rows else {
-        // SAFETY: the Python side passes the address of contiguous writable host memory and how many bytes that really
-        // has, which it takes from the tensor or array and never from a file; the region is no longer than that. Python
-        // keeps the memory alive and does not touch it until the call returns, and gives no byte to two requests; no
+        // SAFETY: the Python side passes the address of contiguous writable host memory and its real size in bytes,
+        // which it takes from the tensor or array and never from a file. The region is no longer than that. Python
+        // keeps the memory alive and does not touch it until the call returns, and gives no byte to two requests. No
         // `Region` outlives the call.
         return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
     };
@@ -70,8 +71,8 @@ pub(crate) fn destination(
         )));
     }
     let base = (address as *mut u8).wrapping_add(reach.start.unsigned_abs() as usize);
-    // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest, which was
-    // compared with the capacity; and no byte belongs to two rows, which was just looked at.
+    // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest byte. That
+    // length was compared with the capacity. No byte belongs to two rows: this was just checked.
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 
@@ -94,7 +95,8 @@ impl Callback {
         Ok(Self { index, callable: Arc::clone(callable), raised: Arc::clone(raised) })
     }
 
-    /// `callable(index, start, address, nbytes)`; the memory at `address` is the callable's until it returns.
+    /// Calls `callable(index, start, address, nbytes)`. The memory at `address` belongs to the callable until it
+    /// returns.
     fn call(&self, start: u64, address: usize, nbytes: usize) -> Result<(), String> {
         Python::attach(|py| {
             self.callable.call1(py, (self.index, start, address, nbytes)).map(drop).map_err(|error| {

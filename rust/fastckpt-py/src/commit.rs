@@ -14,10 +14,10 @@ use crate::error::{Raised, to_python};
 ///     name: its name.
 ///     path: its path, to load it.
 ///     created: seconds since 1970 when its save began; None if its manifest is damaged.
-///     bytes: bytes of its files, those of other people left out.
-///     aside: whether nothing has its name, because a save took it aside and has put nothing in its place: that save
-///         was killed, or still runs. ``load`` finds the checkpoint all the same.
-///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is.
+///     bytes: bytes of the files that fastckpt wrote.
+///     aside: whether no directory has its name, because a save took it aside and has put nothing in its place. That
+///         save was killed, or still runs. ``load`` still finds the checkpoint.
+///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is wrong.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ListedCheckpoint {
     name: OsString,
@@ -53,7 +53,7 @@ struct Leftover {
     changed: i64,
 }
 
-/// Runs `call` without the GIL, and maps its error.
+/// Runs `call` without the GIL and maps its error.
 fn detached<T: Send>(
     py: Python<'_>,
     call: impl FnOnce() -> fastckpt_core::error::Result<T> + Send,

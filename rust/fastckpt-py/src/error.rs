@@ -1,4 +1,4 @@
-//! Core errors as Python exceptions: Python's own where it has one.
+//! Maps errors of the core to Python exceptions, built-in ones where Python has one.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,14 +11,14 @@ pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
 
-/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause and comes out as it is.
+/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause, and is returned unchanged.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     if let Some(own) = raised.take() {
         return own;
     }
     let text = error.to_string();
     match error {
-        // Python makes FileNotFoundError, FileExistsError and their kin of the number.
+        // Python derives FileNotFoundError, FileExistsError and similar ones from the errno.
         Error::Io { path, .. } | Error::Exists { path, .. } | Error::Stays { path, .. } => {
             match error.errno() {
                 Some(errno) => PyOSError::new_err((errno, text, path.clone().into_os_string())),
@@ -42,7 +42,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
 pub(crate) struct Raised(Mutex<Option<PyErr>>);
 
 impl Raised {
-    /// Keeps the first one.
+    /// Keeps the first exception.
     pub(crate) fn keep(&self, error: PyErr) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let surplus = if kept.is_none() { kept.replace(error) } else { Some(error) };

@@ -1,14 +1,14 @@
-//! Whether keys would crowd a hash table of Python's: keys that a file chose can make each insertion walk over all
-//! others.
+//! Whether keys would crowd a Python hash table. Keys from a file can be chosen such that each insertion steps over all
+//! the others.
 
 use pyo3::prelude::*;
 
-/// Steps that one key may cost on average. Powers of two, of which Python's hash knows 61, take a hundred when there
-/// are 5000.
+/// The number of steps that one key may cost on average. 5000 powers of two, which have only 61 distinct hashes in
+/// Python, cost about a hundred.
 const STEPS: usize = 128;
-/// The bits of a hash that each further step brings in.
+/// The number of hash bits that each further step brings in.
 const SHIFT: u32 = 5;
-/// The smallest table.
+/// The size of the smallest table.
 const SMALLEST: usize = 8;
 
 /// See `_core.pyi`.
@@ -17,7 +17,7 @@ const SMALLEST: usize = 8;
 fn crowded(keys: Vec<Bound<'_, PyAny>>, neighbours: usize) -> PyResult<bool> {
     let hashes = keys.iter().map(PyAnyMethods::hash).collect::<PyResult<Vec<isize>>>()?;
     let mut size = SMALLEST;
-    // A table grows from the smallest, and always holds the first keys; a copy may be given more room.
+    // A table starts at the smallest size and grows, and always holds the first keys. A copy may get a larger table.
     while size / 4 <= hashes.len() {
         let held = hashes.len().min(size / 3 * 2);
         if !fits(&hashes[..held], size, neighbours) {
@@ -28,7 +28,7 @@ fn crowded(keys: Vec<Bound<'_, PyAny>>, neighbours: usize) -> PyResult<bool> {
     Ok(false)
 }
 
-/// Inserts keys as Python does, and stops where they take more steps than they may.
+/// Inserts keys as Python does. Returns whether they take no more steps than allowed.
 fn fits(hashes: &[isize], size: usize, neighbours: usize) -> bool {
     let mask = size - 1;
     let mut taken = vec![false; size];
@@ -37,7 +37,7 @@ fn fits(hashes: &[isize], size: usize, neighbours: usize) -> bool {
         let mut rest = usize::from_le_bytes(hash.to_le_bytes());
         let mut at = rest & mask;
         let place = loop {
-            // A set looks at the places behind the first one, where there is room for all of them.
+            // A set also tries the places after the first one, if the table has room for all of them.
             let last = if at + neighbours <= mask { at + neighbours } else { at };
             match taken[at..=last].iter().position(|taken| !taken) {
                 Some(free) => break at + free,

@@ -1,4 +1,4 @@
-//! What this process may do here, as records. The stub documents them.
+//! What this process can do here, as records. The stub documents them.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::report;
 
-/// Answers of the calls of `io_uring`: an errno, or 0.
+/// The results of the `io_uring` calls: an errno, or 0.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedRing {
     refused: i32,
@@ -16,7 +16,7 @@ struct ProbedRing {
     register: i32,
 }
 
-/// What a file system supports: an errno, 0 when it works, None when it was not tried.
+/// What a file system supports: an errno, 0 if it works, None if it was not tried.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedFiles {
     direct_open: probe::Answer,

@@ -21,7 +21,7 @@ struct Reader {
     checkpoint: Checkpoint,
 }
 
-/// See `_core.pyi`. Its attributes are Python's already: a load of many small tensors looks at each of them several
+/// See `_core.pyi`. Its attributes are already Python objects: a load of many small tensors reads each of them several
 /// times.
 #[pyclass(frozen, get_all, module = "fastckpt._core")]
 struct StoredTensor {

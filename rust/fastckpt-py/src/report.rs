@@ -7,8 +7,8 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::Raised;
 
-/// The options that every operation takes. Only here is the environment read: under the GIL, which `_py` stands for,
-/// because Python writes to it under the GIL.
+/// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
+/// `_py` stands for, because Python writes to the environment under the GIL.
 pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     let environment = Environment::of(|name| std::env::var_os(name));
@@ -18,8 +18,8 @@ pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyRe
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 
-/// What the core calls about ten times a second on the calling thread: lets signal handlers run, tells the caller the
-/// progress.
+/// The callback that the core calls about ten times per second on the calling thread. It lets signal handlers run and
+/// reports progress to the caller.
 pub(crate) fn tick<'a>(
     callback: Option<&'a Py<PyAny>>,
     raised: &'a Raised,
@@ -33,7 +33,7 @@ pub(crate) fn tick<'a>(
     }
 }
 
-/// A report as the Python side expects it.
+/// Converts a report to what the Python side expects.
 pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let ran = &report.ran;
     let phases = PyDict::new(py);

@@ -1,4 +1,4 @@
-//! `_core.save`, and what it shares with a snapshot: `SaveOptions`, and the state.
+//! `_core.save`, and what it shares with a snapshot: `SaveOptions` and the state.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::snapshot::priority;
 
-/// `fastckpt._tensors.described.Tensor`: a tuple, because an object of ours would cost more for each of many small
-/// tensors.
+/// `fastckpt._tensors.described.Tensor`. It is a tuple, because one of our objects would cost more for each of many
+/// small tensors.
 #[derive(FromPyObject)]
 pub(crate) struct Tensor {
     #[pyo3(item(0))]
@@ -37,7 +37,7 @@ pub(crate) struct Tensor {
     logical: Option<(String, Vec<u64>)>,
 }
 
-/// What the core needs to know of a state. `fill` brings the bytes of tensors without an address.
+/// What the core needs to know about a state. `fill` supplies the bytes of tensors without an address.
 pub(crate) fn state(
     tensors: Vec<Tensor>,
     structure: String,

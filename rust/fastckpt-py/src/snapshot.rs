@@ -109,12 +109,12 @@ impl Snapshot {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        // Names and shapes by the hundred thousand are freed without the GIL.
+        // Freeing names and shapes by the hundred thousand needs no GIL.
         mapped(py.detach(|| self.core.close()))
     }
 }
 
-/// The outcome of what calls no Python.
+/// Maps the outcome of a call that runs no Python code.
 fn mapped<T>(outcome: Result<T, Error>) -> PyResult<T> {
     outcome.map_err(|error| to_python(&error, &Raised::default()))
 }

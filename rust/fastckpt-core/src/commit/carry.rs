@@ -1,4 +1,4 @@
-//! Files that a workspace takes from another directory: linked, or copied where there are no hard links.
+//! Files that a workspace takes from another directory. They are linked, or copied if there are no hard links.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::format::groups::is_shard_name;
 
 impl Workspace {
-    /// Takes files of other people along from the old checkpoint: a `config.json` laid beside the shards stays there.
-    /// Returns whether there was any that was not here yet, or has changed since.
+    /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
+    /// survive. Returns whether any of them was missing here or has changed since.
     pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
         let path = &self.target;
         let mut brought = false;
@@ -36,7 +36,7 @@ impl Workspace {
         Ok(brought)
     }
 
-    /// Takes one file along, in place of one of that name which is older.
+    /// Carries over one file. It replaces an older version of the file.
     fn bring(&self, old: BorrowedFd<'_>, file: &CStr) -> io::Result<bool> {
         let there = fs::statat(old, file, AtFlags::SYMLINK_NOFOLLOW)?;
         let same = |here: fs::Stat| {
@@ -46,16 +46,17 @@ impl Workspace {
         if fs::statat(self.directory(), file, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(same) {
             return Ok(false);
         }
-        // Whole under another name first: what is cut short here must not be taken for the file in the next attempt.
+        // The file is completed under another name first: the next attempt must not take a truncated file for the whole
+        // one.
         let _ = fs::unlinkat(self.directory(), ON_ITS_WAY, AtFlags::empty());
         take(old, file, self.directory(), ON_ITS_WAY)?;
         fs::renameat(self.directory(), ON_ITS_WAY, self.directory(), file)?;
         Ok(true)
     }
 
-    /// Takes the shard `file` of `bytes` bytes over, as `name`, from the checkpoint in the directory `from`, whose path
-    /// is for messages. When this returns its bytes are durable; its name is, as those of all shards, when the
-    /// workspace is published.
+    /// Takes over the shard `file`, of `bytes` bytes, as `name`. It comes from the checkpoint in the directory `from`,
+    /// whose path is for messages. Its bytes are durable when this returns. Its name is durable when the workspace is
+    /// published, like those of all shards.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),
@@ -85,17 +86,17 @@ impl Workspace {
     }
 }
 
-/// Takes the file `file` in `from` along, as `name` in `to`: a hard link; a copy where there are none.
+/// Makes the file `file` in `from` available as `name` in `to`, as a hard link or, if there are none, as a copy.
 fn take(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
     match fs::linkat(from, file, to, name, AtFlags::empty()) {
         Ok(()) => Ok(()),
         Err(error @ (Errno::NOENT | Errno::STALE | Errno::EXIST)) => Err(error.into()),
-        // No hard links here.
+        // There are no hard links here.
         Err(_) => copy(from, file, to, name),
     }
 }
 
-/// Copies a file, durably. Where the file system shares blocks between files the copy takes no space.
+/// Copies a file durably. If the file system shares blocks between files, the copy takes no space.
 fn copy(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
     let source = fs::openat(from, file, OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     let mut source = File::from(source);
@@ -139,7 +140,7 @@ mod tests {
         }
         assert_eq!(std::fs::read_to_string(path("b")).unwrap(), "text");
         assert_eq!(std::fs::read_to_string(path("c")).unwrap(), "other");
-        // What cannot be copied leaves nothing.
+        // A failed copy leaves nothing.
         std::fs::create_dir(path("d")).unwrap();
         assert!(copy(directory, c"d", directory, c"e").is_err());
         assert!(!path("e").exists());

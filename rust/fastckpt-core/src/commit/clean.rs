@@ -1,4 +1,4 @@
-//! What lies in a directory of checkpoints under temporary names, for people: listed, and removed on request.
+//! Lists, for users, what is in a directory of checkpoints under temporary names, and removes it on request.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
@@ -13,24 +13,24 @@ use super::names::Temporary;
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
-/// What lies in a directory of checkpoints under a temporary name.
+/// A directory under a temporary name in a directory of checkpoints.
 #[derive(Debug)]
 pub struct Leftover {
     /// The name of the directory.
     pub name: OsString,
-    /// Which checkpoint it belongs to.
+    /// The checkpoint it belongs to.
     pub of: String,
     /// The host it was made on.
     pub host: String,
-    /// What it is.
+    /// Its state.
     pub state: State,
-    /// Bytes of its files.
+    /// The space that its files take, in bytes.
     pub bytes: u64,
-    /// Seconds since 1970 when something was last made, removed or renamed in it.
+    /// Seconds since 1970 when something was last created, removed or renamed in it.
     pub changed: i64,
 }
 
-/// Lists what lies in `directory` under temporary names.
+/// Lists what is in `directory` under temporary names.
 pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
@@ -57,8 +57,8 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
-/// Removes one of [`leftovers`]. With `force` also one whose writer is not provably dead, or an old checkpoint that is
-/// kept; never one whose writer lives. Returns whether it was removed.
+/// Removes one of [`leftovers`]. With `force`, also one whose writer is not provably dead, or an old checkpoint that is
+/// kept; never one whose writer is alive. Returns whether it was removed.
 pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let Some(finding) = examine(parent.as_fd(), name) else { return Ok(false) };

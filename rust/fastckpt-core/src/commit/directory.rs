@@ -1,4 +1,4 @@
-//! Directories: opened, listed, told apart, synced.
+//! Opens, lists, identifies and syncs directories.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,45 +10,45 @@ use rustix::io::{Errno, Result, retry_on_intr};
 
 use super::locks::is_nfs;
 
-/// How often somebody looks again when others save to and remove the same name meanwhile.
+/// How often to look again while other processes save to and remove the same name.
 pub(super) const TURNS: u8 = 100;
-/// What the owner of a directory needs to fill it.
+/// The permissions that the owner needs to fill a directory.
 pub(super) const OWNER: u32 = 0o700;
 
-/// Splits a path into its parent and its own name; nothing for one that ends in no name.
+/// Splits a path into its parent and its last component; nothing for a path that does not end in a name.
 pub(super) fn split(path: &Path) -> Option<(PathBuf, OsString)> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Some((parent.to_path_buf(), path.file_name()?.to_owned()))
 }
 
-/// Which directory it is, whatever its name. An inode's number is not given away again while the directory is open.
+/// Identifies a directory, whatever its name. Its inode number is not reused while the directory is open.
 pub(super) type Id = (u64, u64);
 
 pub(super) fn id(stat: &Stat) -> Id {
     (stat.st_dev, stat.st_ino)
 }
 
-/// Which file or directory has the name `name` inside `parent`.
+/// The id of the file or directory called `name` in `parent`.
 pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).ok().as_ref().map(id)
 }
 
-/// Which directory a rename has just brought to `name` inside `parent`.
+/// The id of the directory that a rename has just moved to `name` in `parent`.
 ///
-/// A network client renames by name, and believes to find under the new name what it believed to have the old one. If
-/// another client put something else there before, that belief is wrong, and asking again does not mend it on NFS: only
-/// a listing names what there is.
+/// A network client renames by name, and assumes that the new name refers to what it believed the old one referred to.
+/// If another client has put something else there before, that is wrong. On NFS, asking again does not correct it: only
+/// a listing shows what is there.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
-    // FUSE: what is believed of the inode itself may be old.
+    // On FUSE, the cached attributes of the inode itself may be stale.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(parent, name, flags, StatxFlags::BASIC_STATS);
     let (device, number) = id_of(parent, name)?;
     Some((device, listed.unwrap_or(number)))
 }
 
-/// The inode's number that a listing of `parent` gives for `name`.
+/// The inode number that a listing of `parent` gives for `name`.
 fn number_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<u64> {
     let mut entries = Dir::read_from(parent).ok()?;
     entries.find_map(|entry| {
@@ -77,28 +77,27 @@ pub(super) fn entries(directory: BorrowedFd<'_>) -> Result<Vec<(CString, FileTyp
     Ok(all)
 }
 
-/// Whether there is nothing in a directory. Stops at the first entry.
+/// Whether a directory is empty. Stops at the first entry.
 pub(super) fn is_empty(directory: BorrowedFd<'_>) -> bool {
     let is_real = |name: &std::ffi::CStr| name != c"." && name != c"..";
     Dir::read_from(directory)
         .is_ok_and(|mut all| all.all(|entry| entry.is_ok_and(|entry| !is_real(entry.file_name()))))
 }
 
-/// Opens the directory `name` inside `parent`, not through a symbolic link.
+/// Opens the directory `name` in `parent`. Does not follow a symbolic link.
 pub(super) fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))
 }
 
-/// Has a network file system ask its server what is in `directory`: what is believed of names in there may be half a
-/// minute old.
+/// Makes a network file system ask its server what is in `directory`. Its cached names may be half a minute old.
 pub(crate) fn refresh(directory: impl AsFd) {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(directory, "", flags, StatxFlags::BASIC_STATS);
 }
 
-/// Makes the names in `directory` durable. Returns whether that can be asked for: some file systems (vboxsf, 9p, old
-/// CIFS) refuse it on directories, and write names through.
+/// Makes the names in `directory` durable. Returns whether the file system supports this: some (vboxsf, 9p, old CIFS)
+/// refuse to sync directories, and write names through.
 pub(super) fn sync(directory: BorrowedFd<'_>) -> Result<bool> {
     match retry_on_intr(|| fs::fsync(directory)) {
         Err(Errno::INVAL | Errno::BADF) => Ok(false),

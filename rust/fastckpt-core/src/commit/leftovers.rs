@@ -1,4 +1,4 @@
-//! What writers that died left beside a checkpoint: told apart from what is needed, and swept by the next save.
+//! What dead writers left beside a checkpoint. The next save tells it apart from what is needed, and sweeps it.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -21,9 +21,10 @@ pub(super) fn temporaries(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| Temporary::parse(name.as_bytes()).is_some()).collect())
 }
 
-/// Takes the directory `found`, which is `expected`, away from whoever else may want it, and removes it. The rename
-/// decides: of all who try, one wins, and a directory that has its final name by now is not touched. The `verdict` that
-/// it may be removed is held until then, and no longer: its file is open, and NFS only renames what is open.
+/// Claims the directory `found`, whose id is `expected`, and removes it. The rename decides: one of the processes that
+/// try wins, and a directory that already has its final name is not touched. `verdict`, the proof that it may be
+/// removed, is held until it is renamed and then dropped: it keeps a file open, and NFS renames an open file instead of
+/// removing it.
 pub(super) fn remove(
     parent: BorrowedFd<'_>,
     found: &OsStr,
@@ -44,7 +45,8 @@ pub(super) fn remove(
     destroy(parent, &garbage, expected)
 }
 
-/// Renames `found` to the temporary name `claimed`. Returns whether it was `expected`; if not, it has its name again.
+/// Renames `found` to the temporary name `claimed`. Returns whether it was `expected`. If it was not, it gets its name
+/// back.
 pub(super) fn claim(
     parent: BorrowedFd<'_>,
     found: &OsStr,
@@ -58,11 +60,11 @@ pub(super) fn claim(
     if id_of_renamed(parent, claimed) == Some(expected) {
         return Ok(true);
     }
-    // Another one came to lie there since it was looked at.
+    // Another directory has taken the name since it was examined.
     unclaim(parent, found, claimed).map(|()| false)
 }
 
-/// Gives what was claimed its name back; if that is taken, a name that nobody sweeps.
+/// Gives a claimed directory its name back or, if that is taken, a name that no sweep removes.
 pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) -> io::Result<()> {
     fs::renameat(parent, claimed, parent, found).map_err(|error| {
         let _ = fs::renameat(parent, claimed, parent, displaced_name(claimed));
@@ -70,8 +72,8 @@ pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) ->
     })
 }
 
-/// Removes a directory of plain files, its manifest first: what is half removed is not a checkpoint. What is already
-/// gone is not a failure.
+/// Removes a directory of plain files, the manifest first: a half-removed directory is not a checkpoint. A file that is
+/// already gone is not a failure.
 pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
         Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -82,13 +84,13 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
         other => other?,
     };
     if id(&fs::fstat(&directory)?) != expected {
-        return Err(Errno::STALE.into()); // a client of NFS still believes another one to be here
+        return Err(Errno::STALE.into()); // an NFS client still believes that another directory is here
     }
     let all = entries(directory.as_fd())?;
     if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
-        return Err(Errno::NOTEMPTY.into()); // somebody's own: nothing here is removed
+        return Err(Errno::NOTEMPTY.into()); // someone else's directory: nothing here is removed
     }
-    // A checkpoint may have been closed to its owner, too.
+    // The checkpoint's mode may deny access even to its owner.
     let _ = fs::fchmod(&directory, Mode::from_raw_mode(OWNER));
     gone(fs::unlinkat(&directory, manifest::FILE, AtFlags::empty()))?;
     for (file, _) in all {
@@ -97,24 +99,24 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
     Ok(gone(fs::unlinkat(parent, name, AtFlags::REMOVEDIR))?)
 }
 
-/// What a temporary directory is, as things stand.
+/// The state of a temporary directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Its writer lives.
+    /// Its writer is alive.
     Alive,
-    /// Nobody needs it: the next save into this directory removes it.
+    /// Not needed: the next save into this directory removes it.
     Dead,
-    /// Its writer may live: nothing proves its death here.
+    /// Its writer may be alive: nothing here proves that it is dead.
     Unknown,
-    /// The only copy of an old checkpoint, or the workspace that belongs to it: a commit stands between its two
-    /// renames, or the successor was removed.
+    /// The only copy of an old checkpoint, or the workspace that belongs to it. A commit is between its two renames, or
+    /// the successor was removed.
     Kept,
-    /// Not made by fastckpt: what somebody put in a save's way.
+    /// Not made by fastckpt: something that was put in the way of a save.
     Foreign,
 }
 
 impl State {
-    /// One word.
+    /// The name, in one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -127,14 +129,14 @@ impl State {
     }
 }
 
-/// What was found out about a temporary directory. It holds as long as this is held.
+/// What was found out about a temporary directory. Valid as long as this is held.
 pub(super) struct Finding {
     pub(super) state: State,
     pub(super) id: Id,
     pub(super) verdict: Option<Verdict>,
 }
 
-/// Finds out what the temporary directory `found` is, unless it has gone.
+/// Finds out what the temporary directory `found` is; nothing if it is gone.
 pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
     let temporary = Temporary::parse(found.as_bytes())?;
     let directory = open_child(parent, found).ok()?;
@@ -142,7 +144,7 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let files = entries(directory.as_fd()).ok()?;
     let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
     let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace has a manifest before it has anything else. This is somebody's own, displaced by a save that was
+    // A workspace gets its manifest before anything else. This directory is someone else's: a save displaced it and was
     // killed.
     let foreign = !plain || (temporary.kind != Kind::Del && !manifest && !files.is_empty());
     let (state, verdict) = match temporary.kind {
@@ -155,7 +157,7 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
             let state = match verdict.life {
                 Life::Alive => State::Alive,
                 Life::Unknown => State::Unknown,
-                // Looked for after the verdict: a writer that lives may take an old checkpoint aside at any moment.
+                // Checked after the verdict: a live writer may take an old checkpoint aside at any moment.
                 Life::Dead if has_partner(parent, found) => State::Kept,
                 Life::Dead => State::Dead,
             };
@@ -165,20 +167,21 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     Some(Finding { state, id, verdict })
 }
 
-/// Whether an old checkpoint was taken aside for the workspace `found`: together they tell that it is to be put back.
+/// Whether an old checkpoint was taken aside for the workspace `found`. The two together mean that the old checkpoint
+/// must be put back.
 fn has_partner(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     refresh(parent);
     let is_partner = |name: &OsString| {
         let partner =
             Temporary::parse(name.as_bytes()).filter(|t| t.kind == Kind::Old && t.workspace() == found);
-        // Without a manifest it is somebody's own, and waits for nothing.
+        // Without a manifest it is someone else's directory and needs no workspace.
         let old = partner.and_then(|_| open_child(parent, name).ok());
         old.is_some_and(|old| has_magic(old.as_fd()).unwrap_or(true))
     };
     temporaries(parent).map_or(true, |all| all.iter().any(is_partner))
 }
 
-/// The name of the checkpoint that `temporary` belongs to, which is cut in there if it is long.
+/// The name of the checkpoint that `temporary` belongs to. `temporary` contains only the start of a long name.
 fn holder(parent: BorrowedFd<'_>, temporary: &Temporary<'_>) -> OsString {
     let of = temporary.of();
     if temporary.is_of(of) {
@@ -189,11 +192,11 @@ fn holder(parent: BorrowedFd<'_>, temporary: &Temporary<'_>) -> OsString {
     names.find(|name| temporary.is_of(name)).unwrap_or_else(|| of.to_owned())
 }
 
-/// Whether a later checkpoint has the name that the one at `old` had.
+/// Whether a later checkpoint has the name `name`, which the one at `old` had.
 pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -> bool {
     refresh(parent);
     let Ok(holder) = open_child(parent, name) else { return false };
-    // A client of NFS may believe for a while that the old one has its name still.
+    // An NFS client may believe for a while that the old one still has its name.
     let other = fs::fstat(&holder).is_ok_and(|stat| Some(id(&stat)) != id_of(parent, old));
     let Ok(old) = open_child(parent, old) else { return false };
     let later =
@@ -201,11 +204,11 @@ pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -
     other && later && has_magic(holder.as_fd()).unwrap_or(false)
 }
 
-/// Removes what nobody needs from the target's parent.
+/// Removes what is not needed from the parent of the target path.
 pub(super) fn sweep(parent: BorrowedFd<'_>) {
     let mut synced = false;
     let mut all = temporaries(parent).unwrap_or_default();
-    // Old checkpoints go first: while one is there, its workspace is kept for it.
+    // Old checkpoints go first: while one exists, its workspace is kept for it.
     for workspaces in [false, true] {
         if synced {
             all = temporaries(parent).unwrap_or_default();
@@ -217,13 +220,14 @@ pub(super) fn sweep(parent: BorrowedFd<'_>) {
             match finding.state {
                 State::Dead => {}
                 State::Unknown => {
-                    // Empty, it needs no proof: a writer that lives makes another.
+                    // An empty directory needs no proof: a live writer makes another one.
                     let _ = fs::unlinkat(parent, found, AtFlags::REMOVEDIR);
                     continue;
                 }
                 State::Alive | State::Kept | State::Foreign => continue,
             }
-            // It may be an old checkpoint whose successor took its name a moment ago: that rename first.
+            // It may be an old checkpoint whose successor took its name a moment ago. That rename must be durable
+            // first.
             if !synced && sync(parent).is_err() {
                 return;
             }
@@ -244,21 +248,21 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// The name of a workspace for `name` as another process would give it.
+    /// The name that another process would give a workspace for `name`.
     pub(in crate::commit) fn name_by(name: &str, pid: u32) -> OsString {
         let made = workspace_name(OsStr::new(name)).into_string().unwrap();
         let fields: Vec<&str> = made.rsplitn(4, '-').collect();
         format!("{}-{pid}-0-{}", fields[3], fields[0]).into()
     }
 
-    /// The number of a process that has ended.
+    /// The id of a process that has ended.
     pub(in crate::commit) fn dead() -> u32 {
         let mut child = Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         child.id()
     }
 
-    /// A process that lives until it is killed.
+    /// A process that runs until it is killed.
     pub(in crate::commit) fn living() -> Child {
         Command::new("sleep").arg("1000").spawn().unwrap()
     }
@@ -290,8 +294,8 @@ pub(super) mod tests {
         std::fs::create_dir(&empty).unwrap();
         let kept = [
             at(name_by("c", other.id())),
-            // Another boot, no lock, changed since this one: perhaps a machine that this one exports the file system
-            // to.
+            // Another boot, no lock held, and changed since this boot. It may belong to a machine to which this one
+            // exports the file system.
             at(".c.tmp-elsewhere-0000000000000001-1-1-1-00000001".into()),
             at(aside_name(&name_by("b", dead()), 0)),
             at(".c.tmp-backup".into()),
@@ -342,7 +346,7 @@ pub(super) mod tests {
     fn the_lock_proves_where_the_process_cannot_be_seen() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("c");
-        // As from a container: the same boot, another PID namespace.
+        // As made in a container: the same boot, another PID namespace.
         let made = name_by("c", 7).into_string().unwrap();
         let fields: Vec<&str> = made.rsplitn(5, '-').collect();
         let name = format!("{}-1-{}-{}-{}", fields[4], fields[2], fields[1], fields[0]);

@@ -1,4 +1,4 @@
-//! The checkpoints in a directory.
+//! Lists the checkpoints in a directory.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -23,19 +23,19 @@ pub struct Listed {
     pub name: OsString,
     /// Its path, to load it.
     pub path: PathBuf,
-    /// Seconds since 1970 UTC when its save began; nothing if the manifest is damaged.
+    /// Seconds since 1970 UTC when its save began; none if the manifest is damaged.
     pub created: Option<f64>,
-    /// Bytes of its files.
+    /// The size of its files, in bytes.
     pub bytes: u64,
-    /// Whether a save took it aside and has put nothing in its place: nothing has its name. A load finds it all the
-    /// same.
+    /// Whether a save took it aside and has put nothing in its place, so that no directory has its name. A load still
+    /// finds it.
     pub aside: bool,
-    /// What of its manifest or its files is not as it was written, as far as a look at names and lengths tells.
+    /// What is wrong with its manifest or its files, as far as names and lengths show.
     pub damage: Option<String>,
 }
 
-/// Lists the checkpoints in `directory`, by name: the directories that hold a manifest, and those that a save which was
-/// killed took aside. Symbolic links are not followed; workspaces are no checkpoints.
+/// Lists the checkpoints in `directory`, sorted by name: the directories that hold a manifest, and the checkpoints that
+/// a killed save took aside. Symbolic links are not followed. A workspace is not a checkpoint.
 pub fn list(directory: &Path) -> Result<Vec<Listed>> {
     let parent = open_directory(directory).map_err(Error::io("list", directory))?;
     let parent = parent.as_fd();
@@ -45,7 +45,7 @@ pub fn list(directory: &Path) -> Result<Vec<Listed>> {
         let listed = match Temporary::parse(name.as_bytes()) {
             _ if kind != FileType::Directory => None,
             None => look(parent, name, name, directory),
-            // The name of a checkpoint that was cut in its temporary name cannot be told.
+            // The full name is unknown if the temporary name contains only its start.
             Some(t) if t.kind == Kind::Old && t.is_of(t.of()) && is_free(parent, t.of()) => {
                 match taken_aside(parent, t.of()) {
                     Free::For(aside) if aside.name == name => look(parent, name, t.of(), directory),
@@ -61,7 +61,8 @@ pub fn list(directory: &Path) -> Result<Vec<Listed>> {
     Ok(found)
 }
 
-/// Looks at what lies at `found` in `parent`, the checkpoint `name`; nothing if it is none, or is gone by now.
+/// Examines the directory `found` in `parent` as the checkpoint `name`. Returns nothing if it is not a checkpoint or is
+/// gone by now.
 fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -> Option<Listed> {
     for turn in 0..=TURNS {
         let inside = open_child(parent, found).ok()?;
@@ -84,7 +85,7 @@ fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -
     None
 }
 
-/// The bytes of our files in a directory, and its manifest; nothing where there is no manifest.
+/// The size of our files in a directory, and its manifest; nothing if there is no manifest.
 fn look_inside(directory: BorrowedFd<'_>, path: &Path) -> Option<(u64, Result<Head>)> {
     let files = entries(directory).ok()?;
     let ours = files.iter().filter(|(file, kind)| *kind == FileType::RegularFile && is_ours(file.to_bytes()));
@@ -113,7 +114,7 @@ fn head(directory: BorrowedFd<'_>, path: &Path) -> Result<Head> {
     decode::decode_head(bytes, &path)
 }
 
-/// The first shard that is missing or has another length than was written.
+/// The first shard that is missing or whose length differs from what was written.
 fn missing(directory: BorrowedFd<'_>, head: &Head) -> Option<String> {
     head.shards.iter().find_map(|shard| {
         let file = &shard.file;

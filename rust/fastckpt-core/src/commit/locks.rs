@@ -1,23 +1,23 @@
-//! Which machines a lock on a file is seen by (`docs/format.md`, 6.2).
+//! Which machines see a lock on a file (`docs/format.md`, 6.2).
 
 use std::os::fd::BorrowedFd;
 
 use rustix::fs::{self, major, minor};
 
-/// Who sees a lock on a file of a file system.
+/// Which processes see a lock on a file of a file system.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// Every process of this machine, the only one that has the file system mounted.
+    /// Every process on this machine, which is the only one that has the file system mounted.
     Machine,
     /// Every machine that has it mounted.
     Everywhere,
-    /// Unknown: perhaps only those who came through the same mount.
+    /// Unknown: perhaps only processes that use the same mount.
     #[default]
     Unknown,
 }
 
 impl Reach {
-    /// One word.
+    /// The name, in one word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -28,7 +28,7 @@ impl Reach {
     }
 }
 
-/// Magic numbers (`statfs(2)`) of file systems that one kernel has to itself: ext2 to ext4, XFS, btrfs, tmpfs, ramfs,
+/// Magic numbers (`statfs(2)`) of file systems that only one kernel mounts: ext2 to ext4, XFS, btrfs, tmpfs, ramfs,
 /// overlayfs, f2fs, ZFS, bcachefs, JFS, NILFS.
 const LOCAL: [u64; 11] = [
     0xEF53,
@@ -43,17 +43,17 @@ const LOCAL: [u64; 11] = [
     0x3153_464A,
     0x3434,
 ];
-/// Its locks span machines however it is mounted.
+/// Its locks span machines with any mount options.
 const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
-/// Whether `directory` lies on NFS.
+/// Whether `directory` is on NFS.
 pub(super) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
     fs::fstatfs(directory).is_ok_and(|about| u64::try_from(about.f_type) == Ok(NFS))
 }
 
-/// Who sees a lock on a file in `directory`.
+/// Which processes see a lock on a file in `directory`.
 pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
     let Ok(about) = fs::fstatfs(directory) else { return Reach::Unknown };
     let magic = u64::try_from(about.f_type).unwrap_or(0);
@@ -76,7 +76,7 @@ fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
     }
 }
 
-/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line of that device.
+/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line for that device.
 fn super_options(mounts: &str, major: u32, minor: u32) -> Option<&str> {
     let device = format!("{major}:{minor}");
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(device.as_str()))?;

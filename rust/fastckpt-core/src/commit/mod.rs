@@ -1,12 +1,13 @@
-//! Durability and visibility. This module alone knows them; nothing else renames, locks, removes or syncs a directory
-//! of checkpoints.
+//! Durability and visibility. Only this module handles them: no other module renames, locks, removes or syncs a
+//! directory of checkpoints.
 //!
-//! A checkpoint is built in a [`Workspace`], a directory with a name of its own beside the target (`docs/format.md`,
-//! 6), made durable from the inside out, and then takes the target's name in one step: shards (synced by the save),
-//! index, manifest, the directory, rename, the parent. Until the rename, nothing under the target's name has changed.
+//! A checkpoint is built in a [`Workspace`], a directory with its own name beside the target path (`docs/format.md`,
+//! 6). It is made durable from the inside out and then takes the final name in one step. The order is: shards (synced
+//! by the save), index, manifest, the directory, the rename, the parent. Nothing changes under the final name before
+//! the rename.
 //!
-//! Its modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `content`; `recovery` and
-//! `leftovers`; `target`; `workspace`, `carry`, `takeover`; and for people `clean`, `remove`, `list`.
+//! The modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `content`; `recovery` and
+//! `leftovers`; `target`; `workspace`, `carry`, `takeover`; and, for users, `clean`, `remove`, `list`.
 
 mod carry;
 mod clean;
@@ -206,7 +207,7 @@ mod tests {
         std::fs::create_dir(parent.path().join(&bare)).unwrap();
         refused(&bare, "it is not a workspace");
         refused(&gone, "No such file");
-        // As an exchange of names leaves an old checkpoint.
+        // An exchange of names leaves an old checkpoint like this.
         std::fs::write(parent.path().join(&bare).join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         refused(&bare, "it is sealed");
         drop(Workspace::join(&path, workspace.temporary()).unwrap());

@@ -1,4 +1,4 @@
-//! The names that a checkpoint has beside its target while it is built or replaced (`docs/format.md`, 6).
+//! The names of a checkpoint beside its target path while it is built or replaced (`docs/format.md`, 6).
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -11,11 +11,11 @@ use crate::format::checksum;
 /// What a temporary name stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A workspace; after an exchange, for a moment, the old checkpoint.
+    /// A workspace. After an exchange it is, for a moment, the old checkpoint.
     Tmp,
     /// The old checkpoint between two plain renames.
     Old,
-    /// Garbage: anybody may remove it.
+    /// Garbage: any process may remove it.
     Del,
 }
 
@@ -27,7 +27,7 @@ impl Kind {
     }
 }
 
-/// What every temporary name for checkpoint `name` begins with.
+/// The start of every temporary name for checkpoint `name`.
 fn stem(name: &OsStr) -> Vec<u8> {
     let mut stem = b".".to_vec();
     let bytes = name.as_bytes();
@@ -44,11 +44,11 @@ fn compose(stem: &[u8], kind: Kind, workspace: &[u8]) -> OsString {
     OsString::from_vec([stem, b".", kind.word().as_bytes(), b"-", workspace].concat())
 }
 
-/// Who writes and which of its workspaces: what comes after the kind.
+/// The part of the name after the kind: which process writes, and which of its workspaces this is.
 fn workspace() -> String {
     let mut random = [0u8; 4];
     if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
-        // A name already taken is refused by mkdir and tried again, so this need not be unpredictable.
+        // `mkdir` refuses a name that is taken, and the caller tries another, so this need not be unpredictable.
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         random = now.map_or(0, |now| now.subsec_nanos()).to_be_bytes();
     }
@@ -60,8 +60,8 @@ pub(super) fn workspace_name(name: &OsStr) -> OsString {
     compose(&stem(name), Kind::Tmp, workspace().as_bytes())
 }
 
-/// The name of the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
-/// attempts share one: whoever judges what one of them left must not meet the next.
+/// The name for the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
+/// attempts share a name: a process that judges what one attempt left must not find what the next one left.
 pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     let parsed = Temporary::parse(temporary.as_bytes());
     let mut name = parsed.map_or_else(OsString::new, |t| compose(t.stem, Kind::Old, t.workspace));
@@ -69,7 +69,8 @@ pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     name
 }
 
-/// A name beside the workspace named `temporary` that nobody sweeps, for what is somebody's own.
+/// A name, beside the workspace named `temporary`, that no sweep removes. It is for a directory that belongs to someone
+/// else.
 pub(super) fn displaced_name(temporary: &OsStr) -> OsString {
     let mut name = temporary.to_owned();
     name.push(".displaced");
@@ -82,14 +83,14 @@ pub(super) struct Temporary<'a> {
     /// See [`stem`].
     stem: &'a [u8],
     pub(super) kind: Kind,
-    /// Who made it, and its random digits: the same for an old checkpoint and the workspace that takes its place.
+    /// Its maker and its random digits. An old checkpoint and the workspace that takes its place have the same.
     workspace: &'a [u8],
 }
 
 impl<'a> Temporary<'a> {
-    /// Takes a name apart that this module made; any other is none.
+    /// Parses a name that this module made. Returns nothing for any other name.
     pub(super) fn parse(name: &'a [u8]) -> Option<Self> {
-        // From the end, because a checkpoint's own name may hold anything.
+        // From the end, because the checkpoint's own name may contain anything.
         let mut parts = name.rsplitn(7, |&byte| byte == b'-');
         let random = parts.next()?;
         let owner = Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])?;
@@ -111,18 +112,18 @@ impl<'a> Temporary<'a> {
         stem(name) == self.stem
     }
 
-    /// The checkpoint's own name; its first 120 bytes and a checksum where it is longer.
+    /// The checkpoint's own name. For a name longer than 120 bytes, its first 120 bytes and a checksum.
     pub(super) fn of(&self) -> &'a OsStr {
         OsStr::from_bytes(&self.stem[1..])
     }
 
-    /// Who made it.
+    /// The process that made it.
     pub(super) fn owner(&self) -> Option<Owner> {
         let mut parts = self.workspace.rsplitn(6, |&byte| byte == b'-').skip(1);
         Owner::parse([parts.next()?, parts.next()?, parts.next()?, parts.next()?])
     }
 
-    /// The host it was made on, for people: names of hosts prove nothing.
+    /// The host it was made on, for display only: host names prove nothing.
     pub(super) fn host(&self) -> String {
         let end = self.workspace.iter().position(|&byte| byte == b'-').unwrap_or(0);
         String::from_utf8_lossy(&self.workspace[..end]).into_owned()
@@ -133,7 +134,7 @@ impl<'a> Temporary<'a> {
         compose(self.stem, Kind::Tmp, self.workspace)
     }
 
-    /// A new name of ours for it.
+    /// A new name for it, made by this process.
     pub(super) fn renamed(&self, kind: Kind) -> OsString {
         compose(self.stem, kind, workspace().as_bytes())
     }

@@ -1,7 +1,7 @@
-//! Who made a temporary directory, and whether it is provably dead (`docs/format.md`, 6.2).
+//! The process that made a temporary directory, and whether it is provably dead (`docs/format.md`, 6.2).
 //!
-//! A wrong proof would make a save fail that lives. It could not destroy a checkpoint: whatever is removed is renamed
-//! first.
+//! A wrong proof of death would make a live save fail. It could not destroy a checkpoint: everything is renamed before
+//! it is removed.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,17 +17,17 @@ use super::locks::{Reach, reach};
 use crate::format::manifest;
 use crate::sys::lock;
 
-/// A process, as far as others can tell.
+/// A process, as other processes can identify it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner {
-    /// The first 64 bits of the id of the kernel's boot. Names of hosts are not unique; this is.
+    /// The first 64 bits of the kernel's boot id. It is unique; host names are not.
     boot: u64,
-    /// Inode of the PID namespace, 0 if unknown.
+    /// The inode of its PID namespace, 0 if unknown.
     namespace: u64,
-    /// Its number in there.
+    /// Its process id in that namespace.
     pub(super) pid: u32,
-    /// When it was started, in clock ticks since the boot; 0 if unknown. Numbers of processes are given again, and
-    /// after a restart a container's first process has the number 1 in a namespace that may have the old one's inode.
+    /// When it started, in clock ticks since boot; 0 if unknown. Process ids are reused. After a restart, a container's
+    /// first process has id 1 again, in a namespace that may have the inode of the old one.
     start: u64,
 }
 
@@ -45,7 +45,7 @@ impl Owner {
         Self { boot, namespace, pid, start: start_of("self").unwrap_or(0) }
     }
 
-    /// What [`fmt::Display`] wrote, from its end, without the host.
+    /// Parses what [`fmt::Display`] wrote, from the end and without the host.
     pub(super) fn parse([start, pid, namespace, boot]: [&[u8]; 4]) -> Option<Self> {
         let decimal = |part: &[u8]| std::str::from_utf8(part).ok()?.parse().ok();
         let boot = std::str::from_utf8(boot).ok().filter(|boot| boot.len() == 16)?;
@@ -57,7 +57,7 @@ impl Owner {
         })
     }
 
-    /// Whether the process is seen to live or to be gone; nothing where it cannot be seen.
+    /// Whether the process runs; nothing if it cannot be seen from here.
     fn runs(self) -> Option<bool> {
         let me = Self::myself();
         if me.boot == 0 || me.namespace == 0 || (self.boot, self.namespace) != (me.boot, me.namespace) {
@@ -65,7 +65,7 @@ impl Owner {
         }
         let pid = Pid::from_raw(i32::try_from(self.pid).ok()?)?;
         let there = test_kill_process(pid) != Err(Errno::SRCH);
-        // Another process may have its number by now.
+        // Another process may have the same id by now.
         let other = |start| self.start != 0 && start != self.start;
         Some(there && !start_of(&self.pid.to_string()).is_some_and(other))
     }
@@ -81,36 +81,36 @@ impl fmt::Display for Owner {
     }
 }
 
-/// When a process was started: field 22 of `/proc/PID/stat` (`proc(5)`), counted behind the name, which may hold
-/// anything.
+/// When a process started: field 22 of `/proc/PID/stat` (`proc(5)`). Fields are counted after the process name, which
+/// may contain anything.
 fn start_of(process: &str) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
 }
 
-/// What is known of the writer of a workspace.
+/// What is known about the writer of a workspace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
-    /// Its process is there, or its lock is held.
+    /// Its process runs, or its lock is held.
     Alive,
-    /// It is dead, provably.
+    /// It is provably dead.
     Dead,
-    /// Nothing here proves either.
+    /// Neither can be proved from here.
     Unknown,
 }
 
-/// A [`Life`], as long as this is held: a writer that is about to lock its manifest finds it locked.
+/// A [`Life`], valid as long as this is held: a writer that is about to lock its manifest finds it locked.
 #[derive(Debug)]
 pub(super) struct Verdict {
     pub(super) life: Life,
     _lock: Option<OwnedFd>,
 }
 
-/// Judges `owner`, whose workspace is `directory`.
+/// Judges `owner`, the maker of the workspace `directory`.
 pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     let (life, lock) = match owner.runs() {
         Some(true) => (Life::Alive, None),
-        // Unless the lock says otherwise: copies of one virtual machine share the boot id.
+        // The lock can overrule this: copies of one virtual machine share the boot id.
         Some(false) => match by_lock(owner, directory) {
             (Life::Unknown, lock) => (Life::Dead, lock),
             sure => sure,
@@ -120,7 +120,7 @@ pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     Verdict { life, _lock: lock }
 }
 
-/// The verdict where the process cannot be seen.
+/// The verdict from the lock, for a process that cannot be seen or does not run.
 fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
     let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(directory, manifest::FILE, flags, Mode::empty()) else {
@@ -132,8 +132,8 @@ fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
         Ok(()) => {}
     }
     let dead = match reach(directory) {
-        // An earlier boot of this machine cannot be told from a machine that this one exports the file system to,
-        // except by what happened there last.
+        // An earlier boot of this machine looks the same as another machine to which this one exports the file system.
+        // Only the time of the last change in the directory distinguishes them.
         Reach::Machine => {
             (owner.boot != 0 && owner.boot == Owner::myself().boot) || unchanged_since_boot(directory)
         }
@@ -143,7 +143,7 @@ fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
     (if dead { Life::Dead } else { Life::Unknown }, Some(file))
 }
 
-/// Whether nothing was made, removed or renamed in `directory` since this kernel booted.
+/// Whether nothing was created, removed or renamed in `directory` since this kernel booted.
 fn unchanged_since_boot(directory: BorrowedFd<'_>) -> bool {
     let boot = clock_gettime(ClockId::Realtime).tv_sec - clock_gettime(ClockId::Boottime).tv_sec;
     fs::fstat(directory.as_fd()).is_ok_and(|stat| stat.st_ctime < boot)

@@ -1,4 +1,5 @@
-//! An old checkpoint that a commit took aside: found by whoever finds its name free, put back when its writer is dead.
+//! An old checkpoint that a commit took aside. A process that finds its name free finds it, and puts it back if its
+//! writer is dead.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -18,37 +19,37 @@ use crate::error::{Error, Result};
 use crate::format::manifest;
 use crate::sys::file::open_directory;
 
-/// How long a commit may stand between its two plain renames before others finish it, unless its writer is provably
-/// dead.
+/// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint
+/// where it lies. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
-/// How often a directory is listed that others change meanwhile.
+/// How often to list a directory that others change meanwhile.
 const LISTINGS: u8 = 3;
-/// As many symbolic links as the kernel follows.
+/// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What a name that was found to be free is, by one listing.
+/// What one listing shows about a name that was found to be free.
 pub(super) enum Free {
-    /// Somebody has it again.
+    /// Something has the name again.
     Taken,
     /// Nothing has it, and nothing was taken aside from it.
     Truly,
-    /// Only an old checkpoint that a commit took aside had it.
+    /// Nothing has it, but an old checkpoint was taken aside from it.
     For(Aside),
 }
 
-/// An old checkpoint that a commit took aside and has put nothing in the place of yet.
+/// An old checkpoint that a commit took aside and has not replaced yet.
 pub(super) struct Aside {
     pub(super) name: OsString,
-    /// Its writer's, while this is held.
+    /// The verdict about its writer, valid while this is held.
     verdict: Option<Verdict>,
 }
 
 /// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
 ///
-/// One listing must show that nothing has the name and that nothing is aside: two looks could both miss what moves
-/// between them.
+/// A single listing must show that nothing has the name and that nothing is aside. Two separate looks could both miss a
+/// directory that moves between them.
 pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
     let (mut last, mut turn) = (None, 0);
     let all = loop {
@@ -61,7 +62,7 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
         });
         all.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
         let names: Vec<_> = all.iter().map(|(found, _)| found.clone()).collect();
-        // A listing that others change meanwhile is not of one moment, unless the next one says the same.
+        // A listing that others change meanwhile does not show one moment, unless the next one gives the same names.
         if changed(parent) == before || last.as_ref() == Some(&names) || turn == LISTINGS {
             break all;
         }
@@ -84,8 +85,8 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
         let Some(written) = written(directory.as_fd()) else { continue };
         let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
         let verdict = old.owner().map(|owner| judge(owner, workspace.as_fd()));
-        // Looked for after the verdict. Without its workspace, its successor had the name: if that is gone, somebody
-        // removed it.
+        // Checked after the verdict. If the workspace is gone, the successor has had the name. The name is free again
+        // because the successor was removed.
         if id_of(parent, &old.workspace()).is_none() {
             continue;
         }
@@ -96,13 +97,13 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
     newest.map_or(Free::Truly, |(_, aside)| Free::For(aside))
 }
 
-/// When something was last made, removed or renamed in a directory, asked afresh.
+/// When something was last created, removed or renamed in a directory, asked afresh.
 fn changed(directory: BorrowedFd<'_>) -> Option<(i64, u64)> {
     refresh(directory);
     fs::fstat(directory).ok().map(|stat| (stat.st_ctime, stat.st_ctime_nsec))
 }
 
-/// Whether nothing has the name, or an empty directory that somebody laid there.
+/// Whether nothing has the name, or only an empty directory.
 pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     match open_child(parent, name) {
         Ok(directory) => is_empty(directory.as_fd()),
@@ -110,8 +111,8 @@ pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     }
 }
 
-/// Puts an old checkpoint back whose writer died between the two plain renames.
-/// Returns the name under which it can be read where it must stay: the mount is read-only, or its writer may live.
+/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay where it is (the mount
+/// is read-only, or its writer may be alive), returns the path under which it can be read.
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
     let give_up = Instant::now() + COMMIT_WAIT;
     while is_free(parent, name) {
@@ -127,7 +128,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<P
                     let _ = sync(parent);
                     return None;
                 }
-                // Somebody else did.
+                // Another process did it.
                 Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
                 Err(_) => return Some(parent_path.join(aside.name)),
             }
@@ -139,7 +140,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<P
     None
 }
 
-/// Where a symbolic link such as `latest` leads: what it names is what was replaced.
+/// Where a symbolic link such as `latest` leads: the checkpoint that it names is the one that was replaced.
 fn followed(path: &Path) -> PathBuf {
     let mut path = path.to_path_buf();
     for _ in 0..LINKS {
@@ -149,7 +150,7 @@ fn followed(path: &Path) -> PathBuf {
     path
 }
 
-/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died half-way.
+/// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died halfway.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {
@@ -165,7 +166,7 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
             let parent = open_directory(&parent_path).ok()?;
             recover(&parent_path, parent.as_fd(), &name)
         });
-        // What is read where it lies may have got its name meanwhile.
+        // A checkpoint that is read where it lies may have got its name back meanwhile.
         directory = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
         directory = directory.or_else(|_| open_directory(path));
     }
@@ -206,7 +207,7 @@ mod tests {
             assert!(content(&path).ends_with("one"));
             sweep();
         }
-        // A save takes it over, with the files of others, and never has to put it back.
+        // A save takes it over, including the files that fastckpt did not write, and never has to put it back.
         std::fs::write(path.join("config.json"), "{}").unwrap();
         put_aside();
         checkpoint(parent.path(), "c", "two");
@@ -220,7 +221,7 @@ mod tests {
         let path = checkpoint(parent.path(), "c", "one");
         let aside = parent.path().join(aside_name(&name_by("c", dead()), 0));
         std::fs::rename(&path, &aside).unwrap();
-        // The successor had the name, and somebody removed it.
+        // The successor had the name and was removed.
         assert!(open_checkpoint(&path).is_err());
         assert!(aside.exists());
         assert_eq!(leftovers(parent.path()).unwrap()[0].state, State::Kept);
@@ -237,7 +238,7 @@ mod tests {
             let temporary = name_by("c", dead());
             (made, aside_name(&temporary, 0), temporary)
         };
-        // The first entry of a directory is not always the one that was made first.
+        // The first entry of a directory is not always the oldest.
         let all = [aside("one"), aside("three"), aside("two")];
         let newest = std::fs::File::open(all[1].0.join(manifest::FILE)).unwrap();
         newest.set_modified(std::time::SystemTime::now() + Duration::from_secs(60)).unwrap();

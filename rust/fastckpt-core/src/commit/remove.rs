@@ -1,4 +1,4 @@
-//! A checkpoint is removed: at no moment does half of it have its name.
+//! Removes a checkpoint. At no time does half of it have its name.
 
 use std::ffi::OsStr;
 use std::io;
@@ -16,23 +16,23 @@ use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
-/// Removes the checkpoint at `path`, durably, and what a save that was killed has left of it under other names. It
-/// waits for nobody: who reads the checkpoint at this moment misses its files.
+/// Durably removes the checkpoint at `path`, and what killed saves left of it under other names. It does not wait for
+/// readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Files of other people in it make this an error, plain ones only without `everything`.
+/// Files that fastckpt did not write make this an error. With `everything`, plain ones are removed as well.
 pub fn remove(path: &Path, everything: bool) -> Result<()> {
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
         split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
     let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
     let parent = parent.as_fd();
-    // An old checkpoint whose successor has the name would stay for good when that has gone.
+    // Swept first: an old checkpoint whose successor has the name would stay for good once the successor is gone.
     sweep(parent);
     let mut removed = false;
     for _ in 0..TURNS {
         if !is_free(parent, &name) {
             if removed {
-                break; // a save came after us
+                break; // a later save made this one
             }
             removed = take(parent, &name, path, everything)?;
             continue;
@@ -44,14 +44,14 @@ pub fn remove(path: &Path, everything: bool) -> Result<()> {
                 return Err(stays(path, "it is an empty directory"));
             }
             Free::Truly => return Err(missing()),
-            // A load would find it, and put it back.
+            // A load would find it and put it back.
             Free::For(aside) => removed |= take(parent, &aside.name, path, everything)?,
         }
     }
     if removed { Ok(()) } else { Err(missing()) }
 }
 
-/// Removes the checkpoint that lies at `found`; returns whether it was there.
+/// Removes the checkpoint at `found`. Returns whether it existed.
 fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) -> Result<bool> {
     let directory = match open_child(parent, found) {
         Err(Errno::NOENT | Errno::STALE) => return Ok(false),
@@ -70,7 +70,7 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) ->
         refresh(parent);
         return Ok(false);
     }
-    // Somebody may have laid something into it meanwhile.
+    // Something may have been added to it meanwhile.
     if let Err(refusal) = examine(directory.as_fd(), path, everything) {
         unclaim(parent, found, &claimed).map_err(Error::io("give back its name to", path))?;
         return Err(refusal);
@@ -81,8 +81,8 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) ->
     fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
     sync(parent).map_err(Error::io("sync the directory of", path))?;
     match destroy(parent, &garbage, expected) {
-        // Somebody has a file of it open, on a file system that keeps those under names of its own: a later save sweeps
-        // it.
+        // A process has one of its files open, on a file system that keeps such files under its own names. A later save
+        // sweeps the rest.
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::EBUSY)) => Ok(true),
         other => other.map(|()| true).map_err(Error::io("remove the files of", path)),
     }
@@ -92,8 +92,8 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Whether `directory` may be removed: a checkpoint, with nothing else in it; with `everything`, with no directories,
-/// links and the like.
+/// Whether `directory` may be removed: it must be a checkpoint and hold nothing else. With `everything`, it may also
+/// hold other plain files, but no directories, links and the like.
 fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
@@ -128,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    /// A checkpoint `c` in a directory of its own, with a shard.
+    /// A checkpoint `c` with a shard, in a new directory.
     fn made() -> (tempfile::TempDir, PathBuf) {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
@@ -207,7 +207,7 @@ mod tests {
             }
             remove(&path, false).unwrap();
             assert!(open_checkpoint(&path).is_err(), "has_the_name={has_the_name}");
-            // The workspaces that told of them are dead.
+            // The writers of their workspaces are dead.
             drop(Workspace::create(&parent.path().join("d"), true).unwrap());
             assert_eq!(names(parent.path()), [""; 0], "has_the_name={has_the_name}");
         }
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn a_removal_that_was_killed_leaves_no_checkpoint_and_is_swept() {
         let (parent, path) = made();
-        // After its first rename, after its second, and after the manifest has gone.
+        // Killed after its first rename, after its second, and after the manifest was removed.
         for (kind, has_manifest) in [(Kind::Tmp, true), (Kind::Del, true), (Kind::Del, false)] {
             let claimed = name_by("c", dead());
             let name = if kind == Kind::Tmp {
@@ -247,7 +247,7 @@ mod tests {
         let claimed = workspace_name(OsStr::new("c"));
         assert!(!claim(parent_fd, OsStr::new("c"), &claimed, before).unwrap());
         assert_eq!(names(parent.path()), ["c", "elsewhere"]);
-        // Should its name be taken, it stays under one that nobody sweeps.
+        // If its name is taken, it stays under one that no sweep removes.
         std::fs::rename(&path, parent.path().join(&claimed)).unwrap();
         std::fs::rename(parent.path().join("elsewhere"), &path).unwrap();
         assert!(unclaim(parent_fd, OsStr::new("c"), &claimed).is_err());

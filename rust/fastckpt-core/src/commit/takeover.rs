@@ -1,4 +1,5 @@
-//! How a finished checkpoint takes the target's name, and what happens to the one that had it (`docs/format.md`, 6.3).
+//! How a finished checkpoint takes its final name, and what happens to the checkpoint that had it (`docs/format.md`,
+//! 6.3).
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd as _;
@@ -15,19 +16,19 @@ use super::target::{Old, examine, look};
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
 
-/// What publishing has to tell.
+/// What publishing reports.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
     /// Another save to the same path ended while this one ran, and this one replaced its checkpoint.
     pub rival: bool,
-    /// The file system cannot be asked to make names durable.
+    /// The file system cannot make names durable on request.
     pub unsynced: bool,
-    /// The old checkpoint had to make way before the new one took its place.
+    /// The old checkpoint had to be moved aside before the new one took its name.
     pub in_two_steps: bool,
 }
 
 impl Published {
-    /// In words.
+    /// The warnings, as text.
     #[must_use]
     pub fn warnings(self) -> Vec<String> {
         let rival = "another save to this path ended while this one ran, and its checkpoint was replaced: processes \
@@ -39,16 +40,16 @@ impl Published {
     }
 }
 
-/// What a rename came to.
+/// The outcome of a rename.
 pub(super) enum Step {
-    /// The name is ours. What lies under another one, if anything, is no longer needed.
+    /// This workspace has the name. What lies under the other name, if anything, is no longer needed.
     Done(Option<(OsString, Id)>),
-    /// Somebody else was faster: look again.
+    /// Another process was faster: look again.
     Again,
 }
 
 impl Workspace {
-    /// Gives the sealed checkpoint the target's name, and makes that durable.
+    /// Gives the sealed checkpoint its final name, and makes that name durable.
     pub fn publish(mut self) -> Result<Published> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
         let shards = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
@@ -68,34 +69,35 @@ impl Workspace {
         self.close_to_others(mode)?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
-        // XFS that has shut down syncs a directory without an error; asked for a file it admits the failure.
+        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when it is
+        // asked for a file.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
         }
-        // No longer needed; if removing it fails the next save will sweep it.
+        // No longer needed. If removing it fails, the next save sweeps it.
         if let Some((displaced, id)) = displaced {
             let _ = remove(self.parent.as_fd(), &displaced, id, None);
         }
         if done.in_two_steps {
-            // A rival that was killed may have taken one aside that this save did not meet. It must not come back.
+            // A killed rival may have taken a checkpoint aside that this save did not find. It must not come back.
             sweep(self.parent.as_fd());
         }
         Ok(done)
     }
 
-    /// Gives the directory the mode of the one that it replaces, where that is closed to its owner, too: until now it
-    /// had to be filled.
+    /// Gives the directory the mode of the one that it replaced, if that mode denies access even to the owner. Until
+    /// now the owner had to fill it.
     fn close_to_others(&self, mode: Option<u32>) -> Result<()> {
         if let Some(mode) = mode.filter(|mode| mode & OWNER != OWNER) {
-            // Refused where the file system has no modes.
+            // This fails if the file system has no modes.
             let _ = fs::fchmod(self.directory(), Mode::from_raw_mode(mode));
             sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
         }
         Ok(())
     }
 
-    /// One attempt to take the target's name, which `old` has.
+    /// Makes one attempt to take the final name, which `old` has.
     pub(super) fn take_the_name(&self, old: Option<&Old>, attempt: u8, done: &mut Published) -> Result<Step> {
         if let Some(old) = old {
             match self.carry_over(old.directory.as_fd()) {
@@ -115,8 +117,8 @@ impl Workspace {
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Somebody else's save came first, or its removal did: look again. But not for ever, and not when it is the
-            // finished directory itself that somebody removed.
+            // Another process saved first, or removed the checkpoint first: look again. This does not go on for ever,
+            // and it does not happen if the finished directory itself was removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
                 Ok(Step::Again)
@@ -134,22 +136,22 @@ impl Workspace {
         Error::io("rename the finished checkpoint to", &self.target)
     }
 
-    /// First save to this name.
+    /// The first save to this name.
     fn take_free_name(&self) -> Result<Step> {
         self.rename().map_err(self.renaming())?;
         Ok(Step::Done(None))
     }
 
-    /// Gives the workspace the target's name. Replaces nothing but an empty directory.
+    /// Gives the workspace its final name. Replaces nothing but an empty directory.
     fn rename(&self) -> rustix::io::Result<()> {
         match fs::renameat(&self.parent, &self.temporary, &self.parent, &self.name) {
-            // Sent twice over a network, it may find that it was done.
+            // A network file system may send the request twice. The second one then finds that the rename is done.
             Err(Errno::NOENT) if id_of(self.parent.as_fd(), &self.name) == Some(self.id) => Ok(()),
             other => other,
         }
     }
 
-    /// Save over `old`.
+    /// Saves over `old`.
     pub(super) fn replace(&self, old: &Old, attempt: u8, done: &mut Published) -> Result<Step> {
         match self.exchange() {
             Err(Errno::INVAL | Errno::NOSYS) => return self.replace_in_two_steps(old, attempt, done),
@@ -163,16 +165,16 @@ impl Workspace {
         Ok(Step::Done(Some((self.temporary.clone(), there))))
     }
 
-    /// Puts back under the target's name what was displaced and must not be replaced, for the reason `refusal`.
+    /// Gives the displaced directory its name back, because it must not be replaced. `refusal` is the reason.
     fn give_back(&self, refusal: Error) -> Error {
         if self.exchange().is_ok() {
             if self.is_there() {
                 return refusal;
             }
-            // A third save took the name in between. It was told that it has it.
+            // A third save took the name in between and has been told that it succeeded. It gets the name back.
             let _ = self.exchange();
         }
-        // What is displaced is somebody's own: under a name that nobody sweeps it stays.
+        // The displaced directory is someone else's. It stays under a name that no sweep removes.
         let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
@@ -186,9 +188,9 @@ impl Workspace {
         fs::renameat_with(&self.parent, &self.temporary, &self.parent, &self.name, RenameFlags::EXCHANGE)
     }
 
-    /// Where names cannot be exchanged (NFS, Lustre, FUSE): the old one makes way, the new one takes its place. A load
-    /// or save that finds the name missing puts the old one back (`recover`), unless the new one has it: then it no
-    /// longer has a temporary name.
+    /// For file systems that cannot exchange names (NFS, Lustre, FUSE): the old checkpoint is moved aside, and the new
+    /// one takes its name. A load that finds the name missing puts the old one back (`recover`), and a save takes it
+    /// over (`look`). Neither does so if the new one has had the name: then it no longer has a temporary name.
     pub(super) fn replace_in_two_steps(&self, old: &Old, attempt: u8, done: &mut Published) -> Result<Step> {
         let (parent, name) = (&self.parent, &self.name);
         let aside = aside_name(&self.temporary, attempt);
@@ -203,13 +205,14 @@ impl Workspace {
         self.adopt(&aside, there).map_err(put_back)?;
         let mut outcome = self.rename();
         if matches!(outcome, Err(Errno::EXIST | Errno::NOTEMPTY)) && is_free(parent.as_fd(), name) {
-            outcome = self.rename(); // whoever was there made way again
+            outcome = self.rename(); // the name is free again
         }
         match outcome {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
-                // Somebody's save took the name, or somebody put the old one back: then it is not aside any more. A
-                // save that began earlier and took it leaves the old one to be swept when this one has the name.
+                // Another save took the name, or another process put the old checkpoint back. In the second case it is
+                // no longer aside. If the checkpoint that took the name was written before the old one, the old one
+                // stays, and is swept once this save has the name.
                 let holder = open_child(parent.as_fd(), name);
                 let checkpoint = holder.is_ok_and(|holder| has_magic(holder.as_fd()).unwrap_or(false));
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
@@ -225,8 +228,8 @@ impl Workspace {
         }
     }
 
-    /// Looks at what was displaced, which may be another directory than the one that was looked at before, or hold more
-    /// by now: it must be one that may be replaced, and its files of other people are taken along.
+    /// Checks what was displaced. It can be another directory than the one that was examined, or hold more by now. It
+    /// must be replaceable, and the files in it that fastckpt did not write are carried over.
     fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
         let directory = match open_child(self.parent.as_fd(), displaced) {
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
@@ -251,12 +254,12 @@ impl Workspace {
     }
 }
 
-/// Whether the directory that was looked at has gone: its successor has the name.
+/// Whether the directory that was examined is gone: its successor has the name.
 fn is_gone(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
 
-/// Whether the name was taken, or came free, in the middle of an attempt.
+/// Whether the name was taken, or became free, in the middle of an attempt.
 fn is_taken(error: &Error) -> bool {
     let others = matches!(error, Error::Io { .. });
     others
@@ -321,7 +324,7 @@ mod tests {
             let parent = tempfile::tempdir().unwrap();
             let path = checkpoint(parent.path(), "c", "one");
             let config = |text: &str| {
-                // As an editor writes: a new file takes the name.
+                // An editor writes like this: a new file takes the name.
                 std::fs::write(parent.path().join("new"), text).unwrap();
                 std::fs::rename(parent.path().join("new"), path.join("config.json")).unwrap();
             };
@@ -361,7 +364,7 @@ mod tests {
         let rival = checkpoint(parent.path(), "rival", "rival");
         let written = std::fs::File::open(rival.join("fastckpt.json")).unwrap();
         written.set_modified(std::time::UNIX_EPOCH).unwrap();
-        // Between the two renames of the first attempt, the rival's takes place.
+        // The rival takes the name between the two renames of the first attempt.
         let aside = aside_name(&workspace.temporary, 0);
         std::fs::rename(&path, parent.path().join(&aside)).unwrap();
         std::fs::rename(&rival, &path).unwrap();

@@ -1,4 +1,4 @@
-//! What has the target's name, and whether a save may take its place.
+//! What exists at the target path, and whether a save may take its place.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,15 +16,15 @@ use crate::sys::file::open_directory;
 /// A directory that a save may replace.
 #[derive(Debug)]
 pub(super) struct Old {
-    /// Where it lies: the target's name, or that under which a commit that was killed took it aside.
+    /// Its name: the final name, or the one under which a killed commit took it aside.
     pub(super) name: OsString,
-    /// Kept open: as long as it is, no other directory has its number.
+    /// Kept open: as long as it is open, no other directory gets its inode number.
     pub(super) directory: OwnedFd,
     pub(super) id: Id,
     pub(super) mode: u32,
 }
 
-/// Opens the parent of a save's target; returns it with its path and the target's own name.
+/// Opens the parent of the target path. Returns it with its path and the final name.
 pub(super) fn open_parent(target: &Path) -> Result<(OwnedFd, PathBuf, OsString)> {
     let (path, name) = split(target).ok_or_else(|| Error::Exists {
         path: target.to_path_buf(),
@@ -34,22 +34,22 @@ pub(super) fn open_parent(target: &Path) -> Result<(OwnedFd, PathBuf, OsString)>
     Ok((parent, path, name))
 }
 
-/// Looks whether a save to `target` would be refused as things stand: its parent is missing, or something has the name
-/// that stays.
+/// Checks whether a save to `target` would be refused now: its parent is missing, or something has the name and must
+/// not be replaced.
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     let (parent, _, name) = open_parent(target)?;
     look_at_name(parent.as_fd(), &name, target, overwrite).map(drop)
 }
 
-/// Looks at what is current under the name `name`: nothing, a directory that may be replaced, or an error.
+/// Returns what is current under the name `name`: nothing, a directory that may be replaced, or an error.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
     name: &OsStr,
     target: &Path,
     overwrite: bool,
 ) -> Result<Option<Old>> {
-    // What was taken aside is current until something has the name. To take it over needs no proof of its writer's
-    // death: whose rename comes first has the name, and the other one looks again.
+    // What was taken aside is current until something has the name. Taking it over needs no proof that its writer is
+    // dead: the process whose rename comes first has the name, and the other one looks again.
     while is_free(parent, name) {
         match taken_aside(parent, name) {
             Free::Taken => {}
@@ -60,7 +60,7 @@ pub(super) fn look(
     look_at_name(parent, name, target, overwrite)
 }
 
-/// Looks at what has the name `name` itself.
+/// Like [`look`], but only for what has the name `name` itself.
 pub(super) fn look_at_name(
     parent: BorrowedFd<'_>,
     name: &OsStr,
@@ -71,7 +71,7 @@ pub(super) fn look_at_name(
     loop {
         let before = id_of(parent, name);
         let outcome = look_once(parent, name, target, overwrite);
-        // What was looked at may have been replaced meanwhile, and emptied: then the answer says nothing.
+        // The directory may have been replaced and emptied meanwhile. The answer then says nothing.
         if outcome.is_ok() || turn == TURNS {
             return outcome;
         }
@@ -110,7 +110,7 @@ fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool
     Ok(Some(Old { name: name.to_owned(), id: id(&stat), mode: stat.st_mode & 0o7777, directory }))
 }
 
-/// Whether `directory` may be replaced: a checkpoint, or a directory that holds nothing that would be lost.
+/// Whether `directory` may be replaced: it is a checkpoint, or a directory that holds nothing that would be lost.
 pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool) -> Result<()> {
     let exists = |why: &str| Err(Error::Exists { path: target.to_path_buf(), why: why.to_owned() });
     let checkpoint = has_magic(directory).map_err(Error::io("open the manifest of", target))?;
@@ -125,7 +125,7 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
                 "it holds `{what}`, which is not a plain file: move that elsewhere first"
             ));
         }
-        // Other files are carried over; one with a name of ours would be replaced.
+        // Other files are carried over. A file with one of our names would be replaced.
         if !checkpoint && is_ours(file.to_bytes()) {
             return exists(&format!(
                 "it holds `{what}` and is not a checkpoint of fastckpt: choose another name"

@@ -1,5 +1,5 @@
-//! The directory in which a checkpoint is built: made, joined by other processes, sealed, and removed if it comes to
-//! nothing.
+//! The directory in which a checkpoint is built. It is created, joined by other processes and sealed. It is removed if
+//! it is never published.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -21,8 +21,9 @@ use crate::sys::file::start_write_back;
 use crate::sys::fork::Note;
 use crate::sys::lock;
 
-/// A checkpoint being built beside its target. Files are written into [`Workspace::directory`] by the process that made
-/// it and by those that joined it. The maker seals and publishes it; dropped without that by its maker, it is removed.
+/// A checkpoint that is being built beside its target path. The process that made the workspace, and those that joined
+/// it, write files into [`Workspace::directory`]. The maker seals and publishes it. If the maker drops it without
+/// publishing, it is removed.
 #[derive(Debug)]
 pub struct Workspace {
     pub(super) parent: OwnedFd,
@@ -34,27 +35,27 @@ pub struct Workspace {
     directory: OwnedFd,
     pub(super) id: Id,
     pub(super) overwrite: bool,
-    /// Nothing in a process that joined.
+    /// None in a process that joined.
     pub(super) own: Option<Own>,
 }
 
-/// What the maker of a workspace has.
+/// What only the maker of a workspace has.
 #[derive(Debug)]
 pub(super) struct Own {
-    /// Empty until the workspace is sealed: its lock proves that the writer lives. A forked child does not keep it.
+    /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
     manifest: (Note, File),
-    /// What had the target's name when the save began.
+    /// The directory that was current at the target path when the save began.
     pub(super) before: Option<Id>,
-    /// The mode of that.
+    /// The mode of that directory.
     pub(super) mode: Option<u32>,
-    /// Who removes it if it comes to nothing: not a forked child.
+    /// The process that removes the workspace if it is never published. A forked child does not.
     process: u32,
-    /// The shards and their sizes, once it is sealed.
+    /// The shards and their sizes, once the workspace is sealed.
     pub(super) sealed: Option<Vec<(String, u64)>>,
 }
 
 impl Workspace {
-    /// Looks at the target, sweeps what dead writers left beside it, and makes the temporary directory.
+    /// Checks the target path, sweeps what dead writers left beside it, and creates the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent, parent_path, name) = open_parent(target)?;
         let old = look(parent.as_fd(), &name, target, overwrite)?;
@@ -89,7 +90,8 @@ impl Workspace {
                         }),
                     });
                 }
-                // A sweep may meet the directory before its manifest is there and locked: then it is gone by now.
+                // A sweep may find the directory before its manifest exists and is locked. Then the directory is gone
+                // by now.
                 Err(Errno::NOENT | Errno::STALE) if turn < TURNS => discard(parent.as_fd(), &temporary),
                 Err(error) => {
                     discard(parent.as_fd(), &temporary);
@@ -100,7 +102,7 @@ impl Workspace {
     }
 
     /// Opens the workspace called `temporary` (see [`Workspace::temporary`]) that another process made for `target`, to
-    /// write files into it. Whoever joined can neither seal nor publish it, and dropping it removes nothing.
+    /// write files into it. A process that joined can neither seal nor publish it, and dropping it removes nothing.
     pub fn join(target: &Path, temporary: &OsStr) -> Result<Self> {
         let (parent, parent_path, name) = open_parent(target)?;
         let path = parent_path.join(temporary);
@@ -111,13 +113,13 @@ impl Workspace {
         if !ours || bytes.contains(&b'/') {
             return Err(refused("it is not the name of a workspace of this checkpoint"));
         }
-        // Another machine may have made it a moment ago.
+        // Another machine may have just made it.
         refresh(&parent);
         let directory = open_child(parent.as_fd(), temporary).map_err(Error::io("join", &path))?;
         let stat = fs::fstat(&directory).map_err(Error::io("join", &path))?;
         match fs::statat(&directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) if stat.st_size == 0 => {}
-            // Or it is an old checkpoint that a commit has just displaced.
+            // It is sealed, or it is an old checkpoint that a commit has just displaced.
             Ok(_) => return Err(refused("it is sealed")),
             Err(Errno::NOENT) => return Err(refused("it is not a workspace")),
             Err(error) => return Err(Error::io("join", &path)(error)),
@@ -136,12 +138,12 @@ impl Workspace {
         })
     }
 
-    /// Whether this process made it, and is to seal it.
+    /// Whether this process made it and therefore seals it.
     pub(crate) fn is_own(&self) -> bool {
         self.own.is_some()
     }
 
-    /// Its name beside the target, for others to join.
+    /// Its name beside the target path, for other processes to join.
     #[must_use]
     pub fn temporary(&self) -> &OsStr {
         &self.temporary
@@ -153,20 +155,21 @@ impl Workspace {
         self.directory.as_fd()
     }
 
-    /// Where a file of the checkpoint is at this moment, for messages.
+    /// The current path of a file of the checkpoint, for messages.
     #[must_use]
     pub fn path_of(&self, file: &str) -> PathBuf {
         self.parent_path.join(&self.temporary).join(file)
     }
 
-    /// An error about what cannot be done with this workspace.
+    /// An error that says what cannot be done with this workspace.
     pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
     }
 
-    /// Makes it a whole checkpoint that has no name yet: `shards`, by file name and length, are there and durable;
-    /// index and manifest are written and made durable. `meanwhile` runs when both are on their way to the disk: what
-    /// it makes durable then costs one flush less where the file system flushes once for all.
+    /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
+    /// durable. The index and the manifest are written and made durable here. `meanwhile` runs while both are on their
+    /// way to the disk. What it makes durable then costs one flush less on a file system that flushes once for
+    /// everything.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,
@@ -199,7 +202,7 @@ impl Workspace {
         Ok(())
     }
 
-    /// Whether all `shards` are there, of their lengths: somebody may have cleaned up where nothing was to be cleaned.
+    /// Checks that all `shards` exist with their lengths: a clean-up may have removed files from the workspace.
     pub(super) fn check_files(&self, shards: &[(String, u64)]) -> Result<()> {
         for (file, bytes) in shards {
             let path = self.path_of(file);
@@ -219,7 +222,8 @@ impl Workspace {
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        // Closed first: NFS and FUSE only rename a file that is open, and the directory stays.
+        // The manifest is closed first: NFS and FUSE rename an open file instead of removing it, and the directory
+        // would stay.
         let Some(Own { process, .. }) = self.own.take() else { return };
         if process == std::process::id() {
             let _ = remove(self.parent.as_fd(), &self.temporary, self.id, None);
@@ -227,7 +231,8 @@ impl Drop for Workspace {
     }
 }
 
-/// Opens a new workspace, closes it to those whom `old` is closed to, and makes its manifest, empty and locked.
+/// Opens a new workspace, denies access to everyone to whom `old` denies it, and creates its manifest, empty and
+/// locked.
 fn furnish(
     parent: BorrowedFd<'_>,
     temporary: &OsStr,
@@ -235,23 +240,23 @@ fn furnish(
 ) -> rustix::io::Result<(OwnedFd, Id, File)> {
     let directory = open_child(parent, temporary)?;
     if let Some(old) = old {
-        // Refused where the file system has no modes.
+        // This fails if the file system has no modes.
         let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode | OWNER));
     }
     let manifest = create(directory.as_fd(), manifest::FILE)?;
     match lock::take(&manifest) {
-        // A sweep has it.
+        // A sweep holds the lock.
         Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
-        // Refused where the file system has no locks; nobody relies on them there.
+        // This fails if the file system has no locks. Nothing relies on them there.
         _ => {}
     }
     let id = id(&fs::fstat(&directory)?);
-    // A network client takes its own word for a name that it made a moment ago.
+    // A network client trusts its own record of a name that it has just created.
     refresh(parent);
     if id_of(parent, temporary) == Some(id) { Ok((directory, id, manifest)) } else { Err(Errno::NOENT) }
 }
 
-/// Removes a workspace that holds a manifest at most.
+/// Removes a workspace that holds at most a manifest.
 fn discard(parent: BorrowedFd<'_>, temporary: &OsStr) {
     if let Ok(directory) = open_child(parent, temporary) {
         let _ = fs::unlinkat(&directory, manifest::FILE, AtFlags::empty());

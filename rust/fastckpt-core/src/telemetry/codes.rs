@@ -5,20 +5,20 @@
 pub enum Kind {
     /// Writes a checkpoint.
     Save = 1,
-    /// Reads one.
+    /// Reads a checkpoint.
     Load = 2,
-    /// Compares one with its checksums.
+    /// Compares a checkpoint with its checksums.
     Verify = 3,
 }
 
-/// How far it is.
+/// How far an operation has got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Looks at what there is to do.
+    /// Determines what to do.
     Plan = 1,
     /// Writes.
     Write = 3,
-    /// All is written; waits until all is durable.
+    /// Everything is written; waits until it is durable.
     Fsync = 4,
     /// Writes the manifest and renames.
     Commit = 5,
@@ -26,12 +26,12 @@ pub enum Phase {
     Read = 8,
 }
 
-/// The phase of an operation that has ended well.
+/// The phase of an operation that has succeeded.
 pub(super) const DONE: u32 = 6;
-/// The phase of one that has failed.
+/// The phase of an operation that has failed.
 pub(super) const FAILED: u32 = 7;
 
-/// What a worker does at this moment.
+/// What a worker is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// Has nothing to do.
@@ -40,10 +40,10 @@ pub enum State {
     Source = 1,
     /// Waits for the disk.
     Transfer = 2,
-    /// Waits for a shard to be durable.
+    /// Waits until a shard is durable.
     Fsync = 3,
     /// Has failed.
     Error = 4,
-    /// Keeps to the bandwidth limit.
+    /// Waits because of the bandwidth limit.
     Limit = 5,
 }

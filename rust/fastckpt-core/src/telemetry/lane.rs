@@ -1,4 +1,4 @@
-//! One worker in the live counters.
+//! One worker, as the live counters show it.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -11,7 +11,7 @@ use super::layout::{BUCKETS, ThreadSlot, UNSEEN};
 use super::operation::{Operation, bucket_of, clamp};
 use super::process;
 
-/// The counters of one worker. Plain loads and stores by their one writer.
+/// The counters of one worker. They have one writer, which uses plain loads and stores.
 #[derive(Debug)]
 pub struct Lane<'a> {
     operation: &'a Operation,
@@ -29,7 +29,7 @@ fn add(counter: &AtomicU64, value: u64) {
 }
 
 impl<'a> Lane<'a> {
-    /// A slot for one worker of `operation`, for the calling thread.
+    /// Takes a slot for the calling thread, a worker of `operation`.
     #[must_use]
     pub fn new(operation: &'a Operation) -> Self {
         let number = process::take_thread(operation.segment);
@@ -48,18 +48,18 @@ impl<'a> Lane<'a> {
         Self { operation, slot, number, bytes: Cell::new(0), busy_since: 0, histogram: [0; BUCKETS] }
     }
 
-    /// The operation that the worker works for.
+    /// The worker's operation.
     #[must_use]
     pub fn operation(&self) -> &'a Operation {
         self.operation
     }
 
-    /// What the worker does now.
+    /// Sets what the worker is doing.
     pub fn state(&self, state: State) {
         self.slot.state.store(state as u32, Relaxed);
     }
 
-    /// A request of `bytes` goes to the kernel; returns the time, to be handed to [`Lane::completed`].
+    /// A request of `bytes` goes to the kernel. Returns the time, to be passed to [`Lane::completed`].
     pub fn submitted(&mut self, bytes: u64) -> u64 {
         let now = now();
         let in_flight = self.slot.in_flight.load(Relaxed);
@@ -105,7 +105,7 @@ impl<'a> Lane<'a> {
         self.bytes.get()
     }
 
-    /// Nothing was in flight while the source delivered, which began at `since`.
+    /// The source has delivered. Counts the time since `since`, when it began, if nothing is in flight.
     pub fn starved(&self, since: u64) {
         if self.slot.in_flight.load(Relaxed) == 0 {
             add(&self.slot.source_wait_ns, now().saturating_sub(since));
@@ -118,12 +118,12 @@ impl<'a> Lane<'a> {
         self.slot.limit_wait_ms.store(milliseconds, Relaxed);
     }
 
-    /// A request is to be tried again.
+    /// A request will be tried again.
     pub fn retried(&self) {
         add(&self.slot.retries, 1);
     }
 
-    /// A request moved less than it should.
+    /// A request moved fewer bytes than it should have.
     pub fn short(&self) {
         add(&self.slot.shorts, 1);
     }
@@ -134,7 +134,7 @@ impl<'a> Lane<'a> {
         self.state(State::Error);
     }
 
-    /// The worker begins a block of shard `file`; returns the time, to be handed to [`Lane::starved`].
+    /// The worker begins a block of shard `file`. Returns the time, to be passed to [`Lane::starved`].
     #[must_use]
     pub fn begin(&self, file: usize) -> u64 {
         self.slot.file.store(clamp(file), Relaxed);

@@ -1,5 +1,5 @@
-//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width; what
-//! is named `_` there is reserved here.
+//! The shared segment, byte for byte (`docs/telemetry.md`, 4 and 5). Every field is an atomic of its own width. Space
+//! that has no name there is named `reserved` here.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -21,7 +21,7 @@ pub const BUCKETS: usize = 16;
 /// `op_slot` of a worker whose operation has no slot.
 pub const NO_SLOT: u32 = u32::MAX;
 
-/// Text of at most `8 * N` bytes of UTF-8, filled with zeros.
+/// At most `8 * N` bytes of UTF-8 text, padded with zeros.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Text<const N: usize>([AtomicU64; N]);
@@ -33,7 +33,7 @@ impl<const N: usize> Default for Text<N> {
 }
 
 impl<const N: usize> Text<N> {
-    /// Stores `text`; one that is too long loses its end.
+    /// Stores `text`. If it is too long, its end is cut off.
     pub fn set(&self, text: &str) {
         let mut end = text.len().min(8 * N);
         while !text.is_char_boundary(end) {
@@ -64,7 +64,7 @@ impl<const N: usize> Text<N> {
         }
     }
 
-    /// Stores `text`; one that is too long loses its begin.
+    /// Stores `text`. If it is too long, its start is cut off.
     pub fn set_tail(&self, text: &str) {
         let mut start = text.len().saturating_sub(8 * N);
         while !text.is_char_boundary(start) {
@@ -74,7 +74,7 @@ impl<const N: usize> Text<N> {
     }
 }
 
-/// What something is before anything is stored in it: all zeros.
+/// The value before anything is stored: all zeros.
 trait Zero {
     const ZERO: Self;
 }
@@ -107,7 +107,7 @@ macro_rules! structures {
             }
         )*
 
-        /// Every structure with the name and offset of each of its fields: what a test compares with the reader's view.
+        /// Every structure, with the name and the offset of each field. A test compares this with the reader's view.
         #[must_use]
         pub fn offsets() -> Vec<(&'static str, Vec<(&'static str, usize)>)> {
             let known = |&(name, _): &(&str, usize)| name != "reserved";
@@ -203,7 +203,8 @@ structures! {
         path: Text<40>,
     }
 
-    /// 5.4. Its alignment keeps two workers' counters out of one cache line, and of the line fetched along with it.
+    /// 5.4. The alignment keeps the counters of two workers out of one cache line, and out of the line that is fetched
+    /// with it.
     #[repr(align(256))]
     ThreadSlot {
         bytes_ever: AtomicU64,
@@ -252,7 +253,7 @@ structures! {
     }
 }
 
-/// 4: the whole.
+/// 4: the whole segment.
 #[repr(C)]
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the fields are documented in docs/telemetry.md, once")]
@@ -276,7 +277,7 @@ pub const fn empty() -> Segment {
     }
 }
 
-/// A segment that nobody sees, for whatever has no place in a real one. Several may write to it at once; nobody reads
+/// A segment for counters that have no place in a real one. Several threads may write to it at once. No monitor sees
 /// it.
 pub static UNSEEN: Segment = empty();
 

@@ -1,5 +1,5 @@
-//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation: where
-//! there is no room for counters, they are counted into private memory.
+//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation. Without room
+//! for its counters in the segment, an operation or a worker counts in private memory.
 
 pub mod clock;
 mod codes;

@@ -1,4 +1,4 @@
-//! One save, load or verification in the live counters.
+//! One save, load or verification, as the live counters show it.
 
 use std::path::Path;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -12,9 +12,9 @@ use super::layout::{BUCKETS, OperationSlot, Segment, UNSEEN};
 use super::{process, target};
 use crate::environment::Environment;
 
-/// The width of the window whose best is an operation's peak.
+/// The width of the time window in which an operation's peak throughput is measured.
 const PEAK_WINDOW: Duration = Duration::from_secs(1);
-/// The first latency bucket ends here, nanoseconds; each later one at twice the end of the one before.
+/// The end of the first latency bucket, in nanoseconds. Each later bucket ends at twice the end of the one before.
 const FIRST_BUCKET: u64 = 64_000;
 
 /// One save, load or verification, from its call to its end.
@@ -30,14 +30,14 @@ pub struct Operation {
     begin_real: u64,
     /// Bytes that the workers have completed.
     done: AtomicU64,
-    /// Bytes that are durable, or checked.
+    /// Bytes that are durable or checked.
     durable: AtomicU64,
     /// Shards that are finished.
     files_done: AtomicU32,
     closing: Mutex<Closing>,
 }
 
-/// What only the end of an operation, or its coordinating thread, looks at.
+/// Read only when the operation ends, or by its coordinating thread.
 #[derive(Debug, Default)]
 struct Closing {
     ended: bool,
@@ -49,7 +49,7 @@ struct Closing {
     phase: u32,
 }
 
-/// What an operation turns out to be once it is planned.
+/// What is known about an operation once it is planned.
 #[derive(Debug, Clone, Copy)]
 pub struct Planned {
     /// Bytes that the workers will move.
@@ -60,12 +60,12 @@ pub struct Planned {
     pub block_size: u64,
     /// Worker threads.
     pub threads: usize,
-    /// Operations in flight per worker.
+    /// The number of blocks that one worker may have in flight.
     pub queue_depth: usize,
 }
 
 impl Operation {
-    /// An operation on the checkpoint at `path` begins; `step` is the training step, if the caller gave one.
+    /// Begins an operation on the checkpoint at `path`. `step` is the training step, if the caller gave one.
     #[must_use]
     pub fn begin(kind: Kind, path: &Path, step: Option<i64>, environment: &Environment) -> Self {
         let begin = now();
@@ -117,17 +117,17 @@ impl Operation {
         operation
     }
 
-    /// Changes the slot as one (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
+    /// Makes a consistent change to the slot (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
     fn write(&self, change: impl FnOnce(&OperationSlot)) {
-        // Whoever took the slot left it odd.
+        // `take_operation` left the number odd.
         let odd = self.slot.seq.load(Relaxed) | 1;
         self.slot.seq.store(odd, Relaxed);
-        fence(Release); // the odd number comes before the fields
+        fence(Release); // the odd number is stored before the fields
         change(self.slot);
         self.slot.seq.store(odd.wrapping_add(1), Release); // and the even one after them
     }
 
-    /// The plan is made, and work begins.
+    /// The plan is complete, and work begins.
     pub fn start(&self, planned: &Planned, phase: Phase) {
         self.write(|slot| {
             slot.bytes_total.store(planned.bytes, Relaxed);
@@ -139,8 +139,8 @@ impl Operation {
         self.phase(phase);
     }
 
-    /// The number of the engine that runs, whether it uses direct I/O, and the errno for which another was left;
-    /// `mixed` when some blocks took another path.
+    /// Records the number of the engine that runs, whether it uses direct I/O, and the errno that caused a fallback
+    /// from another engine. `mixed`: some blocks took another I/O path.
     pub fn ran(&self, engine: u32, direct: bool, errno: Option<i32>, mixed: bool) {
         let flags = u32::from(direct) | u32::from(errno.is_some()) << 1 | u32::from(mixed) << 6;
         self.write(|slot| {
@@ -150,11 +150,11 @@ impl Operation {
         });
     }
 
-    /// The next phase; one that was passed already is no news.
+    /// Enters the next phase. Ignores a phase that has already passed.
     pub fn phase(&self, phase: Phase) {
         let now = now();
         let mut closing = self.closing();
-        // Reading is numbered after the phases of a save, but is followed by none of them.
+        // The number of the read phase follows those of a save, but no phase of a save follows it.
         if closing.phase >= phase as u32 {
             return;
         }
@@ -175,13 +175,13 @@ impl Operation {
         self.checked(bytes, true);
     }
 
-    /// So many bytes have been checked, which are the last of their shard or not.
+    /// `bytes` more have been checked. `last`: they complete their shard.
     pub fn checked(&self, bytes: u64, last: bool) {
         self.durable.fetch_add(bytes, Relaxed);
         self.files_done.fetch_add(u32::from(last), Relaxed);
     }
 
-    /// A sign of life, about ten times a second, from the coordinating thread.
+    /// A sign of life from the coordinating thread, about ten times per second.
     pub fn tick(&self) {
         self.segment.process.heartbeat.fetch_add(1, Relaxed);
         let (at, done) = (now(), self.done());
@@ -221,7 +221,7 @@ impl Operation {
         }
     }
 
-    /// The operation has ended: its slot, its record and the totals are closed.
+    /// Ends the operation: completes its slot, its record and the totals. Only the first call has an effect.
     pub fn end(&self, outcome: Result<(), Option<i32>>) {
         let mut closing = self.closing();
         if std::mem::replace(&mut closing.ended, true) {
@@ -270,19 +270,19 @@ impl Operation {
 }
 
 impl Drop for Operation {
-    /// An operation that nobody ended was left by an error on the way.
+    /// An operation that was not ended explicitly was abandoned after an error.
     fn drop(&mut self) {
         self.end(Err(None));
     }
 }
 
-/// The bucket of a latency in nanoseconds: 0 below the first end, then one more for each doubling.
+/// The bucket of a latency in nanoseconds: 0 below the end of the first bucket, then one more per doubling.
 pub(super) fn bucket_of(latency: u64) -> usize {
     let doublings = u64::BITS - (latency / FIRST_BUCKET).leading_zeros();
     (doublings as usize).min(BUCKETS - 1)
 }
 
-/// The value below which `percent` of the requests lie: the upper end of their bucket, in microseconds.
+/// The latency below which `percent` of the requests lie: the upper end of its bucket, in microseconds.
 pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64) -> u32 {
     let all: u64 = histogram.iter().sum();
     let mut seen = 0;

@@ -1,6 +1,6 @@
-//! The segment of this process: made when the first operation begins, made anew after a fork or when its file was
-//! taken away; and who has which of its slots. Everything here runs at the begin or the end of an operation or a
-//! worker, never in between.
+//! The segment of this process, and which of its slots are in use. The segment is created when the first operation
+//! begins. It is created anew after a fork, or when its file was removed. Everything here runs when an operation or a
+//! worker begins or ends, never in between.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -19,16 +19,16 @@ use super::target;
 use crate::environment::Environment;
 use crate::sys::shm::{self, Shared};
 
-/// Tries for a name, where processes of several PID namespaces share a directory.
+/// The number of names to try: processes of several PID namespaces may share a directory.
 const NAMES: u32 = 16;
 
-/// The process's record, for whoever got something from it before: the lock was had in this process then, so that no
-/// fork left it locked.
+/// The process's record, for a caller that has obtained something from it before. This process held the lock then, so a
+/// fork cannot have left it locked.
 fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets what the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
+/// Sets the target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
 pub fn set_target(save: u64, load: u64) {
     target::set(save, load);
     let Some(guard) = lock() else { return };
@@ -38,23 +38,23 @@ pub fn set_target(save: u64, load: u64) {
     }
 }
 
-/// What the process knows of its own segment.
+/// What the process knows about its own segment.
 struct Process {
     pid: u32,
     segment: &'static Segment,
-    /// Where it lies, if others can see it.
+    /// The path and identity of its file, if other processes can see it.
     file: Option<(PathBuf, (u64, u64))>,
     generation: u32,
-    /// Operations begun, ever.
+    /// The number of operations that ever began.
     operations: u64,
     running: u32,
-    /// Threads slots in use, a bit each.
+    /// Thread slots in use, one bit each.
     threads: u64,
 }
 
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
 
-/// The process's record; none if the lock cannot be had, as in a child forked while another thread held it.
+/// The process's record; none if the lock is not available, as in a child that was forked while another thread held it.
 fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
     (0..1000).find_map(|_| match PROCESS.try_lock() {
         Ok(process) => Some(process),
@@ -67,7 +67,7 @@ fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
 }
 
 impl Process {
-    /// A segment for this process, with the totals and the history of the one before.
+    /// Creates a segment for this process, with the totals and the history of the one before.
     fn new(environment: &Environment, before: Option<&Self>) -> Self {
         let generation = before.map_or(1, |before| before.generation + 1);
         let prepare = |segment: &Segment| {
@@ -96,7 +96,7 @@ impl Process {
     }
 }
 
-/// Takes totals and history along into a new segment.
+/// Copies totals and history into a new segment.
 fn inherit(segment: &Segment, old: &Segment) {
     let (new, old_totals) = (&segment.process, &old.process);
     for (to, from) in [
@@ -118,17 +118,19 @@ fn inherit(segment: &Segment, old: &Segment) {
     }
 }
 
-/// Whether a slot is free to be taken: never used, or ended; ordered by which ended first.
+/// When a slot became free; none if it is in use. A slot that was never used comes first, then the one whose operation
+/// ended first.
 fn free_since(slot: &OperationSlot) -> Option<u64> {
     let end = slot.t_end_mono_ns.load(Acquire);
     (slot.op_id.load(Acquire) == 0 || end != 0).then_some(end)
 }
 
-/// This process's record, with a segment that is its own and still has its file.
+/// This process's record, with a segment of its own. Replaces the segment if its file was removed, unless an operation
+/// is running.
 fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &'a mut Process {
     let pid = std::process::id();
     match process.take() {
-        // A fork has the record but not the memory: nothing of it may be touched.
+        // A forked child has the record but not the memory: it must not touch anything in it.
         Some(known) if known.pid != pid => *process = Some(Process::new(environment, None)),
         Some(known) => {
             let lost = known.file.as_ref().is_some_and(|(path, file)| !shm::still_there(path, *file));
@@ -143,7 +145,8 @@ fn current<'a>(process: &'a mut Option<Process>, environment: &Environment) -> &
     process.get_or_insert_with(|| Process::new(environment, None))
 }
 
-/// A segment, the number of an operation slot in it ([`NO_SLOT`] if none is free), and the operation's number.
+/// Takes an operation slot. Returns the segment, the number of the slot in it ([`NO_SLOT`] if none is free), and the
+/// number of the operation.
 pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u32, u64) {
     let Some(mut guard) = lock() else { return (&UNSEEN, NO_SLOT, 0) };
     let process = current(&mut guard, environment);
@@ -157,9 +160,9 @@ pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u3
         segment.process.ops_unslotted.fetch_add(1, Relaxed);
         return (segment, NO_SLOT, process.operations);
     };
-    // Taken from now on: neither unused nor ended.
+    // From here on the slot is taken: neither unused nor ended.
     let slot = &segment.operations[number];
-    // Odd until the operation has written its slot for the first time: what stands there is another's.
+    // Odd until the operation first writes its slot. Until then, the slot holds the values of another operation.
     slot.seq.store(slot.seq.load(Relaxed) | 1, Relaxed);
     fence(Release);
     slot.t_end_mono_ns.store(0, Relaxed);
@@ -167,7 +170,7 @@ pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u3
     (segment, number as u32, process.operations)
 }
 
-/// A free thread slot of `segment`.
+/// Takes a free thread slot of `segment`.
 pub(super) fn take_thread(segment: &'static Segment) -> Option<usize> {
     let mut guard = lock()?;
     let process = guard.as_mut().filter(|process| std::ptr::eq(process.segment, segment))?;
@@ -180,7 +183,7 @@ pub(super) fn take_thread(segment: &'static Segment) -> Option<usize> {
     Some(number)
 }
 
-/// The worker that had slot `number` has ended.
+/// Frees slot `number`, because its worker has ended.
 pub(super) fn give_thread(segment: &'static Segment, number: usize) {
     let mut guard = lock_for_certain();
     if let Some(process) = guard.as_mut().filter(|process| std::ptr::eq(process.segment, segment)) {
@@ -255,7 +258,7 @@ fn publish(
             let outcome = shm::publish(&directory, &name, empty(), |segment| {
                 fill_header(&segment.header, environment, ticks);
                 fill(segment);
-                // Last, so that the rest is there when a reader sees it.
+                // Last, so that a reader who sees it also sees the rest.
                 segment.header.generation.store(generation, Release);
             });
             match outcome {
@@ -268,7 +271,7 @@ fn publish(
     None
 }
 
-/// Field 22 of /proc/self/stat; the name in field 2 may hold anything, so counting begins after its closing
+/// Field 22 of `/proc/self/stat`. The name in field 2 may contain anything, so counting starts after its closing
 /// parenthesis.
 fn start_ticks() -> u64 {
     let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -326,7 +329,7 @@ fn boot_id() -> [u64; 2] {
     [word(digits.get(..16)), word(digits.get(16..32))]
 }
 
-/// What the job is called: `FASTCKPT_JOB`, else the script or program.
+/// The name of the job: `FASTCKPT_JOB`, else the script or program.
 fn job(environment: &Environment) -> String {
     if let Some(job) = environment.text("FASTCKPT_JOB") {
         return job.to_owned();
@@ -335,7 +338,7 @@ fn job(environment: &Environment) -> String {
     let arguments = std::fs::read("/proc/self/cmdline").unwrap_or_default();
     let mut arguments = arguments.split(|&byte| byte == 0).map(String::from_utf8_lossy);
     let program = arguments.next().unwrap_or_default().into_owned();
-    // An interpreter is not what the job is called; its script is.
+    // The job is named after its script, not after the interpreter.
     let script = arguments.find(|text| text.ends_with(".py")).map(std::borrow::Cow::into_owned);
     script.as_deref().or(Some(&program)).and_then(base).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! The throughput that the process wants of its saves and loads.
+//! The target of the process: the throughput that it wants for its saves and loads.
 
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
@@ -12,7 +12,7 @@ struct Targets {
     load: AtomicU64,
 }
 
-/// The targets, at first those that `initial` tells.
+/// The targets. The first call sets them to `initial`.
 fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static Targets {
     static TARGETS: OnceLock<Targets> = OnceLock::new();
     TARGETS.get_or_init(|| {
@@ -21,27 +21,27 @@ fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static Targets {
     })
 }
 
-/// What the process wants, bytes/s per GPU for saves and for loads; 0 for nothing.
+/// The target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
 pub(super) fn targets(environment: &Environment) -> (u64, u64) {
     let targets = current(|| environment_targets(environment));
     (targets.save.load(Relaxed), targets.load.load(Relaxed))
 }
 
-/// Changes it.
+/// Changes the targets.
 pub(super) fn set(save: u64, load: u64) {
     let targets = current(|| (save, load));
     targets.save.store(save, Relaxed);
     targets.load.store(load, Relaxed);
 }
 
-/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; anything that does not parse is no target.
+/// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; a value that does not parse means no target.
 fn environment_targets(environment: &Environment) -> (u64, u64) {
     environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets).unwrap_or((0, 0))
 }
 
-/// A tier's name, GB/s for both, or `save=X,load=Y` (GB being 10^9 bytes), as bytes/s; 0 for what `text` leaves out.
-/// The tiers are those of NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top` parses the same grammar in Python; both
-/// pass the table `tests/data/targets.txt`.
+/// Parses a tier's name, GB/s for both saves and loads, or `save=X,load=Y` (in GB/s; a GB is 10^9 bytes). Returns
+/// bytes/s, 0 for what `text` leaves out. The tiers are those of NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top`
+/// parses the same grammar in Python, and both pass the table `tests/data/targets.txt`.
 #[must_use]
 pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
     let number = |text: &str| {

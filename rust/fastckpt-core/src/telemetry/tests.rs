@@ -10,7 +10,7 @@ use super::*;
 use crate::environment::Environment;
 use crate::sys::shm;
 
-/// Nobody else's: a segment of the test's own, published where nobody looks.
+/// A segment that belongs to the test, published in a directory where no monitor looks.
 fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared<Segment>> {
     shm::publish(directory, name, layout::empty(), |segment| {
         segment.header.magic.store(layout::MAGIC, Relaxed);
