@@ -137,7 +137,7 @@ fn work<J: Job>(
     priority: Priority,
     between: &mut dyn FnMut(),
 ) -> Result<()> {
-    let _ = priority.apply(); // whoever sets one has probed it
+    let _ = priority.apply(); // its setter has probed it
     let (backend, refused) = (shared.open)();
     let mut worker = Worker {
         shared,

@@ -96,7 +96,7 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return Some(PAGE); // silent about it (before 6.1, btrfs, NFS): trying tells
+        return Some(PAGE); // not reported (before 6.1, btrfs, NFS): an attempt will tell
     }
     let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
     (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
