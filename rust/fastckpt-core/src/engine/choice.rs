@@ -1,34 +1,35 @@
-//! Which engine runs a job, how many workers it has, and why it is not the one that was asked for.
+//! Which engine runs a job, with how many workers, and why it is not the requested one.
 
 use super::io::uring;
 use super::options::{BLOCK_SIZE, Io, Options, SINGLE, STAGING_BUDGET};
 use super::report::{Engine, Fallback};
 
-/// Threads of the engine that has one direct operation in flight each: enough to keep a device busy while others copy.
+/// Threads of the engine with one direct operation in flight per thread: enough to keep a device busy while others
+/// copy.
 const BLOCKING_THREADS: usize = 12;
-/// Threads that go through the page cache, where the processor does the work and a file takes one writer at a time.
+/// Threads that go through the page cache. There the processor does the work, and a file takes one writer at a time.
 const BUFFERED_THREADS: usize = 4;
-/// More ring threads than this were never faster: copying, not submitting, is what they share.
+/// More ring threads than this were never faster: what they share is copying, not submitting.
 const RING_THREADS: usize = 8;
 
-/// The engine for a job, chosen before it runs. What ran in the end is a [`super::report::Ran`].
+/// The engine for a job, chosen before it runs. [`super::report::Ran`] says what ran in the end.
 #[derive(Debug, Clone)]
 pub struct Choice {
     /// The engine.
     pub engine: Engine,
-    /// Why it is not the one that was asked for.
+    /// Why it is not the requested engine.
     pub fallback: Option<Fallback>,
     /// Number of workers.
     pub threads: usize,
 }
 
 impl Choice {
-    /// Chooses engine and number of workers for `bytes`. The probe for a ring is the ring itself, in the calling
+    /// Chooses the engine and the number of workers for `bytes`. It probes for a ring by opening one in the calling
     /// thread.
     #[must_use]
     pub fn new(options: &Options, bytes: u64) -> Self {
         let (engine, fallback) = match options.io {
-            // A ring has nothing to gain with one operation, and setting it up costs more than that.
+            // A ring gains nothing with one operation, and its setup costs more than the operation.
             Io::Auto if bytes < SINGLE => (Engine::Threads, None),
             Io::Auto | Io::Uring | Io::Direct => match uring::open() {
                 Ok(_) => (Engine::Uring, None),
@@ -37,19 +38,19 @@ impl Choice {
             Io::Threads => (Engine::Threads, None),
             Io::Buffered => (Engine::Buffered, None),
         };
-        // To count cores takes longer than to copy one small block.
+        // Counting cores takes longer than copying one small block.
         let threads = if bytes < SINGLE { 1 } else { default_threads(engine, options) };
         Self { engine, fallback, threads }
     }
 
-    /// Whether files are to be opened for direct I/O.
+    /// Whether to open files for direct I/O.
     #[must_use]
     pub fn direct(&self) -> bool {
         self.engine != Engine::Buffered
     }
 }
 
-/// The number of workers that the options name, or else the engine's own on these cores.
+/// The number of workers from the options, or else the engine's own number for these cores.
 pub(super) fn default_threads(engine: Engine, options: &Options) -> usize {
     let threads = options.threads.unwrap_or_else(|| match engine {
         Engine::Uring => options.cores().min(RING_THREADS),

@@ -1,4 +1,4 @@
-//! Where a tensor's bytes come from and where they go: the seams for memory that is not plain host memory.
+//! Where a tensor's bytes come from and where they go: the interfaces for memory that is not plain host memory.
 
 use std::sync::Arc;
 
@@ -7,17 +7,17 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::Strided;
 
-/// Copies bytes of a tensor, from `start` on, into a staging slab. Called from worker threads.
+/// Copies bytes of a tensor, from `start` on, into a staging buffer. Worker threads call it.
 pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;
-/// Takes bytes of a tensor, from `start` on, out of a staging slab. Called from worker threads.
+/// Takes bytes of a tensor, from `start` on, out of a staging buffer. Worker threads call it.
 pub type Drain = Arc<dyn Fn(u64, &[u8]) -> Result<(), String> + Send + Sync>;
 
-/// Where a tensor to be saved lies.
+/// Where a tensor to save lies.
 #[derive(Clone)]
 pub enum Content {
     /// Contiguous host memory.
     Memory(Source),
-    /// Elsewhere (another device, strided): asked for piece by piece.
+    /// Elsewhere (another device, strided), requested piece by piece.
     Pull(Fill),
 }
 
@@ -27,16 +27,16 @@ pub enum Destination {
     Memory(Region),
     /// Host memory with strides.
     Strided(Strided),
-    /// Elsewhere: handed over piece by piece.
+    /// Elsewhere, handed over piece by piece.
     Push(Drain),
-    /// Nowhere: they are looked at where the file is mapped.
+    /// Nowhere: the bytes are read where the file is mapped.
     Mapped(Arc<FileMap>),
     /// Nowhere: only the checksum is wanted.
     Nowhere,
 }
 
 impl Content {
-    /// The error where memory ends before its tensor does.
+    /// The error for memory that ends before its tensor does.
     pub(crate) fn too_short() -> Error {
         Error::Invalid("a tensor is shorter than its shape".to_owned())
     }

@@ -1,4 +1,4 @@
-//! What workers are given to do, block by block.
+//! The work of the workers, block by block.
 
 use std::io;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::Lane;
 
-/// How often the calling thread looks up from waiting, to report progress and to notice an interrupt.
+/// How often the calling thread wakes up to report progress and to notice an interrupt.
 pub const TICK: Duration = Duration::from_millis(100);
 
-/// Told the bytes done so far and in all, about ten times a second; answers whether to go on.
+/// Receives the bytes done so far and the total, about ten times a second. Returns whether to continue.
 pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
-/// Hands out a staging buffer of at least so many bytes.
+/// Hands out a staging buffer of at least the given number of bytes.
 pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
 
-/// A new staging buffer, or one that an operation before this left.
+/// A new staging buffer, or one that an earlier operation left.
 pub fn new_staging(len: usize) -> Result<Slab> {
     slabs::take(len).map_err(Error::io("map memory for staging", "memory".as_ref()))
 }
@@ -33,7 +33,7 @@ pub trait Job: Sync {
     /// Number of files.
     fn files(&self) -> usize;
 
-    /// Bytes to move, padding not counted.
+    /// Bytes to move, without padding.
     fn total(&self) -> u64;
 
     /// The file that a block belongs to.
@@ -42,11 +42,11 @@ pub trait Job: Sync {
     /// Bytes of the largest staging buffer that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Makes a block ready to move; none if its file has to wait until another one is closed.
+    /// Prepares a block to move. `None` if its file must wait until another one is closed.
     fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
 
-    /// Takes the block after it moved, or failed to, and adds its bytes to the worker's counters. Returns another
-    /// transfer of the same block where that has to follow.
+    /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters. Returns another
+    /// transfer of the same block if one must follow.
     fn finish(
         &self,
         transfer: &mut Transfer,

@@ -1,18 +1,18 @@
-//! Pacing: all workers of an operation together move so many bytes a second, and no more.
+//! Pacing: a limit on the bytes per second that all workers of an operation move together.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// So much unused time is made up for: what a worker spends on copying and writing must not add to its waiting. More
-/// would be a burst after each stall.
+/// How much unused time is made up for. The time that a worker spends copying and writing must not add to its waiting.
+/// More slack would cause a burst after each stall.
 const SLACK: Duration = Duration::from_millis(200);
 
-/// Hands out time, block by block. A block is paid for before it moves, so that the last one is paid for too.
+/// Hands out time, block by block. A block is paid for before it moves, so the last one is paid for too.
 #[derive(Debug)]
 pub struct Limiter {
     begin: Instant,
     bytes_per_second: u64,
-    /// When everything handed out so far is paid for, nanoseconds after `begin`.
+    /// When everything handed out so far is paid for, in nanoseconds after `begin`.
     paid: AtomicU64,
 }
 
@@ -34,7 +34,7 @@ impl Limiter {
         let cost = u64::try_from(cost).unwrap_or(u64::MAX);
         let earliest = now.saturating_sub(SLACK.as_nanos() as u64);
         let until = |paid: u64| paid.max(earliest).saturating_add(cost);
-        // Relaxed: the value is all that is shared.
+        // Relaxed: only the value is shared.
         let before = self.paid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid| Some(until(paid)));
         Duration::from_nanos(until(before.unwrap_or_else(|paid| paid)).saturating_sub(now))
     }

@@ -1,4 +1,4 @@
-//! What moves blocks: the choice of an engine, the run of its workers, their backends, and what they report.
+//! The code that moves blocks: the choice of an engine, the run of its workers, their backends, and their reports.
 
 pub mod choice;
 pub mod content;

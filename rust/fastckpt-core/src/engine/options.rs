@@ -1,4 +1,4 @@
-//! How an operation runs: what can be chosen, in the call or by the environment, and the defaults.
+//! How an operation runs: the settings, from the call or the environment, and the defaults.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -13,16 +13,16 @@ use crate::sys::priority::Priority;
 
 pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
 
-/// Operations a ring keeps in flight, as far as slabs allow: those that go straight between memory and file need none.
+/// Operations that a ring keeps in flight, as far as staging buffers allow. Zero-copy operations need none.
 pub const QUEUE_DEPTH: usize = 32;
-/// The most that can be asked for.
+/// The largest queue depth that a caller can request.
 pub const MOST_DEPTH: usize = 32;
-/// Bytes of staging slabs in one save, all workers together.
+/// Bytes of staging buffers in one save, all workers together.
 pub const STAGING_BUDGET: u64 = 96 << 20;
-/// And in one load, which needs most of its memory for what it loads.
+/// The same in one load, which needs most of its memory for what it loads.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
-/// Which engine is asked for.
+/// The requested engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
     /// The best that works: `Uring`, else `Threads`; buffered where direct I/O is refused.
@@ -30,9 +30,9 @@ pub enum Io {
     Auto,
     /// `io_uring` with direct I/O.
     Uring,
-    /// Blocking calls with direct I/O, one in each of several threads.
+    /// Blocking calls with direct I/O, one per thread in several threads.
     Threads,
-    /// Past the page cache or not at all: `io_uring`, else blocking calls, and an error where direct I/O is refused.
+    /// Direct I/O or nothing: `io_uring`, else blocking calls. An error if direct I/O is refused.
     Direct,
     /// Through the page cache.
     Buffered,
@@ -56,7 +56,7 @@ impl FromStr for Io {
 }
 
 impl Io {
-    /// What to use: the choice made in the call, else `FASTCKPT_IO`, else `Auto`.
+    /// The engine to use: the one given in the call, else `FASTCKPT_IO`, else `Auto`.
     pub fn or_environment(self, environment: &Environment) -> Result<Self, Error> {
         match environment.text("FASTCKPT_IO") {
             Some(text) if self == Self::Auto => text
@@ -67,12 +67,12 @@ impl Io {
     }
 }
 
-/// The processes of one job on one node, as torchrun tells them of each other.
+/// The processes of one job on one node, as torchrun describes them.
 #[derive(Debug, Clone, Default)]
 pub struct Ranks {
-    /// How many there are; 0 where nobody says.
+    /// How many there are; 0 if unknown.
     pub local: usize,
-    /// The numbers that this one has: among all, and on its node.
+    /// The numbers of this process: among all ranks, and on its node.
     pub own: Vec<u64>,
 }
 
@@ -85,9 +85,9 @@ impl Ranks {
         }
     }
 
-    /// Whether what lies at `path` is to be read by other ranks of this node, too. A path whose last or last but one
-    /// component names its rank (`rank-3`, `mp_rank_03`) is that rank's alone; all else is taken for what every rank
-    /// loads.
+    /// Whether other ranks of this node also read what lies at `path`. If the last or second-to-last component of the
+    /// path names this rank (`rank-3`, `mp_rank_03`), the path belongs to this rank alone. Any other path counts as one
+    /// that every rank loads.
     #[must_use]
     pub fn share(&self, path: &Path) -> bool {
         let mut names = path.components().rev().take(2).map(|name| name.as_os_str().to_string_lossy());
@@ -96,7 +96,7 @@ impl Ranks {
 
     fn is_named_in(&self, name: &str) -> bool {
         name.match_indices("rank").any(|(at, word)| {
-            // Not in `frank3`, who may be a user.
+            // Not in `frank3`, which may be a user's name.
             if name[..at].ends_with(|c: char| c.is_ascii_alphabetic()) {
                 return false;
             }
@@ -110,26 +110,26 @@ impl Ranks {
 /// How an operation runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The engine asked for.
+    /// The requested engine.
     pub io: Io,
-    /// Worker threads; by default what the engine likes on these cores.
+    /// Worker threads. By default, the engine's own number for these cores.
     pub threads: Option<usize>,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
-    /// How much the worker threads stand back behind others.
+    /// How far the worker threads yield to others.
     pub priority: Priority,
     /// The training step, for the live counters.
     pub step: Option<i64>,
-    /// For measurements: bytes of a block of what is saved, a multiple of a page; by default [`BLOCK_SIZE`].
+    /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
-    /// For measurements: operations a ring keeps in flight.
+    /// For measurements: operations that a ring keeps in flight.
     pub queue_depth: usize,
-    /// For measurements: whether what can move straight between memory and file does (but in short shards), or all
-    /// goes through slabs; by default a rule decides (`docs/performance.md`).
+    /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
+    /// through staging buffers. By default, a rule decides (`docs/performance.md`).
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
-    /// What the environment said when the operation began.
+    /// The environment at the start of the operation.
     pub environment: Environment,
 }
 
@@ -151,8 +151,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// These options with what their environment says about measurements: `FASTCKPT_BLOCK_SIZE` (bytes, whole pages,
-    /// at most 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
+    /// These options with the settings for measurements from their environment: `FASTCKPT_BLOCK_SIZE` (bytes, whole
+    /// pages, at most 64 MiB), `FASTCKPT_QUEUE_DEPTH` (1 to 32) and `FASTCKPT_ZERO_COPY` (0 or 1).
     pub fn or_environment(mut self) -> Result<Self, Error> {
         let most = limits::MAX_BLOCK;
         let environment = &self.environment;
@@ -176,8 +176,8 @@ impl Options {
         Ranks::of(&self.environment)
     }
 
-    /// Cores this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
-    /// (`LOCAL_WORLD_SIZE`). To ask costs 0.1 ms.
+    /// Cores that this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
+    /// (`LOCAL_WORLD_SIZE`). The query costs 0.1 ms.
     #[must_use]
     pub fn cores(&self) -> usize {
         let all = thread::available_parallelism().map_or(1, usize::from);
@@ -186,7 +186,7 @@ impl Options {
     }
 }
 
-/// The number in an environment variable, where it is set and `good`.
+/// The number in an environment variable, if the variable is set. An error if it is not a number or not `good`.
 fn setting(environment: &Environment, name: &str, good: impl Fn(&u64) -> bool) -> Result<Option<u64>, Error> {
     let Some(text) = environment.get(name) else { return Ok(None) };
     let number = text.to_str().and_then(|text| text.parse().ok()).filter(good);

@@ -3,7 +3,7 @@
 /// How a block moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoPath {
-    /// Direct I/O between the caller's memory and the file, apart from the edges.
+    /// Direct I/O between the caller's memory and the file, except for the edges.
     ZeroCopy,
     /// Direct I/O through a staging buffer.
     Staged,
@@ -26,34 +26,34 @@ impl IoPath {
     }
 }
 
-/// Why a block takes its path.
+/// Why a block takes its I/O path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Zero-copy: nothing stands against it.
+    /// Zero-copy: nothing prevents it.
     Possible,
     /// Staged: its tensors are small.
     Small,
-    /// Staged: the tensor's address and its offset in the file differ modulo a page.
+    /// Staged: the tensor's address and its offset in the file are not congruent.
     Incongruent,
     /// Staged: a tensor is not contiguous host memory.
     Elsewhere,
-    /// Staged: its memory is in small pages, which devices take in short stretches.
+    /// Staged: its memory is in small pages, which a device takes in short stretches.
     SmallPages,
     /// Staged: only the checksum is wanted.
     Checked,
-    /// Written once more: its memory changed while it was written.
+    /// Written again: its memory changed during the write.
     Changed,
-    /// Staged or buffered, as the caller wants it.
+    /// Staged or buffered, as the caller requested.
     Asked,
-    /// Buffered: other ranks of this node read the same bytes, which should come from the storage once.
+    /// Buffered: other ranks of this node read the same bytes, which should come from the storage only once.
     Shared,
-    /// Buffered: the page cache holds it.
+    /// Buffered: the page cache holds the block.
     Cached,
-    /// Buffered: mapped, and not moved at all.
+    /// Buffered: the block is mapped and does not move at all.
     Mapped,
     /// Buffered: this file, or an operation on it, refuses direct I/O.
     Refused,
-    /// Buffered: it is less than a page, or what a short direct operation left of it.
+    /// Buffered: the block is less than a page, or the rest of it after a short direct operation is.
     Remainder,
 }
 
@@ -101,24 +101,24 @@ impl Reason {
 pub struct Blocks([[u64; Reason::ALL.len()]; IoPath::ALL.len()]);
 
 impl Blocks {
-    /// Counts one.
+    /// Counts one block.
     pub const fn count(&mut self, path: IoPath, reason: Reason) {
         self.0[path as usize][reason as usize] += 1;
     }
 
-    /// How many took `path` for `reason`.
+    /// How many blocks took `path` for `reason`.
     #[must_use]
     pub const fn of(&self, path: IoPath, reason: Reason) -> u64 {
         self.0[path as usize][reason as usize]
     }
 
-    /// How many took `path`.
+    /// How many blocks took `path`.
     #[must_use]
     pub fn on(&self, path: IoPath) -> u64 {
         self.0[path as usize].iter().sum()
     }
 
-    /// The counts that are not zero, by path and reason in words, as in `staged: small tensors`.
+    /// The nonzero counts, by path and reason in words, as in `staged: small tensors`.
     pub fn by_reason(&self) -> impl Iterator<Item = (String, u64)> {
         let pairs = IoPath::ALL.into_iter().flat_map(|path| Reason::ALL.map(|reason| (path, reason)));
         pairs.filter(|&(path, reason)| self.of(path, reason) > 0).map(|(path, reason)| {

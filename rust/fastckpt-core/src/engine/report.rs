@@ -1,15 +1,15 @@
-//! What an operation reports about itself.
+//! The report of an operation.
 
 use std::fmt;
 
 use super::path::Blocks;
 
-/// The engine that runs, as opposed to the one that is asked for. The numbers are those of `docs/telemetry.md`, 5.3.
+/// The engine that runs, as opposed to the requested one. The numbers are those of `docs/telemetry.md`, 5.3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
-    /// `io_uring`, direct where the file system does it.
+    /// `io_uring`, with direct I/O if the file system supports it.
     Uring = 1,
-    /// Blocking calls, direct where the file system does it.
+    /// Blocking calls, with direct I/O if the file system supports it.
     Threads = 2,
     /// Blocking calls through the page cache.
     Buffered = 3,
@@ -33,17 +33,17 @@ impl fmt::Display for Engine {
     }
 }
 
-/// Why the engine that ran is not the one that was asked for.
+/// Why the engine that ran is not the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
-    /// The system's number for the cause.
+    /// The errno of the cause.
     pub errno: i32,
     /// The cause and what helps, in words.
     pub reason: String,
 }
 
 impl Fallback {
-    /// One more thing that is not as asked for, after what there was `before`, whose number stays.
+    /// Adds one more reason to those in `before`, whose errno stays. Without `before`, this is the first one.
     #[must_use]
     pub fn after(before: Option<Self>, errno: i32, reason: &str) -> Self {
         match before {
@@ -58,15 +58,15 @@ impl Fallback {
 pub struct Ran {
     /// The engine.
     pub engine: Engine,
-    /// Why it is not the one that was asked for.
+    /// Why it is not the requested engine.
     pub fallback: Option<Fallback>,
     /// Worker threads.
     pub threads: usize,
-    /// Bytes that each of them moved, padding not counted.
+    /// Bytes that each of them moved, without padding.
     pub thread_bytes: Vec<u64>,
     /// Blocks by I/O path and reason.
     pub blocks: Blocks,
-    /// Bytes that the processor copied, by us or between memory and the page cache.
+    /// Bytes that the processor copied, in this library or between memory and the page cache.
     pub copied: u64,
 }
 
@@ -77,11 +77,11 @@ pub struct Report {
     pub bytes: u64,
     /// Wall-clock seconds by phase, in order.
     pub phases: Vec<(&'static str, f64)>,
-    /// Wall-clock seconds in all.
+    /// Wall-clock seconds in total.
     pub seconds: f64,
     /// How the blocks moved.
     pub ran: Ran,
-    /// What else the caller should know, in words.
+    /// Anything else that the caller should know, in words.
     pub warnings: Vec<String>,
     /// Shards touched.
     pub shards: usize,
@@ -89,10 +89,10 @@ pub struct Report {
     pub tensors: usize,
 }
 
-/// A range of a file that is not what was written.
+/// A range of a file that differs from what was written.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Damage {
-    /// The file, inside the checkpoint.
+    /// The name of the file inside the checkpoint.
     pub file: String,
     /// First byte of the range.
     pub offset: u64,

@@ -1,4 +1,4 @@
-//! Runs a job: starts its workers, watches over them, and says what ran.
+//! Runs a job: starts its workers, watches them, and reports what ran.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
 use crate::telemetry::{Operation, Phase, Planned};
 
-/// Runs `job` to its end; on the first failure all workers stop and that failure is returned.
+/// Runs `job` to its end. The first failure stops all workers and is returned.
 pub fn run<J: Job>(
     job: &J,
     choice: &Choice,
@@ -46,7 +46,7 @@ pub fn run<J: Job>(
     run_on(&open, job, choice, options, block_size, operation, tick)
 }
 
-/// Likewise, with backends that `open` makes.
+/// Like [`run`], with backends that `open` makes.
 pub(super) fn run_on<J: Job>(
     open: Open<'_>,
     job: &J,
@@ -58,12 +58,12 @@ pub(super) fn run_on<J: Job>(
 ) -> Result<Ran> {
     let largest = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
     let budget = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
-    // A few bytes may lie far apart.
+    // Even a few bytes may lie far apart.
     let few = job.blocks() > 1 && choice.threads == 1;
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
     let threads = threads.min(job.blocks()).clamp(1, (budget / largest).max(1));
     let queue_depth = match choice.engine {
-        // Whoever waits for the limit should not have completions lie unreaped meanwhile.
+        // A worker that waits for the limit must not leave completions unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
         Engine::Uring => options.queue_depth.clamp(1, MOST_DEPTH),
         Engine::Threads | Engine::Buffered => 1,
@@ -76,8 +76,9 @@ pub(super) fn run_on<J: Job>(
     tell(operation, choice.engine, choice.fallback.as_ref(), false);
     let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (budget, largest));
     let own_priority = options.priority != Priority::default();
-    // One blocking call: a thread would cost more than it does, and there is nothing to report meanwhile (but waiting
-    // for a limit). A priority stays with the thread that takes it, and the caller goes on to other things.
+    // One blocking call. A thread would cost more than the call, and there is nothing to report meanwhile (except while
+    // waiting for a limit). A priority stays with the thread that takes it, and the calling thread goes on to other
+    // work.
     let inline = job.blocks() <= 1
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
@@ -102,7 +103,7 @@ pub(super) fn run_on<J: Job>(
     Ok(conclude(moved, (engine, fallback), started.max(1), operation))
 }
 
-/// What ran, also for the monitor.
+/// What ran. Also tells the monitor.
 fn conclude(
     moved: Moved,
     (mut engine, mut fallback): (Engine, Option<Fallback>),
@@ -129,7 +130,7 @@ fn tell(operation: &Operation, engine: Engine, fallback: Option<&Fallback>, mixe
     operation.ran(engine as u32, engine != Engine::Buffered, errno, mixed);
 }
 
-/// Starts the workers and waits for them. Returns how many there were, and why not more.
+/// Starts the workers and waits for them. Returns how many started, and the error if not all did.
 fn run_threads<J: Job>(
     shared: &Shared<'_, J>,
     options: &Options,
@@ -148,7 +149,7 @@ fn run_threads<J: Job>(
             };
             let name = format!("fastckpt-{number}");
             if let Err(error) = builder().name(name).spawn_scoped(scope, body) {
-                // Fewer workers do as well.
+                // Fewer workers are enough.
                 shared.running.fetch_sub(1, Ordering::AcqRel);
                 refused = Some(error);
             } else {
@@ -177,7 +178,7 @@ fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
     }
 }
 
-/// What the calling thread does now and then: it reports progress, and notices an interrupt.
+/// What the calling thread does now and then: it reports progress and notices an interrupt.
 fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
     let done = shared.operation.done();
     if J::WRITE && done == total {

@@ -1,4 +1,4 @@
-//! Runs of workers on files in memory.
+//! Workers on files in memory.
 
 use std::io;
 use std::path::Path;
@@ -25,7 +25,7 @@ use crate::telemetry::{self, Kind, Lane};
 
 const PAGES: usize = PAGE as usize;
 const BLOCK: usize = 3 * PAGES;
-/// Four blocks and a page and a bit, so that the last block has a tail.
+/// Four blocks, a page and a bit, so the last block has a tail.
 const BYTES: usize = 4 * BLOCK + PAGES + 100;
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -39,7 +39,7 @@ struct Blocks<const WRITE: bool> {
     strict: bool,
     /// What was read.
     read: Mutex<Vec<u8>>,
-    /// Whether the first block that arrives has to be moved once more.
+    /// Whether the first block that completes must be moved again.
     again: AtomicBool,
     /// What the first block waits for.
     held: Mutex<Option<mpsc::Receiver<()>>>,
@@ -127,7 +127,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
     }
 }
 
-/// Runs `job` in that many threads on `stored`, under `faults`.
+/// Runs `job` on `stored` with this many threads, under `faults`.
 fn run<const WRITE: bool>(
     job: &Blocks<WRITE>,
     stored: &Arc<Mutex<Stored>>,
@@ -145,7 +145,7 @@ fn run<const WRITE: bool>(
     };
     let io = if job.strict { Io::Direct } else { Io::Auto };
     let options = Options { io, threads: Some(threads), ..Options::default() };
-    // A ring's queue depth, and no ring: the backends are `open`'s.
+    // The queue depth of a ring, but no ring: `open` makes the backends.
     let choice = Choice { engine: Engine::Uring, fallback: None, threads };
     let kind = if WRITE { Kind::Save } else { Kind::Load };
     let operation =
@@ -153,7 +153,8 @@ fn run<const WRITE: bool>(
     run_on(&open, job, &choice, &options, BLOCK as u64, &operation, tick)
 }
 
-/// Writes, then reads, each under the faults that `plan` makes, and compares; what ran, and how often a fault was met.
+/// Writes, then reads, each under the faults that `plan` makes, and compares. Returns what ran, and how many faults
+/// were met.
 fn round_trip(bytes: usize, threads: usize, plan: impl Fn() -> Option<FaultPlan>) -> ([Ran; 2], usize) {
     let (stored, plans) = (Memory::of(Vec::new()), [plan(), plan()]);
     let writing = Blocks::<true>::new(bytes, true);
@@ -250,7 +251,7 @@ fn the_tail_is_an_operation_of_its_own_that_comes_first() {
     let operations = std::mem::take(&mut stored.lock().unwrap().operations);
     assert_eq!(operations, [operation(PAGES, 100, false), operation(0, PAGES, true)]);
     assert_eq!((ran.blocks.on(IoPath::Staged), ran.blocks.on(IoPath::Buffered)), (1, 0));
-    // Faults meet it, too.
+    // The tail meets faults, too.
     let plan = FaultPlan::new(0, Fault::Errno(libc::EIO), false);
     let error = run(&job, &stored, 1, Some(&plan), &mut go_on).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EIO));

@@ -1,4 +1,4 @@
-//! Worker threads: each takes blocks from the common queue and keeps its backend busy. They know nothing of layout.
+//! Worker threads. Each takes blocks from the common queue and keeps its backend busy. They know nothing about layout.
 
 use std::any::Any;
 use std::io;
@@ -21,10 +21,10 @@ use crate::sys::priority::Priority;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
 
-/// How long a worker waits that can do nothing before another one closes a file.
+/// How long a worker with nothing to do waits for another one to close a file.
 const NO_FILE: Duration = Duration::from_millis(1);
 
-/// Makes a backend for the calling thread; the reason, where it is not the one that was chosen.
+/// Makes a backend for the calling thread, with the reason if it is not the chosen one.
 pub(super) type Open<'a> = &'a (dyn Fn() -> (Box<dyn Backend>, Option<Fallback>) + Sync);
 
 /// What the workers of a job moved, and how.
@@ -33,9 +33,9 @@ pub(super) struct Moved {
     pub(super) blocks: Blocks,
     /// Bytes that the processor copied.
     pub(super) copied: u64,
-    /// Bytes by worker.
+    /// Bytes per worker.
     pub(super) thread_bytes: Vec<u64>,
-    /// Why a worker has no backend of the kind that was chosen.
+    /// Why the backend of a worker is not of the chosen kind.
     pub(super) refused: Option<Fallback>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Shared<'a, J> {
     /// Bytes of staging buffers that one worker may have in flight, and that one block may need.
     room: usize,
     largest: usize,
-    /// Whether direct I/O was demanded.
+    /// Whether the caller demanded direct I/O.
     strict: bool,
     limiter: Option<Limiter>,
     next: AtomicUsize,
@@ -61,7 +61,8 @@ pub(super) struct Shared<'a, J> {
 }
 
 impl<'a, J: Job> Shared<'a, J> {
-    /// For so many workers, each with so many operations in flight; `budget` is for the staging buffers of all of them.
+    /// For `threads` workers with `queue_depth` operations in flight each. `budget` limits the staging buffers of all
+    /// workers.
     pub(super) fn new(
         job: &'a J,
         open: Open<'a>,
@@ -88,7 +89,7 @@ impl<'a, J: Job> Shared<'a, J> {
         }
     }
 
-    /// Keeps the first failure and stops everybody.
+    /// Keeps the first failure and stops all workers.
     pub(super) fn fail(&self, error: Error) {
         lock(&self.failure).get_or_insert(error);
         self.stop.store(true, Ordering::Relaxed);
@@ -98,7 +99,7 @@ impl<'a, J: Job> Shared<'a, J> {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// What was moved, or the failure, when all workers have ended.
+    /// What was moved, or the failure, after all workers have ended.
     pub(super) fn outcome(self) -> Result<Moved> {
         lock(&self.failure).take().map_or(Ok(()), Err)?;
         Ok(std::mem::take(&mut *lock(&self.moved)))
@@ -109,13 +110,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(ToString::to_string);
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
-/// The life of worker `number`, whose failure, be it a panic, is everybody's. `between` is called between blocks.
+/// The life of worker `number`. Its failure, including a panic, ends all workers. `between` is called between blocks.
 pub(super) fn attempt<J: Job>(
     shared: &Shared<'_, J>,
     number: usize,
@@ -137,7 +138,7 @@ fn work<J: Job>(
     priority: Priority,
     between: &mut dyn FnMut(),
 ) -> Result<()> {
-    let _ = priority.apply(); // whoever sets one has probed it
+    let _ = priority.apply(); // its setter has probed it
     let (backend, refused) = (shared.open)();
     let mut worker = Worker {
         shared,
@@ -162,7 +163,7 @@ fn work<J: Job>(
         all.thread_bytes.resize(threads, 0);
         all.thread_bytes[number] = worker.lane.bytes();
     }
-    // Dropping the backend first waits for what a failure left in flight.
+    // Dropping the backend first waits for the operations that a failure left in flight.
     drop(worker.backend);
     slabs::give(worker.slabs, STAGING_BUDGET as usize);
     outcome
@@ -172,12 +173,12 @@ struct Worker<'a, 'b, J> {
     shared: &'a Shared<'b, J>,
     lane: Lane<'b>,
     backend: Box<dyn Backend>,
-    /// The most operations in flight, and how many are.
+    /// The most operations in flight, and how many there are.
     queue_depth: usize,
     in_flight: usize,
     /// Bytes of staging buffers in flight.
     staged: usize,
-    /// The block that is next when a file can be opened again.
+    /// The block to start once a file can be opened again.
     waiting: Option<usize>,
     /// Free staging buffers, for the next blocks.
     slabs: Vec<Slab>,
@@ -206,21 +207,23 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need next to none, so
-    /// that more of them are in flight.
+    /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need almost none, so more
+    /// of them are in flight.
     fn has_room(&self) -> bool {
         self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
     }
 
-    /// Starts a block, and tells whether another one may follow at once. Not if this one has run already: what it
-    /// read is to be summed while it is in cache. Nor if it has to wait for a file: what is in flight may close one.
+    /// Starts a block. Returns whether another one can follow at once. It cannot if this block has already run, because
+    /// its bytes must be summed while they are in cache. Nor can it if this block has to wait for a file, because a
+    /// block in flight may close one.
     fn start(&mut self, block: usize) -> Result<bool> {
         let began = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;
         let mut staging = |len: usize| {
             slabs::smallest_fit(slabs, len).map_or_else(
                 || {
-                    // The free ones are too small: they go, so that no more is held than was in flight.
+                    // The free buffers are too small. They are dropped, so that the worker holds no more than was in
+                    // flight.
                     slabs.clear();
                     new_staging(len)
                 },
@@ -240,13 +243,13 @@ impl<J: Job> Worker<'_, '_, J> {
         Ok(direct)
     }
 
-    /// Waits until the bandwidth limit lets so many bytes go.
+    /// Waits until the bandwidth limit allows `bytes` more.
     fn pace(&mut self, bytes: usize) {
         let Some(limiter) = &self.shared.limiter else { return };
         let mut left = limiter.book(bytes as u64);
         self.lane.state(State::Limit);
         self.lane.limited(left);
-        // In steps, so that a stop is noticed.
+        // In steps, to notice a stop.
         while !left.is_zero() && !self.shared.stopped() {
             let step = left.min(TICK);
             thread::sleep(step);
@@ -261,7 +264,7 @@ impl<J: Job> Worker<'_, '_, J> {
         self.backend.submit(transfer).map_err(backend_failed)
     }
 
-    /// Takes a finished operation: submits what is left of its block, or hands the block to the job.
+    /// Takes a completed operation. Submits what is left of its block, or hands the block to the job.
     fn complete(&mut self, (mut transfer, result): Completed) -> Result<()> {
         self.in_flight -= 1;
         self.lane.completed(transfer.submitted);
@@ -275,8 +278,8 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Adds what an operation moved to its block, and tells whether that is all of it. An error is one that no retry
-    /// can help.
+    /// Adds what an operation moved to its block. Returns whether the block is complete. An error is one that no retry
+    /// can fix.
     fn advance(&self, transfer: &mut Transfer, result: io::Result<usize>) -> io::Result<bool> {
         let (direct, missing) = (transfer.is_direct(), transfer.missing());
         match result {
@@ -286,7 +289,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 if moved < missing {
                     self.lane.short();
                 }
-                // A short direct transfer that did not get past a page would be the same again for ever.
+                // A short direct transfer that moved less than a page would repeat forever.
                 if direct && moved < missing.min(PAGE as usize) {
                     if self.shared.strict {
                         return Err(nothing_moved::<J>());
@@ -302,7 +305,7 @@ impl<J: Job> Worker<'_, '_, J> {
                     Ok(false)
                 }
                 Some(libc::EINVAL) if direct && !self.shared.strict => {
-                    // The file system takes the flag but not this operation, aligned as it is.
+                    // The file system accepts the flag but not this operation, although it is aligned.
                     transfer.file.refuse_direct();
                     Ok(false)
                 }
@@ -311,7 +314,7 @@ impl<J: Job> Worker<'_, '_, J> {
         }
     }
 
-    /// Hands a block that moved, or failed to, to the job.
+    /// Hands a block to the job after it moved or failed to move.
     fn finish(&mut self, mut transfer: Transfer, outcome: io::Result<()>) -> Result<()> {
         if outcome.is_err() {
             self.lane.failed();
@@ -319,7 +322,7 @@ impl<J: Job> Worker<'_, '_, J> {
         let again = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
         self.staged -= transfer.buf.slab().len();
         self.copied += transfer.copied;
-        // Through the page cache the kernel copies too.
+        // Through the page cache, the kernel copies too.
         if transfer.path == IoPath::Buffered && transfer.reason != Reason::Mapped {
             self.copied += transfer.done as u64;
         }
@@ -334,7 +337,7 @@ impl<J: Job> Worker<'_, '_, J> {
     }
 }
 
-/// A transfer that does not get on.
+/// The error of a transfer that makes no progress.
 fn nothing_moved<J: Job>() -> io::Error {
     if J::WRITE { io::ErrorKind::WriteZero.into() } else { io::ErrorKind::UnexpectedEof.into() }
 }

@@ -3,7 +3,7 @@
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::Digest;
 
-/// Bytes copied and summed at a time: small enough to stay in the second-level cache between the two.
+/// Bytes copied and summed at a time: few enough to stay in the second-level cache between the two.
 const PASS: usize = 128 << 10;
 
 /// The CRC of `bytes`.
@@ -12,10 +12,10 @@ pub fn of(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
 }
 
-/// The polynomial of CRC-64/NVME. Here as in a CRC, the highest bit is the coefficient of x^0.
+/// The polynomial of CRC-64/NVME. As in a CRC, the highest bit is the coefficient of x^0.
 const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
-/// What 1, 2, 4, 8, ... bytes that follow multiply a CRC by: x to the power of 8, 16, 32, 64, ...
+/// The factors by which 1, 2, 4, 8, ... following bytes multiply a CRC: x to the power of 8, 16, 32, 64, ...
 const FOLLOWING: [u64; 64] = {
     let mut all = [1 << (63 - 8); 64];
     let mut index = 1;
@@ -40,15 +40,15 @@ const fn multiply(a: u64, mut b: u64) -> u64 {
 
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
-/// The crate that computes CRCs has this too, by squaring matrices, for tens of microseconds a call: with several calls
-/// a block that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
+/// The crate that computes CRCs can do this too, by squaring matrices, in tens of microseconds per call. With several
+/// calls per block, that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
 #[must_use]
 pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
     let bits = (0..64).filter(|bit| second_len >> bit & 1 == 1);
     bits.fold(first, |crc, bit| multiply(crc, FOLLOWING[bit])) ^ second
 }
 
-/// The CRC of what has the CRC `first`, followed by `second`.
+/// The CRC of data with the CRC `first`, followed by `second`.
 #[must_use]
 pub fn append(first: u64, second: &[u8]) -> u64 {
     combine(first, of(second), second.len() as u64)
@@ -63,11 +63,11 @@ pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]))
 }
 
-/// Lets `pull` fill `to` part by part, told where each begins, and returns the CRC of `to`, each part summed while it
-/// is in cache.
+/// Lets `pull` fill `to` part by part, given the start of each part. Returns the CRC of `to`. Each part is summed while
+/// it is in cache.
 ///
-/// What it comes from is read once: whoever changes that meanwhile decides which bytes are written, and not whether
-/// their sum is right.
+/// The source is read once. If it changes meanwhile, that decides which bytes are written, but not whether their sum is
+/// right.
 fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
     if to.len() <= PASS {
         pull(to, 0);
@@ -84,13 +84,13 @@ fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
 /// Digits of a CRC in the manifest.
 pub const HEX: usize = 16;
 
-/// Sixteen lower-case hexadecimal digits.
+/// Formats a CRC as sixteen lower-case hexadecimal digits.
 #[must_use]
 pub fn to_hex(crc: u64) -> String {
     format!("{crc:016x}")
 }
 
-/// The CRC that sixteen lower-case hexadecimal digits stand for.
+/// The CRC given by sixteen lower-case hexadecimal digits.
 #[must_use]
 pub fn from_hex(digits: &[u8]) -> Option<u64> {
     let lower = digits.iter().all(|d| matches!(d, b'0'..=b'9' | b'a'..=b'f'));

@@ -1,5 +1,4 @@
-//! Reads a manifest with suspicion: version, checksum, JSON, and what it must hold beyond its types (`docs/format.md`,
-//! 3).
+//! Reads a manifest without trusting it: version, checksum, JSON, and the rules beyond its types (`docs/format.md`, 3).
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -18,31 +17,31 @@ use crate::format::limits::{MAX_BLOCK, MAX_HEADER};
 use crate::format::manifest::{self, Body, MAGIC, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
-/// Reads and checks the bytes of a manifest; `path` is for messages.
+/// Reads and checks the bytes of a manifest. `path` is for messages.
 pub fn decode(bytes: Vec<u8>, path: &Path) -> Result<Body> {
     let body = parse(bytes, path)?;
     check(&body).map_err(|what| Error::corrupt(path, what))?;
     Ok(body)
 }
 
-/// What a list of checkpoints needs of a manifest.
+/// The part of a manifest that a list of checkpoints needs.
 #[derive(Debug, Deserialize)]
 pub struct Head {
-    /// Seconds since 1970 UTC when the save began.
+    /// When the save began, in seconds since 1970 UTC.
     pub created: f64,
     /// The files.
     #[serde(deserialize_with = "manifest::shards")]
     pub shards: Vec<ShardEntry>,
 }
 
-/// Reads the head of a manifest. Its checksum and its shards are checked, its tensors are not.
+/// Reads the head of a manifest. Checks its checksum and its shards, but not its tensors.
 pub fn decode_head(bytes: Vec<u8>, path: &Path) -> Result<Head> {
     let head: Head = parse(bytes, path)?;
     head.shards.iter().try_for_each(check_shard).map_err(|what| Error::corrupt(path, what))?;
     Ok(head)
 }
 
-/// Checks version and checksum, and reads the rest as JSON.
+/// Checks version and checksum, and parses the rest as JSON.
 fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     let corrupt = |what: String| Error::corrupt(path, what);
     let rest = bytes
@@ -68,7 +67,7 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
             checksum::to_hex(crc)
         )));
     }
-    // The parser sees the object that the prefix opened: its brace takes the place of the newline before the body.
+    // The parser sees the object that the prefix opened: a brace replaces the newline before the body.
     let begin = bytes.len() - body.len() - 1;
     bytes[begin] = b'{';
     let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
@@ -133,7 +132,7 @@ fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Whether a tensor's own fields are possible, and the bytes of the file that it takes.
+/// Checks whether a tensor's own fields are possible, and returns its byte range in the file.
 fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, u64), String> {
     let shard = body.shards.get(tensor.shard).ok_or("its shard does not exist")?;
     let bytes = layout::byte_size(tensor.dtype, &tensor.shape).ok_or("impossible shape")?;

@@ -1,4 +1,4 @@
-//! The arithmetic of files: pages, blocks, the extents of tensors in blocks (`docs/format.md`, 2.2). Pure.
+//! The arithmetic of files: pages, blocks, and the extents of tensors in blocks (`docs/format.md`, 2.2). Pure.
 
 use std::ops::Range;
 
@@ -7,13 +7,14 @@ compile_error!("fastckpt needs 64-bit Linux");
 
 pub use crate::sys::file::PAGE;
 
-/// Bytes of a block: the unit of I/O and of checksums (`docs/format.md`, 2.2; why so many: `docs/performance.md`).
+/// Size of a block in bytes: the unit of I/O and of checksums (`docs/format.md`, 2.2; for the reason,
+/// `docs/performance.md`).
 pub const BLOCK_SIZE: u64 = 4 << 20;
-/// What is smaller than this, in bytes, and lies together is one block, or nearly so.
+/// Contiguous data smaller than this many bytes is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
 
-/// Less than this is copied rather than moved straight: a stretch of its own in an operation costs about as much as
-/// copying so many bytes.
+/// Less than this is copied instead of moved without a copy: a separate stretch in an operation costs about as much as
+/// copying this many bytes.
 pub const STRAIGHT: u64 = 64 << 10;
 
 /// The largest multiple of `to` that is not above `value`.
@@ -22,8 +23,9 @@ pub const fn down(value: u64, to: u64) -> u64 {
     value - value % to
 }
 
-/// The part of `len` bytes at `offset` of a file that can move straight between there and memory at `address`, as file
-/// offsets. Past the page cache that is the whole pages of both, which must lie alike; through it, everything.
+/// The part of `len` bytes at `offset` of a file that can move between the file and memory at `address` without a copy,
+/// as file offsets. With direct I/O, that is the whole pages of both, which must be congruent. Through the page cache,
+/// it is everything. Empty if it is less than [`STRAIGHT`].
 #[must_use]
 pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u64> {
     let range = if !direct {
@@ -48,14 +50,14 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The byte after its last.
+    /// The offset after its last byte.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.offset + self.bytes
     }
 }
 
-/// A part of one tensor that lies in one block.
+/// The part of one tensor that lies in one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// Index of the tensor in the checkpoint.
@@ -70,19 +72,19 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// How many blocks a file of `bytes` has.
+/// Number of blocks in a file of `bytes`.
 #[must_use]
 pub const fn block_count(bytes: u64, block_size: u64) -> u64 {
     bytes.div_ceil(block_size)
 }
 
-/// Length of the block that starts at `offset` of a file of `bytes`: the last one is short.
+/// Length of the block that starts at `offset` of a file of `bytes`. The last block is short.
 #[must_use]
 pub fn block_len(offset: u64, bytes: u64, block_size: u64) -> u64 {
     bytes.saturating_sub(offset).min(block_size)
 }
 
-/// Which part of `placement` lies in the block that starts at `block` and is `block_size` long.
+/// The part of `placement` that lies in the block that starts at `block` and is `block_size` long.
 #[must_use]
 pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Extent> {
     let from = placement.offset.max(block);
@@ -96,13 +98,13 @@ pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Exte
     })
 }
 
-/// Over how many blocks a range of a file spreads.
+/// Number of blocks that a range of a file touches.
 #[must_use]
 pub const fn extent_count(offset: u64, bytes: u64, block_size: u64) -> u64 {
     if bytes == 0 { 0 } else { (offset + bytes - 1) / block_size - offset / block_size + 1 }
 }
 
-/// The extents that `range` touches, counted in the tensor, in order: each with the part of it that lies in the range.
+/// The extents that `range`, counted in the tensor, touches, in order. Each comes with its part that lies in the range.
 pub fn extents(
     placement: Placement,
     range: Range<u64>,
@@ -116,7 +118,7 @@ pub fn extents(
     })
 }
 
-/// The placements, sorted by offset and not overlapping, that touch `range`.
+/// The placements that touch `range`. They must be sorted by offset and must not overlap.
 #[must_use]
 pub fn touching(placements: &[Placement], range: Range<u64>) -> &[Placement] {
     let first = placements.partition_point(|p| p.end() <= range.start);

@@ -1,22 +1,22 @@
 //! Groups: families of files, by the names of their tensors (`docs/format.md`, 2).
 
-/// The name that safetensors keeps for itself.
+/// The name that safetensors reserves for itself.
 pub const RESERVED_NAME: &str = "__metadata__";
 /// The group of files that Hugging Face's readers look for.
 pub const MODEL: &str = "model";
-/// The group of everything else, where a model is told apart.
+/// The group of everything else, if the model is separate.
 pub const TRAINING: &str = "training";
 
-/// A family of files: the tensors whose names begin with its prefix, which the files' own headers leave out.
+/// A family of files: the tensors whose names start with its prefix. The headers of the files omit the prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// What the names of its files begin with.
+    /// The start of the names of its files.
     pub stem: String,
-    /// What the names of its tensors begin with.
+    /// The start of the names of its tensors.
     pub prefix: String,
 }
 
-/// The groups of a state whose model's names begin with `prefix`: all of it is the model where that is empty.
+/// The groups of a state whose model has names that start with `prefix`. If `prefix` is empty, the model is everything.
 #[must_use]
 pub fn of(prefix: &str) -> Vec<Group> {
     let group = |stem: &str, prefix: &str| Group { stem: stem.to_owned(), prefix: prefix.to_owned() };
@@ -25,7 +25,7 @@ pub fn of(prefix: &str) -> Vec<Group> {
 }
 
 impl Group {
-    /// Whether a tensor called `name` belongs here.
+    /// Whether a tensor called `name` belongs to this group.
     pub(super) fn holds(&self, name: &str) -> bool {
         name.strip_prefix(&self.prefix).is_some_and(|name| name != RESERVED_NAME)
     }

@@ -9,7 +9,7 @@ use crate::format::manifest::{Body, ShardEntry};
 /// The file's name.
 pub const FILE: &str = "model.safetensors.index.json";
 
-/// The bytes of Hugging Face's index: which shard holds which tensor of the model.
+/// Encodes Hugging Face's index: which shard holds which tensor of the model.
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let is_model = |shard: &ShardEntry| shard.file.starts_with(MODEL);
     let shards = body.shards.iter().filter(|shard| is_model(shard));

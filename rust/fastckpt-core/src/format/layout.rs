@@ -1,4 +1,4 @@
-//! From tensors to shards, extents and blocks. Pure: nothing here does I/O (`docs/format.md`, 2).
+//! From tensors to shards, extents and blocks (`docs/format.md`, 2). Pure: nothing here does I/O.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -13,9 +13,9 @@ use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data starts this many bytes beyond a whole page: large CPU tensors of PyTorch lie there. Measured in huge pages
-/// against 0 and 16 (where NumPy's arrays lie): `into=` takes 0.12 CPU seconds per GB where the residue fits and 0.20
-/// where it does not; a save takes about the same either way.
+/// Data starts this many bytes after a page boundary, where large CPU tensors of PyTorch lie. Measured in huge pages
+/// against 0 and 16 (where NumPy's arrays lie): `into=` takes 0.12 CPU seconds per GB if the residue fits and 0.20 if
+/// it does not. A save takes about the same either way.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
@@ -23,28 +23,28 @@ pub fn dtype(name: &str) -> Option<Dtype> {
     Dtype::deserialize(StrDeserializer::<NoSuchName>::new(name)).ok()
 }
 
-/// What the plan must know of a tensor.
+/// What the plan needs to know about a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Its name in the file.
     pub name: String,
-    /// The dtype under which it is stored.
+    /// The stored dtype.
     pub dtype: Dtype,
-    /// The shape under which it is stored.
+    /// The stored shape.
     pub shape: Vec<u64>,
-    /// Logical dtype and shape, where safetensors cannot name the dtype.
+    /// Logical dtype and shape, if safetensors cannot name the dtype.
     pub logical: Option<(String, Vec<u64>)>,
 }
 
 impl TensorSpec {
-    /// Its size in bytes, or nothing if that is no whole number of bytes or beyond `i64`.
+    /// Its size in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
     #[must_use]
     pub fn bytes(&self) -> Option<u64> {
         byte_size(self.dtype, &self.shape)
     }
 
-    /// The alignment it wants, which divides its size: bytes of an element; for one stored as bytes, whose logical
-    /// elements are not known here, the largest power of two up to 16 that divides its size.
+    /// The alignment it wants, which divides its size: the bytes of an element. For a tensor stored as bytes, whose
+    /// logical elements are unknown here, it is the largest power of two up to 16 that divides its size.
     fn element(&self) -> u64 {
         if self.logical.is_some() {
             let bytes = self.bytes().unwrap_or(0);
@@ -55,10 +55,10 @@ impl TensorSpec {
     }
 }
 
-/// The size in bytes of a tensor, or nothing if that is no whole number of bytes or beyond `i64`.
+/// The size of a tensor in bytes, or `None` if that is not a whole number of bytes or exceeds `i64`.
 #[must_use]
 pub fn byte_size(dtype: Dtype, shape: &[u64]) -> Option<u64> {
-    // A zero anywhere makes the tensor empty, however large the product of the rest.
+    // A zero anywhere makes the tensor empty, however large the product of the other sizes.
     if shape.contains(&0) {
         return Some(0);
     }
@@ -72,9 +72,9 @@ pub fn byte_size(dtype: Dtype, shape: &[u64]) -> Option<u64> {
 pub struct Shard {
     /// Its name inside the checkpoint.
     pub file: String,
-    /// What its tensors' names begin with, and those in its header do not.
+    /// The start of its tensors' names, which its header omits.
     pub prefix: String,
-    /// Length field, JSON and padding: all bytes before the data.
+    /// All bytes before the data: length field, JSON and padding.
     pub header: Vec<u8>,
     /// Its tensors in file order, packed.
     pub placements: Vec<Placement>,
@@ -83,7 +83,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Whether copying its data takes less time than asking what memory it lies in.
+    /// Whether copying its data takes less time than finding out what memory it lies in.
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.bytes - (self.header.len() as u64) < SINGLE
@@ -93,17 +93,17 @@ impl Shard {
 /// How a checkpoint is laid out.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Bytes of a block.
+    /// Size of a block in bytes.
     pub block_size: u64,
     /// The files.
     pub shards: Vec<Shard>,
-    /// For each tensor, its shard and its offset there.
+    /// For each tensor, its shard and its offset in it.
     pub places: Vec<(usize, u64)>,
 }
 
-/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. What comes out depends on
-/// names, dtypes, shapes and these arguments alone (`docs/format.md`, 2.1): equal states give equal files. They are
-/// written in blocks of `block_size`.
+/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. The result depends only on
+/// names, dtypes, shapes and these arguments (`docs/format.md`, 2.1): equal states give equal files. They are written
+/// in blocks of `block_size`.
 pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_size: u64) -> Result<Plan> {
     let sizes = checked_sizes(tensors, MAX_TENSORS)?;
     let mut families: Vec<Vec<Vec<usize>>> = vec![Vec::new(); groups.len()];
@@ -124,7 +124,7 @@ pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_siz
         *bytes += sizes[tensor];
         *header += entry;
     }
-    // The model has a file, even one without tensors.
+    // The model has a file, even if it has no tensors.
     if let Some(first) = families.first_mut().filter(|first| first.is_empty()) {
         first.push(Vec::new());
     }
@@ -148,7 +148,7 @@ pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_siz
     Ok(Plan { block_size, shards, places })
 }
 
-/// The tensors in the order of their names, no two of which may be equal.
+/// The tensors in the order of their names. Two equal names are an error.
 fn by_name(tensors: &[TensorSpec]) -> Result<Vec<usize>> {
     let name = |tensor: &usize| tensors[*tensor].name.as_str();
     let mut order: Vec<usize> = (0..tensors.len()).collect();
@@ -159,7 +159,7 @@ fn by_name(tensors: &[TensorSpec]) -> Result<Vec<usize>> {
     }
 }
 
-/// Sizes in bytes of all tensors, once everything else that could make the plan fail was looked at.
+/// The sizes of all tensors in bytes. Also checks the number of tensors, their dimensions and their total size.
 fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
     if tensors.len() > most {
         return Err(Error::TooLarge(format!(
@@ -186,13 +186,14 @@ fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
         .collect()
 }
 
-/// An upper bound of the header's bytes for one tensor: JSON escapes a byte to at most six, numbers have at most 20
+/// An upper bound for the header bytes of one tensor. JSON escapes a byte to at most six, and numbers have at most 20
 /// digits.
 fn header_entry(tensor: &TensorSpec) -> u64 {
     100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }
 
-/// Orders the tensors of one shard, which come by name, places them and builds the header (`docs/format.md`, 2.1).
+/// Orders the tensors of one shard, which come sorted by name, places them and builds the header (`docs/format.md`,
+/// 2.1).
 fn lay_out(
     tensors: &[TensorSpec],
     sizes: &[u64],
@@ -226,7 +227,7 @@ fn lay_out(
     Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at })
 }
 
-/// Length field, JSON and padding up to [`RESIDUE`] beyond a whole page.
+/// Length field, JSON, and padding up to [`RESIDUE`] bytes after a page boundary.
 fn header(entries: Vec<(String, TensorInfo)>, file: &str, most: u64) -> Result<Vec<u8>> {
     let count = entries.len();
     let invalid = |what: String| Error::Invalid(format!("cannot build the header of shard `{file}`: {what}"));

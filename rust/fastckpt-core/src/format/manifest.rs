@@ -1,4 +1,4 @@
-//! The manifest, `fastckpt.json`: written, and read with suspicion (`docs/format.md`, 3).
+//! The manifest, `fastckpt.json` (`docs/format.md`, 3): written, and read without trusting it.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -19,19 +19,19 @@ use crate::format::limits::{MAX_DIMENSIONS, MAX_SHARDS, MAX_TENSORS};
 pub const FILE: &str = "fastckpt.json";
 /// The format version that this release writes and reads.
 pub const VERSION: u64 = 1;
-/// What every manifest begins with, up to the version.
+/// The start of every manifest, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
 
 /// The manifest as it is in the file, after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
-    /// Who wrote it.
+    /// The program that wrote it.
     pub writer: Writer,
-    /// Seconds since 1970 UTC when the save began.
+    /// When the save began, in seconds since 1970 UTC.
     pub created: f64,
     /// How it was written.
     pub saved: Saved,
-    /// Bytes of a block.
+    /// Size of a block in bytes.
     pub block_size: u64,
     /// The files.
     #[serde(deserialize_with = "shards")]
@@ -39,9 +39,9 @@ pub struct Body {
     /// The tensors.
     #[serde(deserialize_with = "tensors")]
     pub tensors: Vec<TensorEntry>,
-    /// The state's structure, opaque here: an array of tokens.
+    /// The structure of the state, opaque here: an array of tokens.
     pub structure: Box<RawValue>,
-    /// The caller's metadata, likewise.
+    /// The caller's metadata, also an opaque array of tokens.
     pub metadata: Box<RawValue>,
 }
 
@@ -59,13 +59,13 @@ pub struct Writer {
 pub struct Saved {
     /// The engine.
     pub engine: String,
-    /// Why not the one asked for.
+    /// Why it is not the requested engine.
     pub fallback: Option<String>,
     /// Worker threads.
     pub threads: u64,
     /// Seconds up to the writing of the manifest.
     pub seconds: f64,
-    /// GB/s over that time, GB being 10^9 bytes.
+    /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
 }
 
@@ -74,14 +74,14 @@ pub struct Saved {
 pub struct ShardEntry {
     /// File name.
     pub file: String,
-    /// What its tensors' names begin with here, and those in its header do not.
+    /// The start of its tensors' names here, which its header omits.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub prefix: String,
     /// Length of the file.
     pub bytes: u64,
-    /// Where the data begins.
+    /// Where the data starts.
     pub data_offset: u64,
-    /// CRC of what lies before.
+    /// CRC of everything before the data.
     pub header_crc: String,
     /// CRC of the whole file.
     pub crc: String,
@@ -103,7 +103,7 @@ pub struct TensorEntry {
     pub offset: u64,
     /// CRCs of its extents, 16 digits each.
     pub crc: String,
-    /// Logical dtype and shape, where these differ from the stored ones.
+    /// Logical dtype and shape, if they differ from the stored ones.
     #[serde(rename = "as", default, skip_serializing_if = "Option::is_none")]
     pub logical: Option<Logical>,
 }
@@ -119,7 +119,7 @@ pub struct Logical {
 }
 
 impl TensorEntry {
-    /// Its size in bytes. Checked when the manifest was read.
+    /// Its size in bytes, which was checked when the manifest was read.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         layout::byte_size(self.dtype, &self.shape).unwrap_or(0)
@@ -153,7 +153,7 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<
     deserializer.deserialize_seq(Bounded::<_, MAX_DIMENSIONS>(PhantomData))
 }
 
-/// Reads an array and stops at its limit instead of after it.
+/// Reads an array and stops at the first element beyond the limit, not at the end of the array.
 struct Bounded<T, const MOST: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MOST> {
@@ -179,7 +179,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let json =
         serde_json::to_vec(body).map_err(|e| Error::Invalid(format!("cannot write the manifest: {e}")))?;
-    // The body's own opening brace becomes the prefix's.
+    // The body's opening brace becomes that of the prefix.
     let mut rest = json.get(1..).unwrap_or_default().to_vec();
     rest.push(b'\n');
     let crc = checksum::to_hex(checksum::of(&rest));
@@ -191,11 +191,12 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
     Ok(all)
 }
 
-/// A manifest may be that much longer than it was expected to be, in bytes: by how the save went.
+/// How many bytes longer than expected a manifest may become, depending on how the save went.
 const LEEWAY: u64 = 4096;
 
 /// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `expected` makes the
-/// manifest with whatever checksums; it is asked only where `at_most`, a bound that costs little, does not settle it.
+/// manifest with arbitrary checksums. It is called only if `at_most`, a cheap upper bound, does not settle the
+/// question.
 pub fn check_size(at_most: u64, most: u64, expected: impl FnOnce() -> Body) -> Result<()> {
     if at_most <= most {
         return Ok(());
@@ -207,10 +208,10 @@ pub fn check_size(at_most: u64, most: u64, expected: impl FnOnce() -> Body) -> R
     if count.0 > most { Err(too_large(count.0, most, &body)) } else { Ok(()) }
 }
 
-/// No manifest of these tensors and texts is longer, in bytes.
+/// An upper bound for the size of a manifest of these tensors and texts, in bytes.
 #[must_use]
 pub fn at_most(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &str) -> u64 {
-    // JSON escapes a byte to at most six; numbers have at most 20 digits, and a comma each.
+    // JSON escapes a byte to at most six. Numbers have at most 20 digits and a comma each.
     let text = |text: &str| 6 * text.len() as u64;
     let numbers = |shape: &[u64]| 21 * shape.len() as u64;
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &(_, offset))| {

@@ -1,5 +1,5 @@
-//! What is on the disk (`docs/format.md`): where each byte lies, the manifest, checksums, limits. Nothing here does
-//! I/O.
+//! What is on the disk (`docs/format.md`): the place of each byte, the manifest, checksums and limits. Nothing here
+//! does I/O.
 
 pub mod checksum;
 pub mod decode;

@@ -2,11 +2,11 @@
 
 use crate::format::limits::{MAX_TOKENS, MAX_VALUES};
 
-/// Arrays in a structure nest no deeper: the array of tokens, a token, a list in it.
+/// The maximum nesting of arrays in a structure: the array of tokens, a token, a list in it.
 const DEPTH: usize = 3;
 
-/// Bounds an array of tokens before anybody parses it: how deep arrays nest, no objects, how many tokens and values
-/// there are.
+/// Checks the limits of an array of tokens before it is parsed: the nesting of arrays, no objects, at most one list per
+/// token, and the number of tokens and values.
 pub fn check(what: &str, json: &str) -> Result<(), String> {
     let (mut depth, mut tokens, mut values, mut lists) = (0usize, 1usize, 1usize, 0usize);
     let (mut in_string, mut escaped) = (false, false);

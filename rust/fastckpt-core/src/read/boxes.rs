@@ -4,14 +4,14 @@ use crate::error::{Error, Result};
 use crate::format::manifest::TensorEntry;
 use crate::sys::strided::{Axis, Rows};
 
-/// The indices of a box along one dimension: from `start` on, below `stop`, one in `step`.
+/// The indices of a box along one dimension: from `start` on, below `stop`, in steps of `step`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Along {
     /// The first index.
     pub start: u64,
     /// The index after the last.
     pub stop: u64,
-    /// From one index to the next, at least 1.
+    /// The distance from one index to the next, at least 1.
     pub step: u64,
 }
 
@@ -21,13 +21,13 @@ impl Along {
     }
 }
 
-/// The rows of a box of `tensor`, or `None` where it is empty.
+/// The rows of a box of `tensor`, or `None` if the box is empty.
 ///
-/// `wanted` has one member per dimension of the logical shape, or is `None` for the whole tensor. `strides` says how
-/// many bytes apart neighbours along each dimension are to lie in memory; without them, elements lie in row-major
-/// order, one after another.
+/// `wanted` has one member per dimension of the logical shape, or is `None` for the whole tensor. `strides` gives the
+/// distance in bytes between neighbours in memory along each dimension. Without it, elements lie one after another in
+/// row-major order.
 ///
-/// Where several elements share a byte, the box's edges must be those of whole bytes.
+/// If several elements share a byte, the edges of the box must be at whole bytes.
 pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i64]>) -> Result<Option<Rows>> {
     let shape = tensor.logical.as_ref().map_or(&tensor.shape, |logical| &logical.shape);
     rows_of(shape, tensor.bytes(), wanted, strides)
@@ -66,7 +66,7 @@ fn rows_of(shape: &[u64], bytes: u64, wanted: Option<&[Along]>, strides: Option<
     Ok(Some(rows))
 }
 
-/// The shape and the box in units of whole bytes, and how many of these an element has. Elements that share bytes are
+/// The shape and the box in units of whole bytes, and the number of these per element. Elements that share bytes are
 /// counted in bytes along the last dimension.
 fn in_bytes(
     shape: &[u64],
@@ -100,8 +100,8 @@ fn in_bytes(
     Ok((shape, wanted, 1))
 }
 
-/// One axis per dimension, and how many bytes apart neighbours along it lie in the tensor; nothing where a number has
-/// no room.
+/// One axis per dimension, and how many bytes apart neighbours along it lie in the tensor. `None` if a number
+/// overflows.
 fn axes(shape: &[u64], wanted: &[Along], itemsize: u64, strides: Option<&[i64]>) -> Option<Vec<(Axis, u64)>> {
     let (mut stride, mut packed) = (itemsize, i64::try_from(itemsize).ok()?);
     let mut axes = Vec::with_capacity(shape.len());
@@ -109,7 +109,7 @@ fn axes(shape: &[u64], wanted: &[Along], itemsize: u64, strides: Option<&[i64]>)
         let count = along.count();
         let from = if count > 1 { stride.checked_mul(along.step)? } else { stride };
         let to = strides.map_or(packed, |strides| strides[dimension]);
-        // What joins axes multiplies these.
+        // Joining axes multiplies these.
         i64::try_from(from.checked_mul(count)?).ok()?;
         to.checked_mul(i64::try_from(count).ok()?)?;
         axes.push((Axis { count, from, to }, stride));
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// A tensor's shape, a box in it, and steps in memory along each dimension: in any order of dimensions and with
+    /// A tensor's shape, a box in it, and strides in memory along each dimension: in any order of dimensions and with
     /// gaps, some backwards.
     fn cases() -> impl Strategy<Value = (Vec<u64>, u64, Vec<Along>, Option<Vec<i64>>)> {
         let dimension =
@@ -207,7 +207,7 @@ mod tests {
             let inside: Vec<_> = expected.iter().copied().filter(|place| (from..to).contains(&place.0)).collect();
             prop_assert_eq!(found(&rows, from..to), inside);
 
-            // What is read for it: all that is wanted, and no stretch longer than the gap that is not.
+            // The bytes to read for it: everything wanted, and no unwanted stretch longer than the gap.
             let read: Vec<u64> = found(&rows.joined(gap), 0..bytes).into_iter().map(|place| place.0).collect();
             prop_assert!(read.is_sorted_by(|a, b| a < b));
             let offsets: std::collections::HashSet<u64> = expected.iter().map(|place| place.0).collect();
@@ -244,7 +244,7 @@ mod tests {
         for wrong in [last(1, 6, 1), last(2, 5, 1), last(0, 6, 2)] {
             assert!(rows(wrong).unwrap_err().contains("4 bits share bytes"));
         }
-        // Rows that do not end at a byte can only be read all at once.
+        // Rows that do not end at a whole byte can only be read all at once.
         assert!(rows_of(&[2, 3], 3, None, None).unwrap_err().contains("4 bits share bytes"));
     }
 

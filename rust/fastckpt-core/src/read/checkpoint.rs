@@ -1,4 +1,4 @@
-//! An open checkpoint: its manifest, read and checked, and its shards: opened, kept open, their headers compared.
+//! An open checkpoint. Reads and checks its manifest, opens its shards, keeps them open, and compares their headers.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,18 +15,18 @@ use crate::format::{checksum, decode};
 use crate::sys::file::{self, DataFile};
 use crate::sys::fork::Held;
 
-/// A checkpoint of more shards than this keeps none open: a process may have 1,024 files open by default, and most are
-/// not for us.
+/// A checkpoint with more shards than this keeps none of them open. A process may have 1,024 files open by default, and
+/// most of those are not ours.
 const MOST: usize = 64;
-/// Reads in pieces of this many bytes where no worker is needed (headers).
+/// Bytes per read where no worker is needed (headers).
 const SMALL_READ: usize = 1 << 20;
 
-/// How long a checkpoint is opened again that is replaced again and again.
+/// How long to keep reopening a checkpoint that is replaced again and again.
 const REPLACED_WAIT: Duration = Duration::from_secs(30);
-/// Bytes at the manifest's beginning, its checksum among them, that tell it from any other.
+/// Bytes at the start of the manifest that distinguish it from any other, its checksum among them.
 const SEAL: usize = 64;
-/// Shards that stay open, so that they can be read after the checkpoint was replaced or removed. A forked child does
-/// not have them, and opens its own.
+/// Shards that stay open, so that they can be read after the checkpoint is replaced or removed. A forked child does not
+/// have them and opens its own.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     files: Vec<Option<Held>>,
@@ -39,12 +39,12 @@ pub struct Checkpoint {
     pub(super) path: PathBuf,
     pub(super) directory: OwnedFd,
     pub(super) body: Body,
-    /// The first line of the manifest: it holds a checksum of the rest.
+    /// The first bytes of the manifest. They hold a checksum of the rest.
     seal: Vec<u8>,
-    /// Whether the directory was found to have its name still, after a file was missing in it.
+    /// Set when a file was missing from the directory, but the directory was found to still have its name.
     certain: OnceLock<()>,
-    /// Which shards' headers were found sound: reading tensors one by one need not read a header of megabytes each
-    /// time.
+    /// Which shards have headers that were found sound. So reading tensors one by one need not read a header of
+    /// megabytes each time.
     sound_headers: Vec<OnceLock<()>>,
     kept: Kept,
 }
@@ -55,8 +55,8 @@ impl Checkpoint {
         Self::open_settled(path, false)
     }
 
-    /// Opens the checkpoint at `path`, and all shards if there are at most 64. These stay open, so that they can be
-    /// read after the checkpoint was replaced or removed, unless its file system goes by names.
+    /// Opens the checkpoint at `path`, and all shards if there are at most 64. The shards stay open, so that they can
+    /// be read after the checkpoint is replaced or removed, unless its file system resolves open files by name.
     pub fn open_and_keep(path: &Path) -> Result<Self> {
         Self::open_settled(path, true)
     }
@@ -67,8 +67,8 @@ impl Checkpoint {
         loop {
             match Self::open_once(path, keep) {
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
-                // Where a file system goes by names, a manifest may be missing, or another one, from one call to the
-                // next.
+                // If a file system resolves open files by name, the manifest may be missing or another one from one
+                // call to the next.
                 Err(Error::Corrupt { .. })
                     if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
                 other => return other,
@@ -138,8 +138,8 @@ impl Checkpoint {
         replaced::is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
     }
 
-    /// What `error`, of an operation on this checkpoint, means: on network file systems the files of a directory that
-    /// another machine removed end in an error of their own, in a mapping in that of a disk that fails.
+    /// What `error`, from an operation on this checkpoint, means. On network file systems, files of a directory that
+    /// another machine removed give an error of their own. In a mapping, they give the error of a failing disk.
     pub(super) fn settle(&self, error: Error) -> Error {
         let replaced = match &error {
             Error::Io { source, .. } => {
@@ -151,8 +151,8 @@ impl Checkpoint {
         if replaced { Error::Replaced { path: self.path.clone() } } else { error }
     }
 
-    /// Whether damage is none because the files are another checkpoint's. Where a file system goes by names (FUSE), an
-    /// open directory is what another machine has put in its place.
+    /// Whether apparent damage is none, because the files belong to another checkpoint. If a file system resolves open
+    /// files by name (FUSE), an open directory is whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
         commit::reach(self.directory.as_fd()) != commit::Reach::Machine
             && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
@@ -164,7 +164,7 @@ impl Checkpoint {
         Error::corrupt(&self.path_of(&file), format!("bytes {offset} to {}{tensor}: {reason}", offset + len))
     }
 
-    /// Opens every shard that can be opened, if they are few, and keeps them open.
+    /// Opens every shard that can be opened and keeps them open, if there are few of them.
     pub(super) fn keep(&mut self) -> Result<()> {
         if self.body.shards.len() > MOST {
             return Ok(());
@@ -176,7 +176,7 @@ impl Checkpoint {
                 Err(error) if is_gone(&error) && self.is_replaced(&error) => {
                     return Err(Error::Replaced { path: self.path.clone() });
                 }
-                // Damage, or no descriptor left: for the first read to tell.
+                // Damage, or no descriptor left: the first read reports it.
                 Err(_) => files.push(None),
             }
         }
@@ -184,7 +184,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Opens a shard, which has what length it has.
+    /// Opens a shard, whatever its length, and returns it with that length.
     pub(super) fn open_file(&self, index: usize, direct: bool) -> io::Result<(DataFile, u64)> {
         let ours = self.kept.process == std::process::id();
         match self.kept.files.get(index) {
@@ -193,7 +193,7 @@ impl Checkpoint {
         }
     }
 
-    /// Opens a shard and looks at its length.
+    /// Opens a shard and checks its length.
     pub(super) fn open_shard(&self, index: usize, direct: bool) -> Result<DataFile> {
         let shard = &self.body.shards[index];
         let path = self.path_of(&shard.file);
@@ -214,7 +214,7 @@ impl Checkpoint {
         unreadable(path, error)
     }
 
-    /// Compares the headers of `shards` with their checksums, those that were not yet.
+    /// Compares the headers of `shards` with their checksums, except for those already compared.
     pub(super) fn check_headers(&self, shards: &[usize]) -> Result<()> {
         for &shard in shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
             if let Some(damage) = self.check_header(shard)? {
@@ -247,7 +247,7 @@ impl Checkpoint {
             crc = checksum::append(crc, &piece[..got]);
             at += got as u64;
         }
-        // A forged manifest may vouch for a header that other readers would take for another length.
+        // A forged manifest may vouch for a header to which other readers would give another length.
         let begin = u64::from_le_bytes(length_field).checked_add(8);
         if at == shard.data_offset && begin != Some(at) {
             let reason = format!("header: its length field puts the data elsewhere than at byte {at}");
@@ -267,20 +267,20 @@ impl Checkpoint {
         }))
     }
 
-    /// The path of a file inside, for messages.
+    /// The path of a file inside the checkpoint, for messages.
     pub(super) fn path_of(&self, file: &str) -> PathBuf {
         self.path.join(file)
     }
 }
 
-/// The length of a file as the file system's server has it: what a client knows may be that of a file of the same name
-/// before.
+/// The length of a file as the file system's server knows it. A client may still know the length of an earlier file of
+/// the same name.
 fn fresh_length(file: &DataFile) -> Option<u64> {
     commit::refresh(file.fd(false));
     u64::try_from(rustix::fs::fstat(file.fd(false)).ok()?.st_size).ok()
 }
 
-/// Why a file of a checkpoint cannot be opened: damage where the checkpoint itself is at fault.
+/// Why a file of a checkpoint cannot be opened. It is damage if the checkpoint itself is at fault.
 fn unreadable(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         Some(libc::ENOENT) => Error::corrupt(path, "the file is missing"),

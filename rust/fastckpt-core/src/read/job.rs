@@ -23,15 +23,15 @@ use crate::sys::pagemap::{self, PageMap};
 use crate::sys::strided::Rows;
 use crate::telemetry::Lane;
 
-/// What happens to damage.
+/// What to do with damage.
 pub(super) enum Outcome {
-    /// The first ends the operation.
+    /// The first damage ends the operation.
     Raise,
-    /// All is noted.
+    /// All damage is noted.
     Collect(Mutex<Vec<Damage>>),
 }
 
-/// Reads blocks and hands their pieces to where they go.
+/// Reads blocks and hands their pieces to their destinations.
 pub(super) struct ReadJob<'a> {
     checkpoint: &'a Checkpoint,
     direct: bool,
@@ -89,8 +89,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Gives a piece the bytes that lie in a slab, all of them or its edges, and compares what arrived with the
-    /// checksum. Returns how many bytes were copied.
+    /// Gives a piece the bytes that lie in a staging buffer, either all of them or its edges, and compares what arrived
+    /// with the checksum. Returns the number of bytes copied.
     fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, (parts, slab): (&[Part], &[u8])) -> Result<u64> {
         let check = piece.crc.is_some();
         let copy = |to: &mut Region, from: &[u8]| {
@@ -145,8 +145,8 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Takes the memory that `[start, end)` is to be read straight into out of the pieces. Returns the parts of the
-    /// transfer, how many bytes of a slab the rest needs, and why the largest piece needs it that does.
+    /// Takes from the pieces the memory into which `[start, end)` is read without a copy. Returns the parts of the
+    /// transfer, how many bytes of a staging buffer the rest needs, and the reason of the largest piece that needs one.
     fn lay_out(
         &self,
         pieces: &mut [Piece],
@@ -155,11 +155,11 @@ impl<'a> ReadJob<'a> {
     ) -> (Vec<Part>, usize, Reason) {
         let apart = pieces.is_sorted_by(|a, b| a.offset + a.len as u64 <= b.offset);
         let mut parts = Vec::new();
-        // Up to where the parts reach, in the file and in the slab.
+        // How far the parts reach, in the file and in the staging buffer.
         let (mut at, mut staged) = (start, 0);
         let mut reason = (0, Reason::Small);
         for piece in pieces {
-            // One destination of bytes that are wanted twice gets them from the slab, as does the other.
+            // If bytes are wanted twice, every destination gets them from the staging buffer.
             let found = if apart { self.straight(piece, direct) } else { Err(Reason::Small) };
             let range = match found {
                 Ok(range) => range,
@@ -189,12 +189,12 @@ impl<'a> ReadJob<'a> {
         (parts, staged, reason.1)
     }
 
-    /// Whether direct I/O was demanded and this is its refusal, which says nothing of the bytes.
+    /// Whether direct I/O was demanded and this error is its refusal, which says nothing about the bytes.
     fn refuses(&self, error: &io::Error) -> bool {
         self.io == Io::Direct && error.raw_os_error() == Some(libc::EINVAL)
     }
 
-    /// Which bytes of the file can be read straight into the memory of a piece, or why none.
+    /// Which bytes of the file can be read into the memory of a piece without a copy, or why none can.
     fn straight(&self, piece: &Piece, direct: bool) -> std::result::Result<Range<u64>, Reason> {
         let region = match &piece.destination {
             PieceDestination::Memory(region) => region,
@@ -204,7 +204,7 @@ impl<'a> ReadJob<'a> {
         if (piece.len as u64) < STRAIGHT {
             return Err(Reason::Small);
         }
-        // A page fault for each page inside a read costs as much as the read.
+        // A page fault per page inside a read costs as much as the read.
         region.populate();
         if direct && self.zero_copy == Some(false) {
             return Err(Reason::Asked);
@@ -222,8 +222,8 @@ impl<'a> ReadJob<'a> {
     }
 }
 
-/// Hands over the `bytes` from byte `start` of a tensor on, or those that belong to a box: one after another, counted
-/// in it.
+/// Hands over the `bytes` from byte `start` of a tensor on. For a box, hands over only its bytes, one after another and
+/// counted in the box.
 fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
     let Some(rows) = rows else { return drain(start, bytes) };
     let mut taken = Vec::new();
@@ -273,7 +273,7 @@ impl Job for ReadJob<'_> {
             let path = self.checkpoint.path_of(&shard.file);
             let file = match &self.outcome {
                 Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct)?,
-                // The wrong length was noted; what there is can still be read.
+                // The wrong length was noted. The bytes that exist can still be read.
                 Outcome::Collect(_) => self
                     .checkpoint
                     .open_file(read.shard, self.direct)
@@ -284,13 +284,13 @@ impl Job for ReadJob<'_> {
         })?;
         let Some(file) = file else { return Ok(None) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        // All pieces of a block are mapped, or none.
+        // Either all pieces of a block are mapped, or none is.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
             let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
             return Ok(Some(Transfer::new(block, false, (file, read.start), buf, path)));
         }
-        // Where there is a choice, what the page cache holds comes from there; but a verification is to see the disk.
+        // Given a choice, what the page cache holds comes from there. But a verification must see the disk.
         let hot = matches!(self.outcome, Outcome::Raise)
             && self.io == Io::Auto
             && file.is_direct()
@@ -312,7 +312,7 @@ impl Job for ReadJob<'_> {
             _ => (IoPath::Buffered, Reason::Asked),
         };
         let slab = if staged > 0 { Some(slab(staged)?) } else { None };
-        // At the end of the file fewer bytes come than are asked for.
+        // At the end of the file, fewer bytes arrive than were requested.
         let need = (end.min(shard.bytes) - start) as usize;
         let transfer = Transfer::new(block, false, (file, start), Buf::new(slab, parts), path);
         Ok(Some(Transfer { need, ..transfer }))
@@ -328,7 +328,7 @@ impl Job for ReadJob<'_> {
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
         let mut pieces = std::mem::take(&mut *read.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        // Where the file ends early, what lies before its end did arrive.
+        // If the file ends early, the bytes before its end did arrive.
         let (end, reason) = match moved {
             Ok(()) => (u64::MAX, String::new()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -342,9 +342,9 @@ impl Job for ReadJob<'_> {
                 return Err(Error::transfer("read", &path, error, self.io == Io::Direct));
             }
         };
-        // Looked at once: each look asks the kernel whose memory it is.
+        // Look only once: each look asks the kernel whose memory it is.
         let (parts, slab) = (transfer.buf.parts(), transfer.buf.slab());
-        // Bytes before the piece that did not go into the slab.
+        // Bytes before the piece that did not go into the staging buffer.
         let mut past = 0;
         for piece in &mut pieces {
             let at = (piece.offset - transfer.offset) as usize - past;

@@ -15,11 +15,11 @@ use crate::error::{Error, MAP, Result};
 use crate::sys::map::FileMap;
 use crate::telemetry::{self, Kind, Operation};
 
-/// For each shard of a checkpoint its mapping, where one was asked for.
+/// The mapping of each shard of a checkpoint, if one was requested.
 pub type Maps = Vec<Option<Arc<FileMap>>>;
 
 impl Checkpoint {
-    /// Maps the shards that hold `tensors`, by number, but for those that hold empty ones only. Nothing is read.
+    /// Maps the shards that hold `tensors`, given by number, except shards that hold only empty ones. Reads nothing.
     pub fn map(&self, tensors: &[usize]) -> Result<Maps> {
         let mut maps: Maps = vec![None; self.body.shards.len()];
         for &tensor in tensors {
@@ -38,9 +38,9 @@ impl Checkpoint {
         FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &self.path_of(&shard.file)))
     }
 
-    /// Reads every page of `tensors` where `maps` has them, and compares every extent with its checksum, and so the
-    /// header of each shard; the first difference is an error. Of `options` the engine does not count: a mapping's
-    /// pages are the page cache's.
+    /// Reads every page of `tensors` in `maps`, and compares every extent and the header of each shard with their
+    /// checksums. The first difference is an error. The engine in `options` does not matter: the pages of a mapping
+    /// belong to the page cache.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
         let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);

@@ -1,4 +1,4 @@
-//! Reading: a checkpoint is opened, and byte ranges of its tensors are read. `verify` reads all of it.
+//! Reading: opens a checkpoint and reads byte ranges of its tensors. `verify` reads all of it.
 
 pub mod boxes;
 mod checkpoint;
@@ -23,9 +23,8 @@ use crate::error::Result;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Reads `requests`. With `verify`, every extent that is read whole is compared with its checksum, and so is the
-    /// header of each shard touched; the first difference is an error, by which time other destinations may have been
-    /// filled.
+    /// Reads `requests`. With `verify`, compares every extent that is read whole, and the header of each shard touched,
+    /// with their checksums. The first difference is an error. By then, other destinations may have been filled.
     pub fn read(
         &self,
         requests: Vec<Request>,
@@ -53,8 +52,8 @@ impl Checkpoint {
         let wanted = bytes.fold(0, u64::saturating_add);
         let shared = options.io == Io::Auto && options.ranks().share(&self.path);
         let choice = if shared {
-            // Past it, each rank would read all from the storage. Whoever comes first to a page reads it, the others
-            // wait for it.
+            // With direct I/O, each rank would read everything from the storage. Through the page cache, the first rank
+            // that comes to a page reads it, and the others wait for it.
             Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
             Choice::new(options, wanted)

@@ -1,4 +1,4 @@
-//! Which bytes of which shards are read for which requests: blocks, and the pieces they consist of. Moves nothing.
+//! Which bytes of which shards are read for which requests: blocks, and the pieces that make them up. Moves nothing.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,15 +11,15 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::Region;
 use crate::sys::strided::{Rows, Strided};
 
-/// Wanted ranges that lie closer than this are read as one, in bytes: an operation more costs about as much.
+/// Wanted ranges closer than this many bytes are read as one, because another operation costs about as much.
 const MERGE: u64 = 256 << 10;
 
-/// A tensor, or a box of it, that is wanted.
+/// A tensor, or a box of it, to read.
 #[derive(Debug)]
 pub struct Request {
     /// Index of the tensor.
     pub tensor: usize,
-    /// The box, or `None` for the whole tensor. A [`Destination::Strided`] has its own.
+    /// The box, or `None` for the whole tensor. A [`Destination::Strided`] has its own box.
     pub rows: Option<Arc<Rows>>,
     /// Where the bytes go.
     pub destination: Destination,
@@ -33,13 +33,13 @@ impl Request {
         }
     }
 
-    /// How many bytes of the tensor are wanted.
+    /// The number of wanted bytes of the tensor.
     pub(super) fn bytes(&self, body: &Body) -> u64 {
         let whole = || body.tensors.get(self.tensor).map_or(0, TensorEntry::bytes);
         self.rows().map_or_else(whole, |rows| rows.bytes())
     }
 
-    /// Whether the tensor has what is wanted, and the destination room for it.
+    /// Whether the tensor has the wanted bytes, and the destination has room for them.
     fn fits(&self, body: &Body) -> bool {
         let Some(tensor) = body.tensors.get(self.tensor) else { return false };
         let inside = self.rows().is_none_or(|rows| rows.range().end <= tensor.bytes());
@@ -52,7 +52,7 @@ impl Request {
     }
 }
 
-/// A part of a request that lies in one block.
+/// The part of a request that lies in one block.
 pub(super) struct Piece {
     pub(super) tensor: usize,
     /// First byte, counted in the file.
@@ -60,28 +60,28 @@ pub(super) struct Piece {
     /// First byte, counted in the tensor.
     pub(super) start: u64,
     pub(super) len: usize,
-    /// What the checksum must be, where the piece is a whole extent and is to be verified.
+    /// The expected checksum, if the piece is a whole extent and must be verified.
     pub(super) crc: Option<u64>,
     pub(super) destination: PieceDestination,
 }
 
 pub(super) enum PieceDestination {
     Memory(Region),
-    /// Memory whose middle, part `part` of the transfer, is filled straight, and the `skip` bytes before it and those
-    /// after it from a slab.
+    /// Memory whose middle, part `part` of the transfer, is filled without a copy. The bytes before and after it come
+    /// from a staging buffer.
     Edges {
         before: Region,
         part: usize,
         after: Region,
     },
     Strided(Strided),
-    /// All bytes of the piece, or those of a box.
+    /// All bytes of the piece, or only those of a box.
     Push(Drain, Option<Arc<Rows>>),
     Mapped(Arc<FileMap>),
     Nowhere,
 }
 
-/// One read: what is wanted of one block, and the pieces it consists of, until a worker takes them.
+/// One read: the wanted range of one block, and the pieces that make it up, until a worker takes them.
 pub(super) struct ReadBlock {
     pub(super) shard: usize,
     pub(super) start: u64,
@@ -89,19 +89,19 @@ pub(super) struct ReadBlock {
     pub(super) pieces: Mutex<Vec<Piece>>,
 }
 
-/// All that is to be read.
+/// Everything to read.
 #[derive(Default)]
 pub(super) struct Plan {
     /// In the order of shards and offsets.
     pub(super) blocks: Vec<ReadBlock>,
-    /// Bytes that were asked for.
+    /// Bytes that the requests want.
     pub(super) wanted: u64,
     /// Bytes of tensors that are read for them.
     pub(super) read: u64,
     pub(super) tensors: usize,
 }
 
-/// Plans the reading of `requests`. With `verify` every extent that is read whole is to be compared with its checksum.
+/// Plans the reading of `requests`. With `verify`, every extent that is read whole is compared with its checksum.
 pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Result<Plan> {
     if !requests.iter().all(|request| request.fits(body)) {
         return Err(Error::Invalid("a read request does not fit its tensor or its memory".to_owned()));
@@ -117,7 +117,7 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
         cut.request(request);
     }
     let mut pieces = cut.pieces;
-    // Boxes of one tensor may lie among each other.
+    // Boxes of one tensor may be interleaved.
     pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
     for piece in pieces {
         plan.read += piece.len as u64;
@@ -126,7 +126,7 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     Ok(plan)
 }
 
-/// Adds a piece to the last block, if it is of that block and lies close enough, or to a new one.
+/// Adds a piece to the last block, if it belongs to that block and lies close enough, or else to a new one.
 fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
     let (shard, start, end) =
         (body.tensors[piece.tensor].shard, piece.offset, piece.offset + piece.len as u64);
@@ -160,7 +160,7 @@ impl Cut<'_> {
             Destination::Memory(mut region) => {
                 self.range(tensor, 0, bytes, |range| front(&mut region, &range));
             }
-            // Long rows, and one alone, are contiguous memory like any other.
+            // Long rows, and a single row, are contiguous memory like any other.
             Destination::Strided(strided) if strided.rows().row() >= STRAIGHT.min(strided.rows().bytes()) => {
                 for (start, mut region) in strided.regions() {
                     let end = start + region.len() as u64;
@@ -180,7 +180,7 @@ impl Cut<'_> {
         }
     }
 
-    /// Cuts what of a tensor is read for a box, or the whole of it. `to` makes the destination of a range of it.
+    /// Cuts what is read of a tensor for a box, or the whole tensor. `to` makes the destination of a range of it.
     fn rows(
         &mut self,
         tensor: usize,
@@ -199,7 +199,7 @@ impl Cut<'_> {
         }
     }
 
-    /// Cuts a range of a tensor at the edges of blocks. `to` makes the destination of a part of it.
+    /// Cuts a range of a tensor at the edges of blocks. `to` makes the destination of each part.
     fn range(
         &mut self,
         tensor: usize,

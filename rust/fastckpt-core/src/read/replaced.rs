@@ -1,4 +1,4 @@
-//! Whether a checkpoint that is open was replaced or removed, after something was missing in it.
+//! Whether an open checkpoint was replaced or removed, checked after something was missing in it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,13 +10,13 @@ use crate::commit;
 use crate::format::manifest;
 use crate::sys::file;
 
-/// How long a file is looked for again where a directory's name may be believed longer than it is true: clients of
-/// network file systems keep what they know of names, FUSE for a second unless told otherwise.
+/// How long to keep looking for a file where the name of a directory may be believed for longer than it is true.
+/// Clients of network file systems cache what they know of names: FUSE for a second, unless told otherwise.
 pub(super) const DOUBT: Duration = Duration::from_secs(2);
 /// How long to wait before looking again.
 pub(super) const PAUSE: Duration = Duration::from_millis(5);
 
-/// Whether `error` says that a file, or its directory, was removed.
+/// Whether `error` means that a file or its directory was removed.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
 }
@@ -30,8 +30,8 @@ pub(super) fn is_stale(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::ESTALE)
 }
 
-/// Whether the directory that is held open no longer is the one of that name, after `error` in it. `certain` notes that
-/// it was found to be, so that this takes its time once.
+/// Whether the open directory is no longer the one at `path`, after `error` in it. `certain` records that it still was,
+/// so that the wait happens only once.
 pub(super) fn is_replaced(
     directory: &OwnedFd,
     path: &Path,
@@ -69,7 +69,7 @@ pub(super) fn has_other_name(directory: &OwnedFd, path: &Path) -> bool {
     }
 }
 
-/// Whether the manifest at `path` is not the one that begins with `seal`.
+/// Whether the manifest at `path` is gone or does not start with `seal`.
 fn has_other_manifest(path: &Path, seal: &[u8]) -> bool {
     let mut begin = vec![0; seal.len()];
     let read = file::open_directory(path)

@@ -1,4 +1,4 @@
-//! Verifying: every byte is compared with its checksum, and all damage is found, not only the first.
+//! Verifying: compares every byte with its checksum and finds all damage, not only the first.
 
 use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
@@ -20,7 +20,7 @@ use crate::sys::file;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Compares every byte with its checksum and returns all that differs.
+    /// Compares every byte with its checksum and returns all differences.
     pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
         let operation = Operation::begin(Kind::Verify, &self.path, options.step, &options.environment);
         let outcome = self.compare_all(options, &operation, tick).map_err(|error| self.settle(error));
@@ -85,12 +85,13 @@ impl Checkpoint {
         Ok((report, damage))
     }
 
-    /// The length a shard has, and whether there is none at all.
+    /// The length of a shard, and whether the shard cannot be opened at all.
     fn shard_length(&self, shard: &ShardEntry) -> (u64, bool) {
         file::open_regular(self.directory.as_fd(), &shard.file).map_or((0, true), |(_, len)| (len, false))
     }
 
-    /// Compares the checksum of each whole shard, which copies elsewhere are checked against, with those of its parts.
+    /// Compares the checksum of each whole shard with the checksums of its parts. Copies elsewhere are checked against
+    /// the former.
     fn check_sums(&self) -> Vec<Damage> {
         let size = self.body.block_size;
         let mut sums: Vec<Option<u64>> =
@@ -121,7 +122,7 @@ impl Checkpoint {
     }
 }
 
-/// All of the `tensors` of a shard that cannot be read at all.
+/// Damage of all `tensors` of a shard that cannot be read at all.
 fn lost(shard: &ShardEntry, tensors: &[&TensorEntry], reason: &str) -> impl Iterator<Item = Damage> {
     tensors.iter().filter(|tensor| tensor.bytes() > 0).map(move |tensor| Damage {
         file: shard.file.clone(),

@@ -27,11 +27,11 @@ use crate::sys::memory::Source;
 use crate::sys::pagemap::{self, PageMap};
 use crate::telemetry::{Lane, State};
 
-/// Bytes of an extent that are written from where they lie.
+/// Bytes of an extent that are written without a copy.
 struct Straight {
-    /// Where in the file.
+    /// Their place in the file.
     range: Range<u64>,
-    /// And where in memory.
+    /// Their place in memory.
     memory: Source,
 }
 
@@ -41,7 +41,7 @@ impl Straight {
     }
 }
 
-/// An extent, and what of it needs no copy.
+/// An extent, and the part of it that needs no copy.
 struct Piece {
     extent: Extent,
     straight: Option<Straight>,
@@ -55,13 +55,13 @@ struct Assembled {
     copied: u64,
 }
 
-/// Fills blocks from the tensors, and takes note of their checksums.
+/// Fills blocks from the tensors and records their checksums.
 pub(super) struct WriteJob<'a> {
     plan: &'a Plan,
     wanted: &'a part::Part<'a>,
-    /// Where each tensor lies; none where there are `images`.
+    /// Where each tensor lies; empty if there are `images`.
     contents: &'a [Content],
-    /// The shards as they will be.
+    /// The shards as they will be on the disk.
     images: &'a [Stretch],
     workspace: &'a Workspace,
     direct: bool,
@@ -70,21 +70,21 @@ pub(super) struct WriteJob<'a> {
     pages: OnceLock<Option<PageMap>>,
     begin: Instant,
     files: OpenFiles,
-    /// Number of the first block of each shard, and one more.
+    /// Number of the first block of each shard, then the number of all blocks.
     first_block: Vec<usize>,
-    /// Number of the first extent of each tensor, and one more.
+    /// Number of the first extent of each tensor, then the number of all extents.
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
-    /// Of each block what was summed where it lies, and is read once more when it is written.
+    /// For each block, the CRC of the bytes that were summed in place and that the write reads again.
     straight_crcs: Vec<AtomicU64>,
     /// The shard of a checkpoint of one block, once it is written.
     unsynced: OnceLock<Arc<OpenFile>>,
-    /// When the last block was on the device, nanoseconds after `begin`; what came later was syncing.
+    /// When the last block was on the device, in nanoseconds after `begin`. What came later was syncing.
     pub(super) written: AtomicU64,
 }
 
-/// The sums before each element, and the sum of all.
+/// The sum before each element, then the sum of all.
 fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
     let mut all = vec![0];
     all.extend(counts.scan(0, |sum, count| {
@@ -141,14 +141,14 @@ impl<'a> WriteJob<'a> {
         }
     }
 
-    /// The shard that `block` belongs to, and where in it the block begins.
+    /// The shard that `block` belongs to, and the offset in it at which the block starts.
     fn locate(&self, block: usize) -> (usize, u64) {
         let shard = self.first_block.partition_point(|&first| first <= block) - 1;
         (shard, (block - self.first_block[shard]) as u64 * self.plan.block_size)
     }
 
-    /// How an extent is to be written, past the page cache or through it: what of it from where it lies, or why nothing
-    /// is.
+    /// How to write an extent, with direct I/O or through the page cache: the part that needs no copy, or why there is
+    /// none.
     fn straight(
         &self,
         shard: &Shard,
@@ -170,7 +170,7 @@ impl<'a> WriteJob<'a> {
         let skip = (range.start - extent.offset) as usize;
         let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
         Ok(match memory {
-            // Through the page cache the kernel copies in any case, and one copy is enough.
+            // Through the page cache the kernel copies anyway, and one copy is enough.
             Some(memory) if !direct || self.is_worth_it(&memory) => Ok(Straight { range, memory }),
             Some(_) => Err(Reason::SmallPages),
             None if extent.len < STRAIGHT + 2 * PAGE => Err(Reason::Small),
@@ -178,8 +178,8 @@ impl<'a> WriteJob<'a> {
         })
     }
 
-    /// Whether a device is faster writing `memory` itself than a copy of it in a slab: only huge pages make up for the
-    /// copy.
+    /// Whether a device writes `memory` itself faster than a copy of it in a staging buffer. Only huge pages make up
+    /// for the copy.
     fn is_worth_it(&self, memory: &Source) -> bool {
         self.zero_copy.unwrap_or_else(|| {
             let map = self.pages.get_or_init(PageMap::open).as_ref();
@@ -188,7 +188,7 @@ impl<'a> WriteJob<'a> {
     }
 
     /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written
-    /// from where it lies is copied to a slab, in file order; with `copy_all`, everything is.
+    /// without a copy is copied to a staging buffer, in file order. With `copy_all`, everything is.
     fn assemble(
         &self,
         block: usize,
@@ -206,7 +206,7 @@ impl<'a> WriteJob<'a> {
         let placements = geometry::touching(&shard.placements, offset..end);
         let extents = placements.iter().filter_map(|p| geometry::extent(p, offset, self.plan.block_size));
         let mut pieces = Vec::with_capacity(placements.len());
-        // Why the largest of what goes through the slab does.
+        // The reason of the largest extent that goes through the staging buffer.
         let mut reason = (0, Reason::Small);
         for extent in extents {
             let straight =
@@ -225,7 +225,8 @@ impl<'a> WriteJob<'a> {
             shard.header.get(offset as usize..shard.header.len().min(end as usize)).unwrap_or_default();
         bytes[..header.len()].copy_from_slice(header);
         let mut parts = Vec::new();
-        // How far the slab is filled, how much of it is in `parts`, how much in `crc`, and the CRC of the block so far.
+        // How far the staging buffer is filled, how much of it is in `parts` and how much in `crc`, and the CRC of the
+        // block so far.
         let (mut at, mut taken, mut summed, mut crc) = (header.len(), 0, 0, checksum::of(&[]));
         let mut straight_crc = crc;
         for Piece { extent, straight } in &pieces {
@@ -248,7 +249,7 @@ impl<'a> WriteJob<'a> {
                 at += edge;
                 sum = checksum::combine(sum, after, edge as u64);
             }
-            // To combine the CRCs of small extents would cost more than one more pass over what is in cache.
+            // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
             if extent.len >= STRAIGHT {
                 crc = checksum::append(crc, &bytes[summed..before]);
                 crc = checksum::combine(crc, sum, extent.len);
@@ -281,7 +282,7 @@ impl<'a> WriteJob<'a> {
     ) -> Result<Assembled> {
         let begin = offset as usize;
         let stretch = image.part(begin..begin + need).ok_or_else(Content::too_short)?;
-        // Once: each look at a stretch asks the kernel whose memory it is.
+        // Look only once: each look at a stretch asks the kernel whose memory it is.
         let bytes: &[u8] = &stretch;
         let (mut summed, mut crc) = (0, checksum::of(&[]));
         for placement in geometry::touching(&shard.placements, offset..offset + need as u64) {
@@ -306,7 +307,7 @@ impl<'a> WriteJob<'a> {
         Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(stretch)]), path, reason, copied: 0 })
     }
 
-    /// Why a block goes through the page cache, in a file that is open for direct I/O or not.
+    /// Why a block goes through the page cache. `past` tells whether the file is open for direct I/O.
     const fn buffered(&self, past: bool) -> (IoPath, Reason) {
         let reason = match (past, self.direct) {
             (true, _) => Reason::Remainder,
@@ -316,10 +317,10 @@ impl<'a> WriteJob<'a> {
         (IoPath::Buffered, reason)
     }
 
-    /// Whether somebody changed memory of a block between its sum and its writing: then its bytes in the file have no
+    /// Whether memory of a block changed between its summing and its writing. If so, its bytes in the file have no
     /// known sum.
     fn has_changed(&self, block: usize, buf: &Buf) -> bool {
-        // A snapshot's memory is steady.
+        // The memory of a snapshot does not change.
         if !self.images.is_empty() {
             return false;
         }
@@ -331,7 +332,7 @@ impl<'a> WriteJob<'a> {
             != self.straight_crcs[block].load(Ordering::Relaxed)
     }
 
-    /// A block that is ready to be written, or with `copy_all` to be written once more.
+    /// A block that is ready to be written. With `copy_all`, it is written again.
     fn transfer(
         &self,
         block: usize,
@@ -362,19 +363,19 @@ impl<'a> WriteJob<'a> {
         }
     }
 
-    /// Whether the shard is left to be synced when its manifest is written. Who joined writes none.
+    /// Whether the shard is left unsynced until its manifest is written. A process that joined writes no manifest.
     fn leaves_a_sync(&self) -> bool {
         self.block_crcs.len() == 1 && self.workspace.is_own()
     }
 
-    /// What the workers left to be made durable.
+    /// What the workers left to make durable.
     pub(super) fn unsynced(&self) -> Option<Unsynced> {
         let file = Arc::clone(self.unsynced.get()?);
         let shard = &self.plan.shards[self.locate(0).0];
         Some(Unsynced { file, path: self.workspace.path_of(&shard.file), bytes: shard.bytes })
     }
 
-    /// What the manifest says of the shards and their tensors, once all blocks are written.
+    /// The manifest's entries for the shards and their tensors, after all blocks are written.
     pub(super) fn entries(&self) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
         let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
         let shards = self.wanted.shards.iter().map(|&index| {
@@ -397,7 +398,7 @@ impl<'a> WriteJob<'a> {
     }
 }
 
-/// A shard in the manifest.
+/// The manifest's entry for a shard.
 pub(super) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
     ShardEntry {
         file: shard.file.clone(),
@@ -409,7 +410,7 @@ pub(super) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
     }
 }
 
-/// A tensor in the manifest.
+/// The manifest's entry for a tensor.
 pub(super) fn tensor_entry(tensor: &TensorSpec, (shard, offset): (usize, u64), crc: String) -> TensorEntry {
     TensorEntry {
         name: tensor.name.clone(),
@@ -479,7 +480,7 @@ impl Job for WriteJob<'_> {
         if let Some(file) = self.files.release(index) {
             lane.state(State::Fsync);
             if self.leaves_a_sync() {
-                // Its manifest follows at once, and a file system that has both makes them durable in one go.
+                // Its manifest follows at once, and a file system that has both makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
                 file.sync().map_err(|error| Error::io("sync", &path())(error))?;

@@ -1,6 +1,6 @@
-//! Saving, in three steps that can be taken one by one, also by several processes: [`write_shards`] writes files into a
-//! workspace, [`seal`] completes it with index and manifest, [`Workspace::publish`] gives it the checkpoint's name.
-//! [`save`] takes all three.
+//! Saving, in three steps. They can be taken one by one, also by several processes: [`write_shards`] writes files into
+//! a workspace, [`seal`] completes it with index and manifest, and [`Workspace::publish`] gives it the checkpoint's
+//! name. [`save`] takes all three.
 
 mod job;
 mod part;
@@ -30,16 +30,16 @@ use crate::format::tokens;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation, Phase};
 
-/// The bytes to be saved.
+/// The bytes to save.
 #[derive(Debug, Clone, Copy)]
 pub enum Contents<'a> {
     /// Tensors, each where it lies. They are laid out over the files of these groups, of this target size in bytes.
     Tensors(&'a [Content], &'a [Group], u64),
-    /// The shards of a plan as they will be on the disk. Nobody can change them.
+    /// The shards of a plan as they will be on the disk. They cannot change.
     Images(&'a Plan, &'a [Stretch]),
 }
 
-/// What is to be saved.
+/// What to save.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// The checkpoint's directory.
@@ -48,17 +48,17 @@ pub struct Request<'a> {
     pub tensors: &'a [TensorSpec],
     /// Their bytes.
     pub contents: Contents<'a>,
-    /// The state's structure: an array of tokens, JSON.
+    /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
-    /// The caller's metadata: likewise.
+    /// The caller's metadata: also a JSON array of tokens.
     pub metadata: &'a str,
     /// Whether a checkpoint of this name may be replaced.
     pub overwrite: bool,
 }
 
-/// Writes a checkpoint. When this returns it is durable and visible; when it fails nothing of it is left, and what was
-/// there before is untouched. The one exception: if only the very last step fails, the sync of the parent directory
-/// after the rename, the new checkpoint has the name, but may not survive a power cut.
+/// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, nothing of it is
+/// left, and what was there before is untouched. There is one exception: if only the very last step fails, the sync of
+/// the parent directory after the rename, the new checkpoint has the name but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
     let operation = Operation::begin(Kind::Save, request.path, options.step, &options.environment);
     let outcome = write(request, options, &operation, tick, MAX_BYTES);
@@ -66,7 +66,7 @@ pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<
     outcome
 }
 
-/// A save whose manifest may have `most` bytes.
+/// A save whose manifest may have at most `most` bytes.
 fn write(
     request: &Request<'_>,
     options: &Options,
@@ -111,7 +111,7 @@ fn write(
     let body = Body { saved, shards: written.shards, tensors: written.tensors, ..body };
     let rest = seal(&mut workspace, &body, unsynced, operation)?;
     let total = part.shards().map(|shard| shard.bytes).sum();
-    // From here on it is quick, and cannot be stopped half-way.
+    // The rest is quick and cannot be stopped half-way.
     if !tick(total, total) {
         return Err(Error::Interrupted);
     }
@@ -133,9 +133,9 @@ fn write(
     })
 }
 
-/// The second step: completes `workspace` with the index and the manifest that say `body`, and makes both durable, with
-/// the shard that the first step left `unsynced`. Returns the seconds that the sync of that took. Refuses a body with a
-/// shard that is not there.
+/// The second step: completes `workspace` with the index and the manifest for `body`. Makes both durable, together with
+/// the shard that the first step left `unsynced`. Returns the seconds that the sync of that shard took. Refuses a body
+/// with a missing shard.
 pub fn seal(
     workspace: &mut Workspace,
     body: &Body,
@@ -148,11 +148,11 @@ pub fn seal(
     let shards = body.shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect();
     let index_file = (body.shards.len() > 1).then(|| index::encode(body)).transpose()?;
     let mut rest = 0.0;
-    // A file system that has the shard and its manifest to write makes them durable in one go.
+    // A file system that has both the shard and its manifest to write makes them durable together.
     workspace.seal(shards, index_file.as_deref(), &manifest::encode(body)?, || {
         let begin = Instant::now();
-        // Closed with that: should the commit fail, NFS and FUSE would only rename what is open, and its directory
-        // stays.
+        // This also closes the file. If the commit failed while the file was open, NFS and FUSE would only rename it,
+        // and its directory would stay.
         unsynced.map_or(Ok(()), |unsynced| unsynced.sync(operation))?;
         rest = begin.elapsed().as_secs_f64();
         operation.phase(Phase::Commit);
@@ -161,7 +161,7 @@ pub fn seal(
     Ok(rest)
 }
 
-/// A manifest of nothing yet.
+/// A manifest without shards and tensors.
 fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata: Box<RawValue>) -> Body {
     Body {
         writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
@@ -175,7 +175,7 @@ fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata:
     }
 }
 
-/// `body` as it will be, but for the checksums.
+/// `body` as it will be, except for the checksums.
 fn expected(body: &Body, plan: &Plan, tensors: &[TensorSpec]) -> Body {
     let shards = plan.shards.iter().map(|shard| job::shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {

@@ -13,9 +13,9 @@ use crate::telemetry::Operation;
 /// The bytes of the shards of a plan.
 #[derive(Debug, Clone, Copy)]
 pub enum Bytes<'a> {
-    /// Where each tensor lies; of those in shards that are not written it does not matter.
+    /// Where each tensor lies. For tensors in shards that are not written, this does not matter.
     Tensors(&'a [Content]),
-    /// The shards as they will be on the disk. Nobody can change them.
+    /// The shards as they will be on the disk. They cannot change.
     Images(&'a [Stretch]),
 }
 
@@ -28,12 +28,12 @@ pub struct Part<'a> {
     pub tensors: &'a [TensorSpec],
     /// Their bytes.
     pub bytes: Bytes<'a>,
-    /// Which shards to write: their places in the plan, ascending.
+    /// Which shards to write: their indices in the plan, ascending.
     pub shards: &'a [usize],
 }
 
 impl<'a> Part<'a> {
-    /// Whether the plan's shard number `index` belongs to it.
+    /// Whether shard `index` of the plan belongs to this part.
     pub(super) fn has(&self, index: usize) -> bool {
         self.shards.binary_search(&index).is_ok()
     }
@@ -43,7 +43,7 @@ impl<'a> Part<'a> {
         self.shards.iter().map(|&index| &self.plan.shards[index])
     }
 
-    /// Bytes of their tensors.
+    /// Bytes of the tensors in its shards.
     pub(super) fn total(&self) -> u64 {
         self.shards().map(|shard| shard.bytes - shard.header.len() as u64).sum()
     }
@@ -64,7 +64,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A shard that is written and not durable yet.
+/// A shard that is written but not durable yet.
 #[derive(Debug)]
 #[must_use = "it is not durable yet"]
 pub struct Unsynced {
@@ -74,7 +74,7 @@ pub struct Unsynced {
 }
 
 impl Unsynced {
-    /// Makes it durable, and closes it.
+    /// Makes it durable and closes it.
     pub fn sync(self, operation: &Operation) -> Result<()> {
         self.file.sync().map_err(Error::io("sync", &self.path))?;
         operation.durable(self.bytes);

@@ -1,5 +1,5 @@
-//! The first step of a save: shards of a plan are written into a workspace and made durable, or taken over from another
-//! checkpoint.
+//! The first step of a save: writes shards of a plan into a workspace and makes them durable, or takes them over from
+//! another checkpoint.
 
 use std::io::ErrorKind;
 use std::os::fd::BorrowedFd;
@@ -23,20 +23,21 @@ use crate::telemetry::{Operation, Phase};
 /// Shards that are written.
 #[derive(Debug)]
 pub struct Written {
-    /// What the manifest says of them.
+    /// Their entries in the manifest.
     pub shards: Vec<ShardEntry>,
-    /// And of their tensors.
+    /// The entries of their tensors.
     pub tensors: Vec<TensorEntry>,
-    /// A shard of one block alone is not durable yet: [`super::seal`] sees to that. Nothing in a process that joined.
+    /// A single shard of one block, which is not durable yet: [`super::seal`] makes it durable. `None` in a process
+    /// that joined.
     pub unsynced: Option<Unsynced>,
     /// What ran.
     pub ran: Ran,
-    /// Seconds that it took to allocate the files, to write them, and to sync them after that.
+    /// Seconds spent allocating the files, writing them, and then syncing them.
     pub seconds: [f64; 3],
 }
 
-/// Allocates the shards of `part` in `workspace`, writes them and makes them durable, all in parallel. No other process
-/// may write them.
+/// Allocates the shards of `part` in `workspace`, then writes them and makes them durable in parallel. No other process
+/// must write them.
 pub fn write_shards(
     workspace: &Workspace,
     part: &Part<'_>,
@@ -60,12 +61,12 @@ pub fn write_shards(
     Ok(Written { shards, tensors, unsynced, ran, seconds })
 }
 
-/// Takes `shard` over, as `name`, from the checkpoint in the directory `from`, whose path is for messages: a hard link;
-/// where the file system has none, a copy, which takes no space where it shares blocks. Returns its entry for the
-/// manifest.
+/// Takes over `shard`, as `name`, from the checkpoint in the directory `from`, whose path is for messages. This makes a
+/// hard link. If the file system has none, it makes a copy, which takes no space where the file system shares blocks.
+/// Returns its entry for the manifest.
 ///
-/// Its length is compared with what was written; its content is not read. The entries of its tensors stay as they are,
-/// but for the place of the shard.
+/// Its length is compared with what was written. Its content is not read. The entries of its tensors stay the same,
+/// except for the index of the shard.
 pub fn link_shard(
     workspace: &Workspace,
     from: (BorrowedFd<'_>, &Path),

@@ -12,7 +12,7 @@ use crate::format::geometry::PAGE;
 use crate::format::groups;
 use crate::read::Checkpoint;
 
-/// Tensors whose names need escapes, of several extents, and of a type that has to be told; and how often one was read.
+/// Tensors whose names need escapes, of several extents, and of a dtype that must be named. Also counts the reads.
 fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
     let spec = |name: &str, bytes: u64| TensorSpec {
         name: name.to_owned(),
@@ -67,7 +67,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     }
     assert_eq!(read.load(Ordering::Relaxed), 0);
     assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
-    // Nothing is refused that fits.
+    // What fits is not refused.
     save(len + 2 * 4096).unwrap();
 }
 
@@ -96,7 +96,7 @@ fn the_bound_that_costs_little_is_never_too_low() {
     }
 }
 
-/// Two tensors of 3 pages, a shard each, and what `fill` makes of them.
+/// Two tensors of 3 pages and a bit, one shard each, with their contents and their plan.
 struct Small {
     tensors: Vec<TensorSpec>,
     contents: Vec<Content>,
@@ -129,7 +129,7 @@ impl Small {
         write_shards(workspace, &part, &Options::default(), &operation, &mut |_, _| true)
     }
 
-    /// The body of these entries, in the order of the plan.
+    /// The body with these entries, in the order of the plan.
     fn body(&self, shards: Vec<manifest::ShardEntry>, tensors: Vec<manifest::TensorEntry>) -> Body {
         let empty = || tokens("", "[]").unwrap();
         Body { shards, tensors, ..empty_body(1.5, self.plan.block_size, empty(), empty()) }
@@ -226,7 +226,7 @@ fn others_join_a_workspace_and_write_their_part() {
     let ours = state.write(&workspace, &[0]).unwrap();
     assert_eq!((theirs.tensors.len(), theirs.tensors[0].shard, ours.tensors[0].shard), (1, 1, 0));
     let body = state.body([ours.shards, theirs.shards].concat(), [ours.tensors, theirs.tensors].concat());
-    // Who joined cannot end it, in whatever way it leaves.
+    // A process that joined cannot end it, however it leaves.
     let mut again = Workspace::join(&path, workspace.temporary()).unwrap();
     assert!(seal_here(&mut again, &body, None).unwrap_err().to_string().contains("another process"));
     assert!(again.publish().unwrap_err().to_string().contains("another process"));
@@ -273,7 +273,7 @@ fn a_part_of_one_block_is_left_to_be_synced() {
     let first = state.write(&workspace, &[0]).unwrap();
     let unsynced = first.unsynced.as_ref().unwrap();
     assert_eq!(unsynced.path, workspace.path_of(&first.shards[0].file));
-    // Nobody could sync it for a process that joined.
+    // Nothing could sync it for a process that joined.
     let joined = Workspace::join(&path, workspace.temporary()).unwrap();
     let second = state.write(&joined, &[1]).unwrap();
     assert!(second.unsynced.is_none());
@@ -305,7 +305,7 @@ fn a_shard_is_taken_over_from_another_checkpoint() {
     workspace.publish().unwrap();
     assert!(is_sound(&path));
     assert_eq!(std::fs::metadata(path.join(file(1))).unwrap().nlink(), 2);
-    // It outlives the checkpoint that it comes from.
+    // It outlives the checkpoint that it came from.
     crate::commit::remove(&parent.path().join("old"), false).unwrap();
     assert!(is_sound(&path));
 }

@@ -1,4 +1,4 @@
-//! Memory that snapshots use one after another: fresh memory is slower than a disk.
+//! Memory that snapshots use one after another, because fresh memory is slower than a disk.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -11,7 +11,7 @@ use crate::sys::mapping::Mapping;
 pub struct Memory {
     address: usize,
     size: usize,
-    /// Nothing while a snapshot has it, and once it is closed.
+    /// `None` while a snapshot has it, and after it is closed.
     mapping: Mutex<Option<Arc<Mapping>>>,
 }
 
@@ -24,13 +24,13 @@ impl Memory {
         Ok(Self { address, size, mapping: Mutex::new(Some(Arc::new(mapping))) })
     }
 
-    /// Where it begins.
+    /// Where it starts.
     #[must_use]
     pub const fn address(&self) -> usize {
         self.address
     }
 
-    /// Bytes that it has.
+    /// Its size in bytes.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
@@ -56,7 +56,8 @@ impl Memory {
     }
 }
 
-/// Locks, or refuses with `busy`: to wait here for a thread that may want something of the caller would be a deadlock.
+/// Locks, or refuses with `busy`. Waiting here for a thread that may need something from the caller would be a
+/// deadlock.
 pub(super) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
     match mutex.try_lock() {
         Ok(guard) => Ok(guard),

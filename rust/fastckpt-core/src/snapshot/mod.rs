@@ -1,4 +1,4 @@
-//! Snapshots: a state copied into the images of its files, so that it may change while they are written.
+//! Snapshots: a state is copied into the images of its files, so that it may change while they are written.
 
 mod memory;
 mod staging;
@@ -20,7 +20,7 @@ use crate::format::layout::{self, Plan, TensorSpec};
 use crate::save::{Contents, Request, save};
 use crate::sys::mapping::{Mapping, Stretch};
 
-/// What a snapshot is taken of.
+/// The state that a snapshot copies.
 #[derive(Debug)]
 pub struct State {
     /// The tensors.
@@ -29,18 +29,18 @@ pub struct State {
     pub contents: Vec<Content>,
     /// The state's structure, as in [`Request`].
     pub structure: String,
-    /// The caller's metadata, likewise.
+    /// The caller's metadata, also as in [`Request`].
     pub metadata: String,
 }
 
-/// How far it is.
+/// How far the snapshot is.
 #[derive(Debug, PartialEq, Eq)]
 enum Phase {
     /// Tensors are still to be copied.
     Staging,
-    /// The images are whole.
+    /// The images are complete.
     Staged,
-    /// A copy failed: the images are of no use.
+    /// A copy failed. The images are unusable.
     Failed,
 }
 
@@ -49,24 +49,24 @@ struct Inner {
     state: State,
     plan: Plan,
     phase: Phase,
-    /// The memory, and whose it is.
+    /// The memory's owner, and the memory.
     memory: Option<(Arc<Memory>, Arc<Mapping>)>,
 }
 
-/// A state that is copied, and then written from the copy. Its memory holds the files of the checkpoint as they will be
-/// on the disk, headers included: only the manifest is missing. Each method but the getters and `stop` refuses while
-/// another runs.
+/// A state that is copied and then written from the copy. Its memory holds the files of the checkpoint as they will be
+/// on the disk, including headers: only the manifest is missing. Each method except the getters and `stop` refuses
+/// while another one runs.
 #[derive(Debug)]
 pub struct Snapshot {
     total: u64,
     size: usize,
     progress: Progress,
-    /// Nothing once it is closed.
+    /// `None` once it is closed.
     inner: Mutex<Option<Inner>>,
 }
 
 impl Snapshot {
-    /// Lays out the files for `state`, as [`save`] would. No byte of a tensor is read.
+    /// Lays out the files for `state`, as [`save`] would. Reads no byte of a tensor.
     pub fn new(state: State, groups: &[Group], shard_size: u64, options: &Options) -> Result<Self> {
         if state.contents.len() != state.tensors.len() {
             return Err(Error::Invalid("each tensor needs its content".to_owned()));
@@ -97,18 +97,18 @@ impl Snapshot {
         self.progress.done.load(Ordering::Relaxed)
     }
 
-    /// Makes [`Self::stage`] end soon, now and later, with [`Error::Interrupted`].
+    /// Makes [`Self::stage`] end soon with [`Error::Interrupted`], now and in later calls.
     pub fn stop(&self) {
         self.progress.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Runs `action`, unless another method runs, or it is closed.
+    /// Runs `action`, unless another method runs or the snapshot is closed.
     fn with<T>(&self, action: impl FnOnce(&mut Inner) -> Result<T>) -> Result<T> {
         let mut inner = lock(&self.inner, "the snapshot is in use")?;
         action(inner.as_mut().ok_or(Error::Misused("the snapshot is closed"))?)
     }
 
-    /// Gives it the memory that it keeps until it is closed.
+    /// Gives the snapshot the memory that it keeps until it is closed.
     pub fn attach(&self, memory: &Arc<Memory>) -> Result<()> {
         self.with(|inner| {
             if memory.size() < self.size {
@@ -123,7 +123,7 @@ impl Snapshot {
     }
 
     /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that
-    /// fails, the state's own memory is not looked at again.
+    /// fails, it does not look at the state's own memory again.
     pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, tick: Tick<'_>) -> Result<()> {
         self.with(|inner| {
             let Inner { state, plan, phase, memory } = inner;
@@ -138,7 +138,7 @@ impl Snapshot {
             let wanted = Wanted { tensors: wanted, headers: last };
             let mut outcome =
                 staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, tick);
-            // What was not copied would be bytes of an earlier snapshot, under checksums that are right.
+            // What was not copied would be bytes of an earlier snapshot with correct checksums.
             if last && outcome.is_ok() && self.staged() != self.total {
                 outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
             }
@@ -150,7 +150,7 @@ impl Snapshot {
         })
     }
 
-    /// The files, each with its name, to be looked at or sent. While one of them is kept, the memory serves no other
+    /// The files with their names, to look at or to send. While one of them is kept, the memory serves no other
     /// snapshot.
     pub fn images(&self) -> Result<Vec<(String, Stretch)>> {
         self.with(|inner| {
@@ -159,7 +159,7 @@ impl Snapshot {
         })
     }
 
-    /// Writes it as [`save`] writes a state.
+    /// Writes the snapshot as [`save`] writes a state.
     pub fn save(&self, path: &Path, overwrite: bool, options: &Options, tick: Tick<'_>) -> Result<Report> {
         self.with(|inner| {
             let images = inner.images()?;
@@ -176,7 +176,7 @@ impl Snapshot {
         })
     }
 
-    /// Gives its memory back, and frees what it knows.
+    /// Gives its memory back and frees everything else.
     pub fn close(&self) -> Result<()> {
         let inner = lock(&self.inner, "the snapshot is in use")?.take();
         let memory = inner.and_then(|inner| inner.memory);
@@ -185,7 +185,7 @@ impl Snapshot {
 }
 
 impl Drop for Snapshot {
-    /// Memory that its owner may have pinned is given back, not unmapped.
+    /// Gives its memory back instead of unmapping it, because its owner may have pinned it.
     fn drop(&mut self) {
         let _ = self.close();
     }

@@ -1,4 +1,4 @@
-//! Staging: the copy of a state into the images of its shards, in pieces and with several threads.
+//! Staging: copies a state into the images of its shards, in pieces and with several threads.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,17 +15,17 @@ use crate::format::geometry::PAGE;
 use crate::format::layout::Plan;
 use crate::sys::thread::builder;
 
-/// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to go past the caches, small enough for
-/// the threads to end together and for a stop to be noticed soon.
+/// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to bypass the caches, small enough for
+/// the threads to end together and to notice a stop soon.
 pub(super) const PIECE: u64 = 16 << 20;
-/// States smaller than this are copied by the calling thread.
+/// The calling thread copies states smaller than this.
 const ALONE: u64 = 1 << 20;
-/// More threads than this were never faster: memory is what they share.
+/// More threads than this were never faster: what they share is memory.
 const MOST_THREADS: usize = 8;
-/// How often the calling thread looks up from waiting.
+/// How often the calling thread wakes up from waiting.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Seen and set from other threads while a copy runs.
+/// Read and set by other threads while a copy runs.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// Bytes copied so far.
@@ -58,18 +58,19 @@ struct Shared<'a> {
     running: AtomicUsize,
 }
 
-/// Which parts of the images one copy brings.
+/// Which parts of the images one copy fills.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
-    /// One byte for each tensor, not 0 for those that are copied.
+    /// One byte per tensor: nonzero if the tensor is copied.
     pub tensors: &'a [u8],
-    /// Whether the headers are.
+    /// Whether the headers are copied.
     pub headers: bool,
 }
 
-/// Copies what is `wanted` into `memory`, where the images of the plan's shards follow each other, each from a page on.
+/// Copies what is `wanted` into `memory`. There the images of the plan's shards follow each other, and each starts at a
+/// page.
 ///
-/// `tick` is called now and then on the calling thread. What has been copied when this fails is of no use.
+/// The calling thread calls `tick` now and then. If this fails, what was copied is unusable.
 pub(super) fn copy(
     contents: &[Content],
     plan: &Plan,
@@ -107,7 +108,7 @@ pub(super) fn copy(
                 };
                 let name = format!("fastckpt-copy-{number}");
                 if builder().name(name).spawn_scoped(scope, body).is_err() {
-                    // Fewer threads do as well; the caller copies where there is none.
+                    // Fewer threads are enough. If there are none, the caller copies.
                     shared.running.fetch_sub(1, Ordering::AcqRel);
                 } else {
                     started += 1;
@@ -132,7 +133,7 @@ pub(super) fn copy(
     failure.map_or(Ok(()), Err)
 }
 
-/// Cuts what is wanted into pieces, and bundles small ones: taking one from the queue is not free.
+/// Cuts what is wanted into pieces and bundles small ones, because taking one from the queue is not free.
 fn batches<'a>(
     plan: &'a Plan,
     wanted: Wanted<'_>,
@@ -181,7 +182,7 @@ fn batches<'a>(
 }
 
 impl Shared<'_> {
-    /// Keeps the first failure and stops everybody.
+    /// Keeps the first failure and stops all threads.
     fn fail(&self, error: Error) {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         self.failed.store(true, Ordering::Relaxed);
@@ -229,7 +230,7 @@ impl Shared<'_> {
     }
 }
 
-/// Where the image of each shard lies in the memory of a snapshot, with the rest of its last page.
+/// The range of each shard's image in the memory of a snapshot, including the rest of its last page.
 pub(super) fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
     plan.shards.iter().scan(0, |end, shard| {
         let begin = *end;

@@ -23,7 +23,7 @@ fn pattern(tensor: usize) -> Content {
     }))
 }
 
-/// A snapshot of tensors `m.0`, `0`, `m.1`, `1` and so on, of these sizes, and memory for it.
+/// A snapshot of tensors `m.0`, `0`, `m.1`, `1` and so on, with these sizes, and memory for it.
 fn snapshot_of(sizes: &[u64], contents: Vec<Content>) -> (Snapshot, Arc<Memory>) {
     let spec = |(index, &size): (usize, &u64)| {
         let name = format!("{}{}", ["m.", ""][index % 2], index / 2);
@@ -71,7 +71,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
         for io in ["auto", "buffered"] {
             let options = Options { io: io.parse().unwrap(), ..options(2) };
             let report = snapshot.save(&path, true, &options, &mut |_, _| true).unwrap();
-            // Past the page cache nobody copies; through it the kernel does, and nobody else.
+            // With direct I/O, nothing is copied. Through the page cache, only the kernel copies.
             let all: u64 = images.iter().map(|(_, image)| image.len() as u64).sum();
             let Ran { blocks, copied, .. } = report.ran;
             assert_eq!(copied, if blocks.on(IoPath::ZeroCopy) > 0 { 0 } else { all }, "{blocks:?}");
@@ -87,7 +87,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
         assert_eq!(names, [model[0], model[1], "training.safetensors"]);
         let mut seen = 0;
         for (file, image) in &images {
-            // Each begins at a page, as a file that is mapped does.
+            // Each image starts at a page, as a mapped file does.
             assert!(image.as_ptr().addr().is_multiple_of(PAGE as usize));
             for (name, view) in SafeTensors::deserialize(image).unwrap().iter() {
                 let tensor = 2 * name.parse::<usize>().unwrap() + usize::from(file.starts_with("training"));
@@ -108,7 +108,7 @@ fn a_failure_a_panic_and_a_stop_end_the_copy() {
             snapshot.stop();
         }
         let outcome = stage(&snapshot, &[1; 2], true);
-        // Half a copy is none.
+        // Half a copy is no copy.
         assert!(matches!(snapshot.images(), Err(Error::Misused("the snapshot is not staged"))));
         assert!(matches!(stage(&snapshot, &[1; 2], true), Err(Error::Misused(_))));
         snapshot.close().unwrap();
@@ -134,7 +134,7 @@ fn memory_serves_one_snapshot_at_a_time() {
     let kept = first.images().unwrap();
     first.close().unwrap();
     assert!(matches!(first.images(), Err(Error::Misused("the snapshot is closed"))));
-    // As long as an image is kept, nobody writes to it.
+    // As long as an image is kept, nothing writes to its memory.
     second.attach(&memory).unwrap();
     assert!(matches!(stage(&second, &[1; 2], true), Err(Error::Misused("the snapshot's memory is in use"))));
     drop(kept);

@@ -1,4 +1,4 @@
-//! Files of a checkpoint: opened relative to a directory, with and without the page cache.
+//! Files of a checkpoint, opened relative to a directory, with and without the page cache.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -12,8 +12,8 @@ use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 use super::cachestat::cached_bytes;
 use super::fork::Held;
 
-/// The alignment of address, offset and length that every file system met so far takes on its fast path:
-/// ext4 reports 512 and accepts it, but then serialises the writes.
+/// The alignment of address, offset and length that puts I/O on the fast path of every file system met so far. ext4
+/// reports and accepts 512, but then serialises the writes.
 pub const PAGE: u64 = 4096;
 
 /// `RWF_DONTCACHE` of linux/fs.h: a buffered write whose pages are written back at once and then dropped.
@@ -25,16 +25,15 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
-/// How long to wait for a lease to be given back, looking so often. The kernel takes it after fs.lease-break-time, by
-/// default 45 s.
+/// How long to wait for the holder of a lease to give it back, and how often to check. The kernel revokes a lease after
+/// fs.lease-break-time, 45 s by default.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
 
-/// Opens `name`, a single path component, for reading: a regular file directly inside `directory`, reached through no
-/// symbolic link.
+/// Opens `name`, a single path component directly inside `directory`, for reading. Follows no symbolic link.
 ///
-/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. So it does not wait either for somebody who holds
-/// a lease of a file (Samba, or the kernel's NFS server, on their own disks), but has the kernel ask for it back:
-/// that is waited for here.
+/// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. It also keeps the open from waiting for the holder
+/// of a lease (Samba or the kernel's NFS server, on their own disks). Instead, the kernel asks the holder to give the
+/// lease back, and this function waits for that.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let begin = Instant::now();
     loop {
@@ -47,12 +46,12 @@ fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Res
     }
 }
 
-/// Likewise, without waiting for anything.
+/// Like `open_beneath`, but never waits.
 fn open_now(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match retry_on_intr(|| fs::openat2(directory, name, flags, Mode::empty(), resolve)) {
-        // No openat2 (before 5.6), or hidden by a seccomp filter: `name` is one component, which NOFOLLOW covers.
+        // No openat2 (before 5.6), or a seccomp filter hides it. `name` is one component, so NOFOLLOW is enough.
         Err(Errno::NOSYS | Errno::PERM) => {
             Ok(retry_on_intr(|| fs::openat(directory, name, flags, Mode::empty()))?)
         }
@@ -60,14 +59,15 @@ fn open_now(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<
     }
 }
 
-/// Takes `O_NONBLOCK` back: `io_uring` would take it for a wish to have an error rather than to wait.
+/// Clears `O_NONBLOCK`. With it, `io_uring` would return an error instead of waiting.
 fn blocking_again(fd: BorrowedFd<'_>) {
     if let Ok(flags) = fs::fcntl_getfl(fd) {
         let _ = fs::fcntl_setfl(fd, flags - OFlags::NONBLOCK);
     }
 }
 
-/// Opens `name` inside `directory` for reading through the page cache and returns it with its length in bytes.
+/// Opens the regular file `name` inside `directory` for reading through the page cache. Returns it with its length in
+/// bytes.
 pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedFd, u64)> {
     let fd = open_beneath(directory, name, OFlags::empty())?;
     let stat = fs::fstat(&fd)?;
@@ -78,7 +78,8 @@ pub fn open_regular(directory: BorrowedFd<'_>, name: &str) -> io::Result<(OwnedF
     Ok((fd, u64::try_from(stat.st_size).unwrap_or(0)))
 }
 
-/// Fills `buf` from `offset` on; returns how much there was, which is less only at the end of the file.
+/// Fills `buf` from `offset` on. Returns the number of bytes read, which is smaller than `buf` only at the end of the
+/// file.
 pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < buf.len() {
@@ -90,24 +91,24 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
     Ok(done)
 }
 
-/// The alignment that direct I/O on `fd` asks of file offsets, lengths and memory: at least a page, more where the
-/// file system says so.
+/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more where the
+/// file system says so. `None` if the file cannot do direct I/O.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return Some(PAGE); // silent about it (before 6.1, btrfs, NFS): trying tells
+        return Some(PAGE); // not reported (before 6.1, btrfs, NFS): an attempt will tell
     }
     let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
     (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
 }
 
-/// Bytes that are allocated at a time. A call takes a moment then, and what a signal undoes of it is little: tmpfs
-/// before Linux 6.11 gives the whole range back at any signal, and a profiler sends one every few milliseconds.
+/// Bytes per allocation call. A call of this size takes only a moment, and a signal undoes little of the work: before
+/// Linux 6.11, tmpfs gives the whole range back on any signal, and a profiler sends one every few milliseconds.
 const STEP: u64 = 256 << 20;
-/// So often an allocation that a signal interrupted is tried again.
+/// How often an allocation is retried after a signal interrupted it.
 const INTERRUPTIONS: usize = 8;
 
-/// Gives a new file `len` bytes, allocated `step` by `step` as long as `go_on` says so.
+/// Allocates `len` bytes for a new file, `step` by `step`, as long as `go_on` returns true.
 fn allocate(fd: BorrowedFd<'_>, len: u64, step: u64, go_on: &mut dyn FnMut() -> bool) -> io::Result<()> {
     let (mut at, mut interrupted) = (0, 0);
     while at < len {
@@ -115,7 +116,7 @@ fn allocate(fd: BorrowedFd<'_>, len: u64, step: u64, go_on: &mut dyn FnMut() -> 
         match fs::fallocate(fd, FallocateFlags::empty(), at, part) {
             Ok(()) => at += part,
             Err(Errno::INTR) if interrupted < INTERRUPTIONS => interrupted += 1,
-            // Not on this file system, or never in peace: the size at least can be final.
+            // This file system cannot allocate, or signals keep interrupting it. At least make the size final.
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::INTR) => {
                 return Ok(retry_on_intr(|| fs::ftruncate(fd, len))?);
             }
@@ -128,16 +129,16 @@ fn allocate(fd: BorrowedFd<'_>, len: u64, step: u64, go_on: &mut dyn FnMut() -> 
     Ok(())
 }
 
-/// A shard, open for reading or writing: directly where that is wanted and works, and through the page cache.
+/// A shard, open for reading or writing: with direct I/O where that is wanted and works, else through the page cache.
 #[derive(Debug)]
 pub struct DataFile {
     cached: Held,
     direct: Option<Held>,
-    /// Set when the first direct operation is refused; the file is then used through the page cache.
+    /// Set when the first direct operation is refused. From then on, the file is used through the page cache.
     refused: OnceLock<()>,
     /// Set when the file system refuses [`DONTCACHE`].
     plain: AtomicBool,
-    /// How much of the whole file the page cache held when it was first asked; see [`DataFile::is_cached`].
+    /// How much of the whole file the page cache held at the first query; see [`DataFile::is_cached`].
     residency: OnceLock<Option<Residency>>,
 }
 
@@ -149,15 +150,15 @@ enum Residency {
     All,
 }
 
-/// From this share on, in hundredths, a range is read faster through the cache than past it.
+/// If the page cache holds at least this percentage of a range, reading through the cache is faster than direct I/O.
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates `name` inside `directory` (it must not exist) with `len` bytes allocated, so that no write extends it
-    /// and a full file system is noticed before the first byte. The mode is 0666 less the umask.
+    /// Creates `name`, which must not exist, inside `directory` with `len` bytes allocated. So no write extends the
+    /// file, and a full file system is noticed before the first byte. The mode is 0666 less the umask.
     ///
-    /// `go_on` is asked now and then; once it says no, the error is of kind `Interrupted`, and the file is for the
-    /// caller to remove.
+    /// `go_on` is called now and then. Once it returns false, the error is of kind `Interrupted`, and the caller must
+    /// remove the file.
     pub fn create(
         directory: BorrowedFd<'_>,
         name: &str,
@@ -177,7 +178,7 @@ impl DataFile {
         let direct = if direct {
             match open(OFlags::DIRECT) {
                 Ok(fd) if direct_alignment(fd.as_fd()) == Some(PAGE) => Some(fd),
-                // Alignments above a page would need larger blocks everywhere; nobody has reported one.
+                // An alignment above a page would need larger blocks everywhere. No such file system has been reported.
                 Ok(_) => None,
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => None,
                 Err(error) => return Err(error),
@@ -211,7 +212,7 @@ impl DataFile {
         Ok((file, len))
     }
 
-    /// A file for tests that do no I/O on it, opened for direct I/O or not.
+    /// A file for tests that do no I/O on it, open for direct I/O or not.
     #[cfg(test)]
     pub(crate) fn unused(direct: bool) -> Self {
         let null = || open_directory(std::path::Path::new("/")).unwrap();
@@ -219,8 +220,8 @@ impl DataFile {
         Self { direct: direct.then(|| Held::from(null())), ..file }
     }
 
-    /// Opens once more the regular file behind `fd`, which may have no name by now, and returns it with its length.
-    /// Direct I/O needs a descriptor of its own, which comes by way of `/proc`; without that the page cache is used.
+    /// Reopens the regular file behind `fd`, which may no longer have a name, and returns it with its length. Direct
+    /// I/O needs its own descriptor, which is opened through `/proc`. Without it, the page cache is used.
     pub fn open_again(fd: BorrowedFd<'_>, direct: bool) -> io::Result<(Self, u64)> {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let open = |extra| {
@@ -234,21 +235,20 @@ impl DataFile {
         Ok((Self::pair(fd.try_clone_to_owned()?, direct, open)?, len))
     }
 
-    /// Whether operations on this file go past the page cache.
+    /// Whether operations on this file bypass the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.direct.is_some() && self.refused.get().is_none()
     }
 
-    /// Notes that the file system refused a direct operation that was aligned.
+    /// Notes that the file system refused an aligned direct operation.
     pub fn refuse_direct(&self) {
         let _ = self.refused.set(());
     }
 
-    /// Whether the page cache holds most of `[start, end)`, in a file of `len` bytes. Where the kernel does not tell,
-    /// it does not.
+    /// Whether the page cache holds most of `[start, end)` in a file of `len` bytes. False if the kernel does not tell.
     ///
-    /// The first call looks at the whole file: a file that is not cached at all is asked about once.
+    /// The first call looks at the whole file, so a file that is not cached at all costs only one query.
     #[must_use]
     pub fn is_cached(&self, start: u64, end: u64, len: u64) -> bool {
         let whole = *self.residency.get_or_init(|| {
@@ -276,7 +276,7 @@ impl DataFile {
         }
     }
 
-    /// Reads into `bufs`, one after another, at `offset`; returns how many bytes came.
+    /// Reads at `offset` into `bufs`, one after another. Returns the number of bytes read.
     pub fn read_at(&self, direct: bool, bufs: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
         Ok(match bufs {
             [one] => rustix::io::pread(self.fd(direct), &mut **one, offset)?,
@@ -284,7 +284,7 @@ impl DataFile {
         })
     }
 
-    /// Writes `bufs`, one after another, at `offset`; returns how many bytes went.
+    /// Writes `bufs`, one after another, at `offset`. Returns the number of bytes written.
     pub fn write_at(&self, direct: bool, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
         if direct {
             return write(self.fd(true), bufs, offset);
@@ -303,17 +303,17 @@ impl DataFile {
     }
 
     /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report
-    /// success the next time. (An interrupted call has not failed.)
+    /// success the next time. (An interrupted call is not a failure.)
     pub fn sync(&self) -> io::Result<()> {
         Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
     }
 }
 
-/// Asks the kernel to begin writing a range back, so that the sync to come finds little to do. Pacing only, never
-/// durability.
+/// Asks the kernel to start writing a range back, so that the later sync has little to do. This is for pacing only,
+/// never for durability.
 pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-    // SAFETY: a system call without pointers, on a descriptor that is borrowed for as long as it lasts.
+    // SAFETY: a system call without pointers, on a descriptor that is borrowed for the whole call.
     unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 

@@ -1,26 +1,26 @@
-//! Descriptors that a forked child does not keep: those of an operation that only the parent's threads go on with.
+//! Descriptors that a forked child does not keep. They belong to operations that only the parent's threads continue.
 //!
-//! `O_CLOEXEC` acts at exec, which a data loader's worker never comes to. What it would keep open for as long as it
-//! lives: shards, whose gigabytes stay allocated after they were replaced; rings; and the manifest whose lock tells
-//! that its writer lives.
+//! `O_CLOEXEC` acts at exec, which a data loader's worker never reaches. For its whole life, the worker would keep
+//! these open: shards, whose gigabytes stay allocated after they are replaced; rings; and the manifest whose lock shows
+//! that its writer is alive.
 //!
-//! Each such descriptor is noted in a table, and the child puts an empty one in the place of each. It does not close
-//! them: their numbers stay taken, so that code of the parent's which the child may still run (it can be forked from
-//! inside a callback) meets an error and never somebody else's file. A descriptor that was opened in the very moment of
-//! the fork may be missed; the price is space.
+//! A table notes each such descriptor, and the child replaces each of them with an empty one. It does not close them.
+//! Their numbers stay taken, so if the child still runs code of the parent (the fork can happen inside a callback),
+//! that code meets an error and never an unrelated file. A descriptor that is opened at the very moment of the fork may
+//! be missed. The price is disk space.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
 const FREE: i32 = -1;
 
-/// Twice what a process may usually have open; what finds no place is inherited.
+/// Twice the usual limit of open files per process. If the table is full, a descriptor is inherited.
 static NOTED: [AtomicI32; 2048] = [const { AtomicI32::new(FREE) }; 2048];
-/// Where to look for a place first.
+/// Where the search for a free place starts.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// A descriptor's place in the table, for as long as this lives. It must go before the descriptor does.
+/// A descriptor's place in the table, for as long as this lives. It must be dropped before the descriptor.
 #[derive(Debug)]
 pub struct Note {
     place: Option<&'static AtomicI32>,
@@ -32,8 +32,8 @@ impl Note {
     #[must_use]
     pub fn new(fd: BorrowedFd<'_>) -> Self {
         if !REGISTERED.swap(true, Ordering::Relaxed) {
-            // SAFETY: the handler is a function of this library, which is never unloaded, and does only what a child of
-            // a process with threads may do.
+            // SAFETY: the handler is a function of this library, which is never unloaded. It does only what the child
+            // of a process with threads is allowed to do.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
         let (first, fd) = (NEXT.fetch_add(1, Ordering::Relaxed), fd.as_raw_fd());
@@ -47,14 +47,14 @@ impl Note {
 impl Drop for Note {
     fn drop(&mut self) {
         if let Some(place) = self.place {
-            // In a child the place may be free, or that of another descriptor.
+            // In a child, the place may be free or hold another descriptor.
             let _ = place.compare_exchange(self.fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 }
 
-/// Runs in the child before `fork` returns: only its one thread is there, and locks may be held by threads that are
-/// not.
+/// Runs in the child before `fork` returns. Only the forking thread exists there, and threads that do not may have held
+/// locks.
 extern "C" fn in_child() {
     let mut empty = -1;
     for place in &NOTED {
@@ -63,12 +63,12 @@ extern "C" fn in_child() {
             continue;
         }
         if empty < 0 {
-            // SAFETY: a system call on numbers, which may be made here.
+            // SAFETY: a system call on numbers, which is allowed here.
             empty = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         }
-        // SAFETY: likewise. `fd` belongs to an operation of the parent's, whose threads are not in this process.
+        // SAFETY: likewise. `fd` belongs to an operation of the parent, whose threads are not in this process.
         if empty < 0 || unsafe { libc::dup3(empty, fd, libc::O_CLOEXEC) } < 0 {
-            // There is no descriptor left for the empty one, so closing is what remains.
+            // No descriptor is left for the empty one, so `fd` is closed.
             // SAFETY: as above.
             unsafe { libc::close(fd) };
         }
@@ -82,7 +82,7 @@ extern "C" fn in_child() {
 /// A descriptor that a forked child does not keep.
 #[derive(Debug)]
 pub struct Held {
-    // Before the descriptor: a number that is closed may be somebody else's at once.
+    // Before the descriptor: once a number is closed, another file may get it at any time.
     _note: Note,
     fd: OwnedFd,
 }

@@ -1,4 +1,4 @@
-//! What one operation moves: stretches of a staging slab and of the caller's memory, one after another in the file.
+//! The memory that one operation moves: stretches of a staging buffer and of the caller's memory, in file order.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
@@ -12,15 +12,15 @@ use super::slabs::Slab;
 /// One stretch.
 #[derive(Debug)]
 pub enum Part {
-    /// Bytes of the operation's slab.
+    /// Bytes of the operation's staging buffer.
     Slab(Range<usize>),
-    /// The caller's memory, to be written to a file.
+    /// The caller's memory, written to a file.
     Source(Source),
-    /// Memory of a snapshot, to be written to a file.
+    /// Memory of a snapshot, written to a file.
     Stretch(Stretch),
-    /// The caller's memory, to be filled from a file.
+    /// The caller's memory, filled from a file.
     Region(Region),
-    /// Bytes of the file where it is mapped, to be brought into memory; always the only part.
+    /// Bytes of a mapped file, brought into memory. This is always the only part.
     Mapped(Arc<FileMap>, Range<usize>),
 }
 
@@ -36,14 +36,14 @@ impl Part {
         }
     }
 
-    /// Whether there are none.
+    /// Whether the part has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The memory of an operation, which owns it while the kernel may touch it.
+/// The memory of an operation. The operation owns it while the kernel may access it.
 #[derive(Debug)]
 pub struct Buf {
     slab: Option<Slab>,
@@ -51,10 +51,11 @@ pub struct Buf {
 }
 
 impl Buf {
-    /// Memory made of `parts`, those in the slab in the order in which they lie there and without overlap.
+    /// Memory made of `parts`. The parts in the staging buffer must be in the order in which they lie there, without
+    /// overlap.
     ///
     /// # Panics
-    /// If a part does not lie in the slab, or before the one before it.
+    /// If a part lies outside the staging buffer or starts before the end of the previous one.
     #[must_use]
     pub fn new(slab: Option<Slab>, parts: Vec<Part>) -> Self {
         let mut at = 0;
@@ -80,7 +81,7 @@ impl Buf {
         &self.parts
     }
 
-    /// Where the file is mapped, and which of its bytes, if that is what this is.
+    /// The mapped file and the range of its bytes, or `None` if this is not a mapped part.
     #[must_use]
     pub fn mapped(&self) -> Option<(&FileMap, &Range<usize>)> {
         match self.parts.first() {
@@ -89,19 +90,19 @@ impl Buf {
         }
     }
 
-    /// The slab's bytes; none without a slab.
+    /// The bytes of the staging buffer; empty without one.
     #[must_use]
     pub fn slab(&self) -> &[u8] {
         self.slab.as_deref().unwrap_or_default()
     }
 
-    /// The slab, for reuse.
+    /// The staging buffer, for reuse.
     #[must_use]
     pub fn into_slab(self) -> Option<Slab> {
         self.slab
     }
 
-    /// The bytes of `range`, counted over all parts, to be written to a file.
+    /// The bytes of `range`, counted over all parts, for writing to a file.
     #[must_use]
     pub fn slices(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
         let mut at = 0;
@@ -124,10 +125,10 @@ impl Buf {
         slices
     }
 
-    /// The bytes of `range`, counted over all parts, to be filled from a file.
+    /// The bytes of `range`, counted over all parts, for filling from a file.
     ///
     /// # Panics
-    /// If a part of it is a [`Part::Source`], [`Part::Stretch`] or [`Part::Mapped`].
+    /// If one of the parts is a [`Part::Source`], [`Part::Stretch`] or [`Part::Mapped`].
     #[must_use]
     pub fn slices_mut(&mut self, range: Range<usize>) -> Vec<IoSliceMut<'_>> {
         let (mut at, mut passed) = (0, 0);
@@ -157,7 +158,7 @@ impl Buf {
     }
 }
 
-/// Which bytes of a part that begins at `at` and has `len` of them lie in `range`.
+/// Which bytes of a part that starts at `at` and is `len` bytes long lie in `range`.
 fn clip(range: &Range<usize>, at: usize, len: usize) -> Range<usize> {
     let from = range.start.clamp(at, at + len) - at;
     from..range.end.clamp(at + from, at + len) - at
@@ -168,12 +169,12 @@ mod tests {
     use super::super::slabs;
     use super::*;
 
-    /// A slab's `ab`, memory `cde`, the slab's `fg`.
+    /// `ab` in the staging buffer, `cde` in memory, `fg` in the staging buffer.
     fn buf(memory: &mut [u8]) -> Buf {
         let mut slab = slabs::take(4).unwrap();
         slab[..4].copy_from_slice(b"abfg");
         memory.copy_from_slice(b"cde");
-        // SAFETY: the tests keep `memory` alive and do not touch it before they are done with the buffer.
+        // SAFETY: the tests keep `memory` alive and do not access it until they are done with the buffer.
         let region = unsafe { Region::new(memory.as_mut_ptr(), memory.len()) };
         Buf::new(Some(slab), vec![Part::Slab(0..2), Part::Region(region), Part::Slab(2..4)])
     }

@@ -1,13 +1,13 @@
-//! A lock that tells the living from the dead: on an open file, seen by every process of the machine and, where the
-//! file system carries it (NFS, Ceph, Lustre with `flock`), by other machines.
+//! A lock that shows whether its holder is alive. It is taken on an open file. Every process of the machine sees it
+//! and, where the file system supports that (NFS, Ceph, Lustre with `flock`), so do other machines.
 //!
-//! It lies on one byte far beyond the end of the file: some file systems (CIFS) keep others from reading what is
-//! locked.
+//! It covers one byte far beyond the end of the file, because some file systems (CIFS) keep others from reading locked
+//! bytes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// The byte that is locked.
+/// The locked byte.
 const BYTE: libc::off_t = 1 << 62;
 
 fn request() -> libc::flock {
@@ -20,13 +20,13 @@ fn request() -> libc::flock {
     request
 }
 
-/// Takes the lock of `fd`, a file open for writing, without waiting. It is held until the last descriptor of this open
-/// file is closed, those of forked children included.
+/// Takes the lock of `fd`, a file open for writing, without waiting. The lock is held until the last descriptor of this
+/// open file is closed, including those of forked children.
 pub fn take(fd: impl AsFd) -> io::Result<()> {
     let request = request();
     loop {
-        // SAFETY: the command takes a pointer to a `flock`, which outlives the call; the descriptor is borrowed for as
-        // long.
+        // SAFETY: the command takes a pointer to a `flock`, which outlives the call. So does the borrow of the
+        // descriptor.
         let outcome = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &raw const request) };
         if outcome == 0 {
             return Ok(());
@@ -38,7 +38,8 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Whether `error`, of [`take`], says that somebody else has it. (EACCES says that a security module forbids locks.)
+/// Whether `error`, returned by [`take`], means that someone else holds the lock. (EACCES means that a security module
+/// forbids locks.)
 #[must_use]
 pub fn is_taken(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EAGAIN)

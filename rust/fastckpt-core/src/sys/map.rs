@@ -1,5 +1,4 @@
-//! Files as memory: pages of the page cache, each copied when it is first written to, so that no write reaches the
-//! file.
+//! Files as memory: pages of the page cache. A page is copied at the first write to it, so no write reaches the file.
 
 use std::io;
 use std::ops::Range;
@@ -18,7 +17,8 @@ pub struct FileMap {
     len: usize,
 }
 
-// SAFETY: the mapping lives as long as this, which only hands out its address and, through `bytes`, shared reads.
+// SAFETY: the mapping lives as long as this object, which only hands out its address and, through `bytes`, shared
+// reads.
 unsafe impl Send for FileMap {}
 // SAFETY: likewise.
 unsafe impl Sync for FileMap {}
@@ -34,7 +34,7 @@ impl FileMap {
         Ok(Self { base: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
     }
 
-    /// Where the file's first byte is.
+    /// The address of the file's first byte.
     #[must_use]
     pub fn address(&self) -> usize {
         self.base.as_ptr().addr()
@@ -46,13 +46,13 @@ impl FileMap {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the mapping has no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Brings the pages of `range` into memory and maps them, so that a disk that fails does so here: later it is a
+    /// Brings the pages of `range` into memory and maps them. A failing disk is an error here; later it would be a
     /// signal.
     pub fn populate(&self, range: &Range<usize>) -> io::Result<()> {
         self.populate_pages(range, page::size())
@@ -61,39 +61,39 @@ impl FileMap {
     fn populate_pages(&self, range: &Range<usize>, page: usize) -> io::Result<()> {
         let pages = page::around(range.start.min(self.len)..range.end.min(self.len), page);
         let at = self.base.as_ptr().wrapping_add(pages.start).cast();
-        // The first has the file system read all of it at once, where faults would ask for little at a time.
+        // The first advice makes the file system read everything at once. Page faults would request little at a time.
         for advice in [Advice::WillNeed, Advice::LinuxPopulateRead] {
-            // SAFETY: the pages are those of the mapping, and neither advice changes what is in it.
+            // SAFETY: the pages are those of the mapping, and neither advice changes their content.
             match unsafe { madvise(at, pages.len(), advice) } {
                 Err(Errno::FAULT | Errno::HWPOISON) => return Err(Errno::IO.into()),
-                // Every kernel knows the first advice: it is the range that it refuses, and a disk that fails would be
+                // Every kernel knows the first advice, so it is the range that it refuses. A failing disk would then be
                 // a signal.
                 Err(Errno::INVAL) if advice == Advice::WillNeed => return Err(Errno::INVAL.into()),
-                // Any other failure only means that pages come when they are touched, as before Linux 5.14.
+                // Any other failure only means that pages come at the first access, as before Linux 5.14.
                 _ => {}
             }
         }
         Ok(())
     }
 
-    /// The bytes of `range`, for as long as nobody writes through the address.
+    /// The bytes of `range`, valid as long as nothing writes through the address.
     ///
     /// # Panics
-    /// If the file has fewer.
+    /// If the file has fewer bytes.
     #[must_use]
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
-        // SAFETY: the range lies in the mapping. To write through the address takes unsafe code, which has to wait
-        // until these bytes are no longer looked at: Python gives what lies there away when the load has ended. Who
-        // changes the file in place meanwhile, which nobody may, changes bytes under a reader: their checksum is then
-        // wrong or was right, and nothing else depends on them.
+        // SAFETY: the range lies in the mapping. Writing through the address takes unsafe code, which must wait until
+        // these bytes are no longer read: Python hands out this memory only after the load has ended. A process that
+        // changes the file in place meanwhile, which is forbidden, changes bytes under a reader. Their checksum then
+        // fails, or has already matched. Nothing else depends on them.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().wrapping_add(range.start), range.len()) }
     }
 }
 
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and whoever was given its address keeps this alive for as long as it is used.
+        // SAFETY: the mapping is ours, and every user of its address keeps this object alive.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -112,7 +112,7 @@ mod tests {
         let map = FileMap::new(file.as_fd(), 5000).unwrap();
         map.populate(&(10..5000)).unwrap();
         assert_eq!(map.bytes(0..5000), [7; 5000]);
-        // SAFETY: the first byte of a writable mapping, at which nobody looks.
+        // SAFETY: the first byte of a writable mapping, which nothing reads meanwhile.
         unsafe { map.base.as_ptr().write(8) };
         let other = FileMap::new(file.as_fd(), 5000).unwrap();
         assert_eq!((map.bytes(0..2), other.bytes(0..2)), (&[8, 7][..], &[7, 7][..]));
@@ -123,7 +123,7 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[7; 8192]).unwrap();
         let map = FileMap::new(file.as_fd(), 8192).unwrap();
-        // As if memory had smaller pages than it has: what 4096 would be on a machine of 64 KiB.
+        // Assumes smaller pages than the machine has, as 4096 would be on a machine with 64 KiB pages.
         let outcome = map.populate_pages(&(600..5000), 512);
         assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EINVAL));
         map.populate(&(600..5000)).unwrap();

@@ -1,4 +1,4 @@
-//! Anonymous memory in huge pages: staging buffers, and snapshots.
+//! Anonymous memory in huge pages, for staging buffers and snapshots.
 
 use std::io;
 use std::ops::{Deref, DerefMut, Range};
@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Mappings are aligned to this and backed by pages of it where the kernel grants them. With 4 KiB pages a request to
-/// the device breaks into pieces of about 1 MiB and costs three times the CPU.
+/// Mappings are aligned to this size and backed by pages of this size where the kernel grants them. With 4 KiB pages, a
+/// request to the device breaks into pieces of about 1 MiB and costs three times the CPU time.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-/// Bytes of the mapping that holds `len` bytes, or nothing beyond `usize`.
+/// Size of the mapping that holds `len` bytes, or `None` if it exceeds `usize`.
 #[must_use]
 pub const fn size_for(len: usize) -> Option<usize> {
     let len = if len == 0 { 1 } else { len };
     len.checked_next_multiple_of(HUGE_PAGE)
 }
 
-/// A zeroed mapping of whole huge pages, never inherited by a forked child, where it looks empty.
+/// A zeroed mapping of whole huge pages. A forked child never inherits it, and sees it as empty.
 #[derive(Debug)]
 pub struct Mapping {
     base: NonNull<u8>,
@@ -26,16 +26,16 @@ pub struct Mapping {
     owner: u32,
 }
 
-// SAFETY: a mapping is the only owner of its memory, which is plain.
+// SAFETY: a mapping is the only owner of its memory, which is plain bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: through a shared mapping only reads are possible.
+// SAFETY: a shared mapping allows only reads.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps at least `len` bytes. The threads that fill them first take the page faults.
     pub fn new(len: usize) -> io::Result<Self> {
         let len = size_for(len).ok_or(io::ErrorKind::OutOfMemory)?;
-        // One huge page more, so that an aligned range of `len` lies inside; the rest is given back.
+        // One huge page more, so that an aligned range of `len` bytes lies inside. The rest is unmapped.
         let whole = len.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: a private anonymous mapping at an address the kernel chooses overlaps nothing.
         let start = unsafe {
@@ -47,19 +47,19 @@ impl Mapping {
         for (at, size) in [(start, lead), (base.wrapping_add(len), HUGE_PAGE - lead)] {
             if size > 0 {
                 // SAFETY: both ranges are page-aligned parts of the mapping just made, outside the part that is kept,
-                // and nobody knows of them.
+                // and nothing else knows of them.
                 let _ = unsafe { munmap(at.cast(), size) };
             }
         }
         let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let mapping = Self { base, len, owner: std::process::id() };
-        // Advice only: without huge pages or fork protection the memory still works.
+        // This is only advice: without huge pages or fork protection, the memory still works.
         mapping.advise(Advice::LinuxHugepage);
         mapping.advise(Advice::LinuxDontFork);
         Ok(mapping)
     }
 
-    /// The same, with every page present.
+    /// Like [`Self::new`], with every page present.
     pub fn populated(len: usize) -> io::Result<Self> {
         let mut mapping = Self::new(len)?;
         if !mapping.advise(Advice::LinuxPopulateWrite) {
@@ -69,11 +69,11 @@ impl Mapping {
     }
 
     fn advise(&self, advice: Advice) -> bool {
-        // SAFETY: the range is this mapping's own; none of the advices used drops its content.
+        // SAFETY: the range is this mapping's own, and no advice used here drops its content.
         unsafe { madvise(self.base.as_ptr().cast(), self.len, advice) }.is_ok()
     }
 
-    /// Whether this process made it.
+    /// Whether this process made the mapping.
     #[must_use]
     pub fn is_ours(&self) -> bool {
         self.owner == std::process::id()
@@ -82,10 +82,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // In a child the range was never mapped, and may belong to another mapping by now.
+        // In a child, the range was never mapped and may belong to another mapping by now.
         if self.is_ours() {
-            // SAFETY: the mapping is ours alone, nobody borrows from it, and no operation of the kernel's holds it:
-            // operations own what they move.
+            // SAFETY: the mapping is ours alone, nothing borrows from it, and no kernel operation holds it: operations
+            // own the memory that they move.
             let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
         }
     }
@@ -112,7 +112,7 @@ impl DerefMut for Mapping {
     }
 }
 
-/// Bytes of a mapping that several may read. Nobody writes to any part of it while one of these is there.
+/// Bytes of a mapping with several readers. While one of these exists, nothing writes to any part of the mapping.
 #[derive(Debug, Clone)]
 pub struct Stretch {
     mapping: Arc<Mapping>,
@@ -120,14 +120,14 @@ pub struct Stretch {
 }
 
 impl Stretch {
-    /// The bytes of `range`, or nothing where the mapping has not all of them.
+    /// The bytes of `range`, or `None` if the mapping does not have all of them.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, range: Range<usize>) -> Option<Self> {
         mapping.get(range.clone())?;
         Some(Self { mapping: Arc::clone(mapping), range })
     }
 
-    /// The bytes of `range`, counted in this one, or nothing where it has not all of them.
+    /// The bytes of `range`, counted within this stretch, or `None` if it does not have all of them.
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Option<Self> {
         self.get(range.clone())?;

@@ -1,4 +1,4 @@
-//! Memory of the caller's: where a tensor to be saved lies, and where one that is read goes.
+//! The caller's memory: where a tensor to save lies, and where a tensor that is read goes.
 
 use std::ops::{Deref, DerefMut};
 
@@ -6,14 +6,14 @@ use rustix::mm::{Advice, madvise};
 
 use super::page;
 
-/// Read-only memory of the caller's: where a tensor lies.
+/// Read-only memory of the caller, where a tensor lies.
 #[derive(Debug, Clone, Copy)]
 pub struct Source {
     base: *const u8,
     len: usize,
 }
 
-// SAFETY: whoever made the source promised that the memory may be read from any thread.
+// SAFETY: the caller of `new` promised that the memory may be read from any thread.
 unsafe impl Send for Source {}
 // SAFETY: likewise, and there are only reads.
 unsafe impl Sync for Source {}
@@ -22,7 +22,7 @@ impl Source {
     /// A view of `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until the source and every copy of it is gone, the bytes must be readable from any thread and not change.
+    /// Until the source and every copy of it are gone, the bytes must be readable from any thread and must not change.
     #[must_use]
     pub const unsafe fn new(base: *const u8, len: usize) -> Self {
         Self { base, len }
@@ -34,7 +34,7 @@ impl Source {
         self.base.addr()
     }
 
-    /// The part of `len` bytes from `start` on, or nothing if there are fewer.
+    /// The part of `len` bytes from `start` on, or `None` if there are fewer bytes.
     #[must_use]
     pub fn part(&self, start: usize, len: usize) -> Option<Self> {
         let inside = start.checked_add(len).is_some_and(|end| end <= self.len);
@@ -52,23 +52,23 @@ impl Source {
     }
 }
 
-/// Writable memory of the caller's: where a tensor is to go.
+/// Writable memory of the caller: the destination of a tensor.
 #[derive(Debug)]
 pub struct Region {
     base: *mut u8,
     len: usize,
 }
 
-// SAFETY: whoever made the region promised exclusive access from any thread.
+// SAFETY: the caller of `new` promised exclusive access from any thread.
 unsafe impl Send for Region {}
-// SAFETY: through a shared region there are only reads, of memory that its owner promised is nobody else's.
+// SAFETY: a shared region allows only reads, of memory that nothing else uses, as its owner promised.
 unsafe impl Sync for Region {}
 
 impl Region {
     /// Exclusive access to `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until the region and everything split from it is gone, the bytes must be writable from any thread, and nobody
+    /// Until the region and everything split from it are gone, the bytes must be writable from any thread, and nothing
     /// else may read or write them.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, len: usize) -> Self {
@@ -87,16 +87,16 @@ impl Region {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the region has no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The first `len` bytes as a region of their own; this one keeps the rest.
+    /// The first `len` bytes as a separate region. This one keeps the rest.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If there are fewer bytes.
     #[must_use]
     pub fn split_off_front(&mut self, len: usize) -> Self {
         assert!(len <= self.len, "{len} bytes of {}", self.len);
@@ -112,13 +112,13 @@ impl Region {
         self.split_off_front(self.len)
     }
 
-    /// Makes the pages of the region present before the kernel writes into them: a page fault for each 4 KiB inside
-    /// a direct read costs as much as the read. Advice only.
+    /// Makes the pages of the region present before the kernel writes into them. A page fault per 4 KiB inside a direct
+    /// read costs as much as the read. This is only advice.
     pub fn populate(&self) {
         let pages = page::inside(self.address()..self.address() + self.len, page::size());
         if !pages.is_empty() {
             let at = self.base.wrapping_add(pages.start - self.address()).cast();
-            // SAFETY: the range lies in the region, which the contract of `new` makes writable memory; populating
+            // SAFETY: the range lies in the region, which is writable memory by the contract of `new`. Populating
             // changes no content.
             let _ = unsafe { madvise(at, pages.len(), Advice::LinuxPopulateWrite) };
         }
@@ -141,8 +141,8 @@ impl DerefMut for Region {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: the contract of `new`, and splitting leaves no byte in two regions; and `&mut self` makes this the
-        // only access.
+        // SAFETY: the contract of `new`. Splitting leaves no byte in two regions, and `&mut self` makes this the only
+        // access.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn regions_split_without_overlap() {
         let mut memory = *b"frontrest";
-        // SAFETY: `memory` outlives the region and is not touched beside it.
+        // SAFETY: `memory` outlives the region and is not accessed otherwise.
         let mut rest = unsafe { Region::new(memory.as_mut_ptr(), memory.len()) };
         let front = rest.split_off_front(5);
         assert_eq!((&*front, &*rest), (&b"front"[..], &b"rest"[..]));

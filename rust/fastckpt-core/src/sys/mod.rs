@@ -1,4 +1,4 @@
-//! The border to the kernel: the only place in this crate with unsafe code.
+//! The boundary to the kernel: the only place in this crate with unsafe code.
 #![allow(unsafe_code)]
 
 pub mod cachestat;

@@ -1,17 +1,17 @@
-//! Pages of memory: 4 KiB on most machines, 16 or 64 KiB on some of aarch64. `madvise` and its kin refuse what is not
-//! made of whole ones. Files are another matter: their unit is [`super::file::PAGE`] everywhere.
+//! Memory pages: 4 KiB on most machines, 16 or 64 KiB on some aarch64 machines. `madvise` and similar calls refuse
+//! ranges that are not whole pages. Files are different: their unit is [`super::file::PAGE`] everywhere.
 
 use std::ops::Range;
 
-/// Bytes of a page of this machine's memory.
+/// Size in bytes of a memory page on this machine.
 #[must_use]
 pub fn size() -> usize {
-    // SAFETY: it only answers a number.
+    // SAFETY: the call only returns a number.
     let answer = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(answer).unwrap_or(4096)
 }
 
-/// The whole pages of `page` bytes inside `range`; empty where there is none.
+/// The whole pages of `page` bytes inside `range`; empty if there are none.
 #[must_use]
 pub const fn inside(range: Range<usize>, page: usize) -> Range<usize> {
     let (start, end) = (range.start.next_multiple_of(page), range.end - range.end % page);
@@ -46,7 +46,7 @@ mod tests {
             assert_eq!(around(page..3 * page, page), page..3 * page);
             assert_eq!(around(page + 64..2 * page + 1, page), page..3 * page);
             assert_eq!(around(64..65, page), 0..page);
-            // Data of a file lies at multiples of 4096, which are no pages of memory on every machine.
+            // File data lies at multiples of 4096, which are not page boundaries on every machine.
             let file = 4096 + 64..(5 << 20) + 64;
             let (inner, outer) = (inside(file.clone(), page), around(file.clone(), page));
             for edge in [inner.start, inner.end, outer.start, outer.end] {

@@ -1,17 +1,17 @@
-//! Which of the process's own memory is in huge pages: the kernel hands a device far longer stretches of those.
+//! Which memory of this process is in huge pages. The kernel hands a device far longer stretches of such memory.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
 use super::page;
 
-/// `PAGEMAP_SCAN` of linux/fs.h, from 6.7 on: `_IOWR('f', 16, struct pm_scan_arg)`.
+/// `PAGEMAP_SCAN` of linux/fs.h, since 6.7: `_IOWR('f', 16, struct pm_scan_arg)`.
 const SCAN: libc::c_ulong = 0xC060_6610;
-/// The category of pages that are mapped as a huge one.
+/// The category of pages that are mapped as huge pages.
 const HUGE: u64 = 1 << 6;
-/// Stretches that one call returns: memory in more of them is no memory in huge pages.
+/// Stretches that one call returns. Memory split into more of them is not memory in huge pages.
 const STRETCHES: usize = 16;
-/// Memory counts as huge when so much of it is, in hundredths: its edges rarely are.
+/// Memory counts as huge when at least this percentage of it is. Its edges rarely are.
 const MOSTLY: u64 = 75;
 
 /// `struct pm_scan_arg` of linux/fs.h.
@@ -45,13 +45,13 @@ struct Stretch {
 pub struct PageMap(File);
 
 impl PageMap {
-    /// Opens it; nothing where /proc is not to be had.
+    /// Opens it; `None` where /proc is not available.
     #[must_use]
     pub fn open() -> Option<Self> {
         File::open("/proc/self/pagemap").ok().map(Self)
     }
 
-    /// Whether most of the `len` bytes at `address` are in huge pages; nothing where the kernel does not tell.
+    /// Whether most of the `len` bytes at `address` are in huge pages; `None` if the kernel does not tell.
     #[must_use]
     pub fn is_huge(&self, address: usize, len: usize) -> Option<bool> {
         let pages = page::around(address..address + len, page::size());
@@ -71,9 +71,9 @@ impl PageMap {
             category_anyof_mask: 0,
             return_mask: HUGE,
         };
-        // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches, both alive through
-        // the call and laid out as it expects (a size it does not know is an error); it only looks at the memory that
-        // `start` and `end` name.
+        // SAFETY: the kernel reads and writes one `ScanArgument` and at most `STRETCHES` stretches. Both live through
+        // the call and have the layout that it expects (a size that it does not know is an error). It only looks at the
+        // memory that `start` and `end` name.
         let found = unsafe { libc::ioctl(self.0.as_raw_fd(), SCAN, &raw mut argument) };
         let found = stretches.get(..usize::try_from(found).ok()?)?;
         let huge: u64 = found.iter().map(|stretch| stretch.end - stretch.start).sum();
@@ -81,7 +81,7 @@ impl PageMap {
     }
 }
 
-/// Whether most of the `len` bytes at `address` are in huge pages, as far as is known.
+/// Whether most of the `len` bytes at `address` are in huge pages; false if that is unknown.
 #[must_use]
 pub fn is_huge(map: Option<&PageMap>, address: usize, len: usize) -> bool {
     map.and_then(|map| map.is_huge(address, len)) == Some(true)
@@ -102,7 +102,7 @@ mod tests {
         if !setting.contains("[never]") && !setting.is_empty() {
             assert!(huge, "{setting}");
         }
-        // What nobody has touched is in no page at all.
+        // Memory that nothing has touched is in no page at all.
         let untouched = Vec::<u8>::with_capacity(8 << 20);
         assert_eq!(map.is_huge(untouched.as_ptr().addr(), untouched.capacity()), Some(false));
     }

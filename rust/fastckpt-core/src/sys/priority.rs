@@ -1,16 +1,16 @@
-//! How much worker threads stand back behind others: niceness and I/O priority, each of the calling thread alone.
+//! How far worker threads yield to others: niceness and I/O priority, each set for the calling thread alone.
 
 use std::io;
 use std::str::FromStr;
 
 use super::thread::builder;
 
-/// The class of I/O that a thread asks for (`ioprio_set(2)`). Schedulers that know no priorities ignore it.
+/// The I/O class that a thread requests (`ioprio_set(2)`). Schedulers without priorities ignore it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoPriority {
-    /// The usual class with its level, 0 (first) to 7.
+    /// The usual class, with its level from 0 (first) to 7.
     BestEffort(u8),
-    /// Only when nobody else wants the device.
+    /// Only when nothing else wants the device.
     Idle,
 }
 
@@ -34,9 +34,9 @@ impl FromStr for IoPriority {
 /// What a worker thread sets for itself when it starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Priority {
-    /// Niceness, 0 to 19; the process's own where there is none.
+    /// Niceness, 0 to 19. `None` keeps that of the process.
     pub nice: Option<u8>,
-    /// Likewise.
+    /// I/O priority. `None` keeps that of the process.
     pub io: Option<IoPriority>,
 }
 
@@ -47,11 +47,11 @@ const BEST_EFFORT: libc::c_int = 2;
 const IDLE: libc::c_int = 3;
 
 impl Priority {
-    /// Sets both for the calling thread; the first error, if any.
+    /// Sets both for the calling thread. Returns the first error, if any.
     pub fn apply(self) -> io::Result<()> {
         let mut outcome = Ok(());
         if let Some(nice) = self.nice {
-            // SAFETY: a plain system call without pointers. For Linux "process 0" is the calling thread.
+            // SAFETY: a plain system call without pointers. On Linux, "process 0" is the calling thread.
             if unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::c_int::from(nice)) } != 0 {
                 outcome = Err(io::Error::last_os_error());
             }
@@ -69,7 +69,7 @@ impl Priority {
         outcome
     }
 
-    /// Whether threads of this process may do that: tried in a thread that ends at once.
+    /// Whether threads of this process may set these priorities. Tries it in a thread that ends at once.
     pub fn probe(self) -> io::Result<()> {
         builder().spawn(move || self.apply())?.join().unwrap_or(Ok(()))
     }

@@ -1,13 +1,13 @@
-//! System calls that only a diagnosis makes: harmless questions to the kernel, each answered by an errno.
+//! System calls that only a diagnosis makes: harmless queries to the kernel, each answered with an errno.
 
 use std::io;
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Bytes of `struct io_uring_params`.
+/// Size in bytes of `struct io_uring_params`.
 const RING_PARAMETERS: usize = 120;
-/// An opcode of `io_uring_register` that every kernel with the call knows: `IORING_REGISTER_FILES`.
+/// An opcode of `io_uring_register` that every kernel with this call knows: `IORING_REGISTER_FILES`.
 const REGISTER_FILES: libc::c_long = 2;
 
 /// The errno of the last call if it returned -1, else 0.
@@ -15,10 +15,11 @@ fn errno(returned: libc::c_long) -> i32 {
     if returned == -1 { io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) } else { 0 }
 }
 
-/// What `io_uring_setup`, `io_uring_enter` and `io_uring_register` answer, 0 for success.
+/// The answers of `io_uring_setup`, `io_uring_enter` and `io_uring_register`; 0 means success.
 ///
-/// Only the first is asked for something that can be had; the others get no ring, so that the kernel itself answers
-/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` says. Any other answer is that of a filter in front of it.
+/// Only the first call requests something that can succeed. The others get no ring, so the kernel itself answers
+/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` says. Any other answer comes from a filter in front of the
+/// kernel.
 #[must_use]
 pub fn ring_calls() -> [i32; 3] {
     let mut parameters = [0u64; RING_PARAMETERS / 8];
@@ -28,17 +29,17 @@ pub fn ring_calls() -> [i32; 3] {
     if let Ok(fd) = libc::c_int::try_from(ring)
         && fd >= 0
     {
-        // SAFETY: the call above made this descriptor, and nobody else knows of it.
+        // SAFETY: the call above made this descriptor, and nothing else knows of it.
         unsafe { libc::close(fd) };
     }
-    // SAFETY: no descriptor and no memory is named.
+    // SAFETY: the call names no descriptor and no memory.
     let enter = errno(unsafe { libc::syscall(libc::SYS_io_uring_enter, -1, 0, 0, 0, 0, 0) });
-    // SAFETY: no descriptor and no memory is named.
+    // SAFETY: the call names no descriptor and no memory.
     let register = errno(unsafe { libc::syscall(libc::SYS_io_uring_register, -1, REGISTER_FILES, 0, 0) });
     [setup, enter, register]
 }
 
-/// What the kernel answers to a wish for huge pages and to one for populated pages, 0 for success.
+/// The kernel's answers to a request for huge pages and to one for populated pages; 0 means success.
 #[must_use]
 pub fn memory_advice() -> [i32; 2] {
     const LEN: usize = 64 << 10;
@@ -55,7 +56,7 @@ pub fn memory_advice() -> [i32; 2] {
     let huge = errno(unsafe { madvise(base, LEN, Advice::LinuxHugepage) });
     // SAFETY: as above.
     let populate = errno(unsafe { madvise(base, LEN, Advice::LinuxPopulateWrite) });
-    // SAFETY: the mapping just made, which nobody else knows of.
+    // SAFETY: the mapping just made, which nothing else knows of.
     let _ = unsafe { munmap(base, LEN) };
     [huge, populate]
 }

@@ -1,4 +1,4 @@
-//! An `io_uring` of one thread, owning the buffers of what it has in flight.
+//! An `io_uring` for one thread. It owns the buffers of its operations in flight.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -10,39 +10,40 @@ use io_uring::{IoUring, Probe, opcode, types};
 use super::fork::Note;
 use super::gather::Buf;
 
-/// Entries of a ring: few, because the kernel counts them against `RLIMIT_MEMLOCK` of the user, all ranks together.
+/// Entries of a ring. There are few, because the kernel counts them against the user's `RLIMIT_MEMLOCK`, all ranks
+/// together.
 pub const ENTRIES: u32 = 32;
 
-/// The most stretches of memory of one operation (`UIO_MAXIOV`).
+/// The most stretches of memory per operation (`UIO_MAXIOV`).
 const MOST_VECTORS: usize = 1024;
 
-/// An operation for a ring, which owns it, its open file and its memory until it completes. That the memory is a
-/// [`Buf`] is what keeps the kernel from writing to something else: it does not move with its owner, and whoever made
-/// it vouched for it.
+/// An operation for a ring. The ring owns the operation, its open file and its memory until it completes. The memory is
+/// a [`Buf`], which keeps the kernel from writing anywhere else: it does not move with its owner, and its creator
+/// vouched for it.
 pub trait Payload: 'static {
     /// The open file.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// Where in the file the operation begins.
+    /// The file offset at which the operation starts.
     fn file_offset(&self) -> u64;
 
-    /// To the file, or from it.
+    /// Whether the operation writes to the file; otherwise it reads.
     fn is_write(&self) -> bool;
 
-    /// The memory, and which of its bytes move.
+    /// The memory, and which of its bytes to move.
     fn memory(&mut self) -> (&mut Buf, Range<usize>);
 }
 
-/// An operation in flight, and the list of its stretches of memory where there are several.
+/// An operation in flight, and the list of its stretches of memory.
 struct InFlight<T> {
     payload: T,
     _vectors: Vec<libc::iovec>,
 }
 
-/// A ring and the operations that it holds.
+/// A ring and its operations in flight.
 ///
-/// Dropping it waits for every operation first: the kernel writes to their buffers until they complete. Then the ring
-/// goes, then the buffers (the order of the fields).
+/// Dropping it first waits for every operation, because the kernel writes to their buffers until they complete. Then
+/// the ring is dropped, then the buffers (the order of the fields).
 pub struct Ring<T: Payload> {
     _note: Note,
     inner: IoUring,
@@ -51,7 +52,7 @@ pub struct Ring<T: Payload> {
 }
 
 impl<T: Payload> Ring<T> {
-    /// Sets up a ring for the calling thread, and only for it, with the newest set of flags that the kernel takes.
+    /// Sets up a ring for the calling thread only, with the newest set of flags that the kernel accepts.
     pub fn new() -> io::Result<Self> {
         let mut newest = IoUring::builder();
         newest.setup_single_issuer().setup_defer_taskrun().setup_submit_all();
@@ -75,8 +76,8 @@ impl<T: Payload> Ring<T> {
         if !needed.iter().all(|&code| probe.is_supported(code)) {
             return Err(io::Error::from_raw_os_error(libc::ENOSYS));
         }
-        // SAFETY: the ring is open, and nobody closes it while it is noted: the note goes first (the order of the
-        // fields).
+        // SAFETY: the ring is open, and nothing closes it while it is noted: the note is dropped first (the order of
+        // the fields).
         let note = Note::new(unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) });
         Ok(Self { _note: note, inner: ring, slots: (0..ENTRIES).map(|_| None).collect(), in_flight: 0 })
     }
@@ -84,13 +85,13 @@ impl<T: Payload> Ring<T> {
     /// Hands `payload` to the kernel.
     ///
     /// # Panics
-    /// If more operations are in flight than the ring has entries: the worker's queue depth is lower.
+    /// If every entry of the ring is in flight. A worker's queue depth prevents that.
     pub fn submit(&mut self, mut payload: T) -> io::Result<()> {
         let slot = self.slots.iter().position(Option::is_none).expect("queue depth below ring entries");
         let fd = types::Fd(payload.fd().as_raw_fd());
         let (write, offset) = (payload.is_write(), payload.file_offset());
         let (buf, range) = payload.memory();
-        // More than the kernel takes at once are a short transfer, and the rest follows.
+        // If there are more than the kernel takes at once, the transfer is short and the rest follows.
         let vectors: Vec<libc::iovec> = if write {
             let slices = buf.slices(range);
             slices.iter().take(MOST_VECTORS).map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
@@ -108,9 +109,9 @@ impl<T: Payload> Ring<T> {
         .user_data(slot as u64);
         self.slots[slot] = Some(InFlight { payload, _vectors: vectors });
         self.in_flight += 1;
-        // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload now in `slots`,
-        // which stays there until its completion was reaped, also when the ring is dropped; none of them moves with
-        // it (all are behind pointers).
+        // SAFETY: the descriptor, the memory and the list of its stretches belong to the payload that is now in
+        // `slots`. It stays there until its completion is reaped, even when the ring is dropped. None of them moves
+        // with it (all are behind pointers).
         if unsafe { self.inner.submission().push(&entry) }.is_err() {
             self.slots[slot] = None;
             self.in_flight -= 1;
@@ -125,7 +126,7 @@ impl<T: Payload> Ring<T> {
             match self.inner.submit_and_wait(want) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of something for a moment; reaping may free it.
+                // The kernel is briefly short of a resource. Reaping may free it.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {
                     if want == 0 || !self.inner.completion().is_empty() {
                         return Ok(()); // what stays queued goes with the next entry
@@ -137,7 +138,7 @@ impl<T: Payload> Ring<T> {
         }
     }
 
-    /// The next completion, waiting for it if need be; none if nothing is in flight.
+    /// The next completion, after waiting if necessary; `None` if nothing is in flight.
     pub fn wait(&mut self) -> io::Result<Option<(T, io::Result<usize>)>> {
         if self.in_flight == 0 {
             return Ok(None);
@@ -158,12 +159,12 @@ impl<T: Payload> Ring<T> {
     }
 }
 
-/// One stretch of memory, as the kernel takes it.
+/// One stretch of memory, in the form that the kernel takes.
 fn vector(base: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: base.cast(), iov_len: len }
 }
 
-/// Its length, as a single operation takes it.
+/// The length of a stretch, in the form that a single operation takes.
 fn length(vector: &libc::iovec) -> io::Result<u32> {
     u32::try_from(vector.iov_len).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
@@ -172,8 +173,7 @@ impl<T: Payload> Drop for Ring<T> {
     fn drop(&mut self) {
         while self.in_flight > 0 {
             if self.wait().is_err() {
-                // The kernel no longer answers, so it may still write: these buffers must outlive the process's use
-                // of them.
+                // The kernel no longer answers, so it may still write. These buffers must never be freed.
                 let _ = ManuallyDrop::new(std::mem::take(&mut self.slots));
                 return;
             }

@@ -1,4 +1,4 @@
-//! The memory of the live counters: shared through a file, or private where there can be none (`docs/telemetry.md`, 2
+//! The memory of the live counters: shared through a file, or private where no file is possible (`docs/telemetry.md`, 2
 //! and 3).
 
 use std::io;
@@ -12,19 +12,19 @@ use rustix::fs::{self, AtFlags, FallocateFlags, FileType, FlockOperation, Mode, 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-/// Segments of the dead are kept this long for the post-mortem.
+/// How long the segments of dead processes are kept for a post-mortem.
 const KEEP: Duration = Duration::from_secs(600);
 
-/// Memory that others can see, and the file it lies in.
+/// Memory that other processes can see, and the file that holds it.
 #[derive(Debug)]
 pub struct Shared<T: 'static> {
-    /// The memory. Mapped until the process ends: a worker may hold it at any time.
+    /// The memory. It stays mapped until the process ends, because a worker may hold it at any time.
     pub segment: &'static T,
-    /// Device and inode of the file, by which it is known again.
+    /// Device and inode of the file, which identify it.
     pub file: (u64, u64),
 }
 
-/// Opens the directory, making it if need be, and refuses one that others could write to.
+/// Opens the directory and creates it if necessary. Refuses a directory that others own or can write to.
 fn open_directory(path: &Path) -> io::Result<OwnedFd> {
     match fs::mkdir(path, Mode::from_raw_mode(0o700)) {
         Ok(()) | Err(Errno::EXIST) => {}
@@ -39,7 +39,7 @@ fn open_directory(path: &Path) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Whether nobody alive holds the lock of `name`; a file that is not there counts as free.
+/// Whether no live process holds the lock of `name`. A missing file counts as free.
 fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     match fs::openat(directory, name, flags, Mode::empty()) {
@@ -48,7 +48,7 @@ fn is_free(directory: BorrowedFd<'_>, name: &str) -> bool {
     }
 }
 
-/// Makes a file of the name `name` in `directory` that is the memory of a `T`, at first `empty`. It gets its name
+/// Makes a file called `name` in `directory` that is the memory of a `T`, initially `empty`. The file gets its name
 /// after `fill`.
 pub fn publish<T: Sync + 'static>(
     directory: &Path,
@@ -71,40 +71,40 @@ pub fn publish<T: Sync + 'static>(
         Ok(Shared { segment, file: (stat.st_dev, stat.st_ino) })
     });
     if outcome.is_err() {
-        // The mapping, if there is one, stays: a page of a file without a name, once in a process's life.
+        // The mapping, if there is one, stays: a page of a file without a name, once in the life of a process.
         let _ = fs::unlinkat(&directory, &hidden, AtFlags::empty());
     }
     outcome
 }
 
-/// Locks, allocates and maps the file, and puts `value` there. The mapping keeps the lock when the descriptor is
+/// Locks, allocates and maps the file, and puts `value` there. The mapping keeps the lock after the descriptor is
 /// closed.
 fn map<T: Sync + 'static>(fd: BorrowedFd<'_>, value: T) -> io::Result<&'static T> {
     const { assert!(align_of::<T>() <= 4096) };
     fs::flock(fd, FlockOperation::NonBlockingLockExclusive)?;
     let size = size_of::<T>();
     fs::ftruncate(fd, size as u64)?;
-    // Without this a full tmpfs would be a SIGBUS at the first store.
+    // Without this, a full tmpfs would raise SIGBUS at the first store.
     fs::fallocate(fd, FallocateFlags::empty(), 0, size as u64)?;
-    // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nobody shortens the file: it is
-    // ours (0600, in a directory of ours), and neither producer nor monitor ever does.
+    // SAFETY: a shared mapping of a file just made, at an address the kernel chooses. Nothing shortens the file: it is
+    // ours (0600, in a directory of ours), and neither producer nor monitor ever shortens it.
     let base = unsafe {
         mmap(std::ptr::null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
     }?;
     // SAFETY: the range is the mapping just made.
     if let Err(error) = unsafe { madvise(base, size, Advice::LinuxDontFork) } {
-        // SAFETY: as above, and nobody knows of it yet. A child that inherited it would keep a dead parent's lock.
+        // SAFETY: as above, and nothing knows of it yet. A child that inherited it would keep a dead parent's lock.
         let _ = unsafe { munmap(base, size) };
         return Err(error.into());
     }
     let segment = NonNull::new(base.cast::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    // SAFETY: the mapping is page-aligned, which is enough for a `T`, large enough, and nobody else's yet.
+    // SAFETY: the mapping is page-aligned, which is enough for a `T`. It is large enough, and nothing else uses it yet.
     unsafe { segment.write(value) };
-    // SAFETY: it holds a `T` now and is never unmapped. Other processes only look at it.
+    // SAFETY: it holds a `T` now and is never unmapped. Other processes only read it.
     Ok(unsafe { segment.as_ref() })
 }
 
-/// Renames the finished file to its name; a dead process's file of that name is replaced.
+/// Renames the finished file to its name. Replaces a file of that name if its process is dead.
 fn give_name(directory: BorrowedFd<'_>, hidden: &str, name: &str) -> io::Result<()> {
     match fs::renameat_with(directory, hidden, directory, name, RenameFlags::NOREPLACE) {
         Err(Errno::EXIST) if is_free(directory, name) => {
@@ -115,7 +115,7 @@ fn give_name(directory: BorrowedFd<'_>, hidden: &str, name: &str) -> io::Result<
     }
 }
 
-/// Removes old segments of dead processes of ours.
+/// Removes old segments of dead processes of this user.
 fn sweep(directory: BorrowedFd<'_>) {
     let Ok(entries) = fs::Dir::read_from(directory) else { return };
     for entry in entries.flatten() {
@@ -134,8 +134,8 @@ fn sweep(directory: BorrowedFd<'_>) {
     }
 }
 
-/// Whether `path` is still the file `file`; if so its times become now, since stores through a mapping do not move
-/// them.
+/// Whether `path` is still the file `file`. If so, sets its times to now, because stores through a mapping do not
+/// update them.
 #[must_use]
 pub fn still_there(path: &Path, file: (u64, u64)) -> bool {
     let same = fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == file);

@@ -1,4 +1,4 @@
-//! The pool of staging buffers ("slabs"): populated mappings, kept from one operation to the next.
+//! The pool of staging buffers: populated mappings, kept from one operation to the next.
 
 use std::io;
 use std::sync::{Mutex, TryLockError};
@@ -8,11 +8,11 @@ use super::mapping::Mapping;
 /// A staging buffer.
 pub type Slab = Mapping;
 
-/// Slabs kept for the next operation: first touch of memory costs as much as the disk.
+/// Staging buffers kept for the next operation. The first touch of memory costs as much as the disk.
 static POOL: Mutex<Vec<Slab>> = Mutex::new(Vec::new());
 
-/// Runs `action` on the pool, or not at all: a child forked while another thread held the lock would wait for ever,
-/// and an empty-handed caller just maps fresh memory.
+/// Runs `action` on the pool, or not at all if the lock stays taken: a child forked while another thread held the lock
+/// would wait forever. A caller that gets nothing just maps fresh memory.
 fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
     let mut pool = (0..1000).find_map(|_| match POOL.try_lock() {
         Ok(pool) => Some(pool),
@@ -27,11 +27,11 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
     Some(action(&mut pool))
 }
 
-/// A slab of at least `len` bytes, reused where one is free.
+/// A staging buffer of at least `len` bytes, reused if one is free.
 pub fn take(len: usize) -> io::Result<Slab> {
     let (fits, _unmapped) = with_pool(|pool| {
         let fits = smallest_fit(pool, len);
-        // One that is too small goes for each new one, or the pool would only grow.
+        // One buffer that is too small is unmapped for each new one. Otherwise, the pool would only grow.
         let small = if fits.is_none() { pool.pop() } else { None };
         (fits, small)
     })
@@ -46,7 +46,7 @@ pub fn smallest_fit(slabs: &mut Vec<Slab>, len: usize) -> Option<Slab> {
     Some(slabs.swap_remove(at))
 }
 
-/// Gives slabs back for reuse; what exceeds `keep` bytes in all is unmapped.
+/// Gives staging buffers back for reuse. Unmaps those that would exceed `keep` bytes in total.
 pub fn give(slabs: Vec<Slab>, keep: usize) {
     with_pool(|pool| {
         let mut kept: usize = pool.iter().map(|slab| slab.len()).sum();

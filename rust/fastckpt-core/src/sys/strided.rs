@@ -1,4 +1,4 @@
-//! Memory of the caller's that is filled row by row: a box of a tensor, laid out with strides.
+//! Memory of the caller that is filled row by row: a box of a tensor, laid out with strides.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,29 +10,29 @@ use super::memory::Region;
 pub struct Axis {
     /// Number of indices.
     pub count: u64,
-    /// Bytes from one to the next in the tensor, never zero.
+    /// Bytes from one index to the next in the tensor, never zero.
     pub from: u64,
-    /// Bytes from one to the next in memory.
+    /// Bytes from one index to the next in memory.
     pub to: i64,
 }
 
-/// A box of a tensor, not empty, as rows: bytes that lie together both in the tensor and in memory.
+/// A non-empty box of a tensor, as rows. The bytes of a row are contiguous both in the tensor and in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     first: u64,
     row: u64,
-    /// Outermost first; rows follow each other in the tensor as the axes count up.
+    /// Outermost first. Counting up the axes gives the rows in the order of the tensor.
     axes: Vec<Axis>,
 }
 
-/// Rows along the innermost axis, or one that is cut.
+/// Rows along the innermost axis, or one row that is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line {
     /// First byte of the first row, counted in the tensor.
     pub at: u64,
-    /// The same in memory, counted from the box's first element.
+    /// Its place in memory, counted from the box's first element.
     pub to: i64,
-    /// Bytes of a row.
+    /// Bytes per row.
     pub len: u64,
     /// Number of rows.
     pub count: u64,
@@ -47,7 +47,7 @@ impl Line {
 }
 
 impl Rows {
-    /// Rows of `row` bytes, the first at byte `first` of the tensor. What lies together along several axes becomes one.
+    /// Rows of `row` bytes, the first at byte `first` of the tensor. Joins axes that lie together.
     #[must_use]
     pub fn new(first: u64, mut row: u64, axes: impl DoubleEndedIterator<Item = Axis>) -> Self {
         let mut joined: Vec<Axis> = Vec::new();
@@ -67,7 +67,7 @@ impl Rows {
         Self { first, row, axes: joined }
     }
 
-    /// Bytes of one row.
+    /// Bytes per row.
     #[must_use]
     pub const fn row(&self) -> u64 {
         self.row
@@ -79,14 +79,14 @@ impl Rows {
         self.row * self.axes.iter().map(|axis| axis.count).product::<u64>()
     }
 
-    /// From the first byte to the last, counted in the tensor.
+    /// The range from the first byte to the last, counted in the tensor.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         let last: u64 = self.axes.iter().map(|axis| (axis.count - 1) * axis.from).sum();
         self.first..self.first + last + self.row
     }
 
-    /// From the lowest byte to the highest in memory, counted from the box's first element.
+    /// The range from the lowest byte in memory to the highest, counted from the box's first element.
     #[must_use]
     pub fn reach(&self) -> Range<i128> {
         let steps = self.axes.iter().map(|axis| i128::from(axis.count - 1) * i128::from(axis.to));
@@ -95,8 +95,8 @@ impl Rows {
         low..high
     }
 
-    /// Whether no byte of memory belongs to two rows, for the reason that each axis steps over all that lies along
-    /// shorter steps.
+    /// Whether each axis steps over everything that lies along shorter steps. Then no byte of memory belongs to two
+    /// rows.
     #[must_use]
     pub fn is_nested(&self) -> bool {
         let mut axes = self.axes.clone();
@@ -109,8 +109,8 @@ impl Rows {
         })
     }
 
-    /// The same box in longer rows: those that follow each other in the tensor with at most `gap` bytes between are
-    /// one.
+    /// The same box in longer rows: rows that follow each other in the tensor with at most `gap` bytes between them
+    /// become one.
     #[must_use]
     pub fn joined(&self, gap: u64) -> Self {
         let (mut row, mut outer) = (self.row, self.axes.len());
@@ -121,7 +121,7 @@ impl Rows {
         Self { first: self.first, row, axes: self.axes[..outer].to_vec() }
     }
 
-    /// What of the rows lies in `range` of the tensor, in order.
+    /// The parts of the rows that lie in `range` of the tensor, in order.
     pub fn lines(&self, range: Range<u64>) -> impl Iterator<Item = Line> {
         let mut next = Some(self.seek(range.start));
         let inner = self.axes.last().copied().unwrap_or(Axis { count: 1, from: self.row, to: 0 });
@@ -143,18 +143,18 @@ impl Rows {
             }
             Some(Line { at: at + skip, to: to + skip.cast_signed(), len, count, step: inner })
         };
-        // The row that the range begins after has nothing of it.
+        // A row that ends before the range has nothing in it.
         std::iter::from_fn(line).filter(|line| line.len > 0)
     }
 
-    /// The axis outside of the innermost.
+    /// The axis around the innermost one; a single index if there is none.
     fn outer(&self) -> Axis {
         let outer = self.axes.len().checked_sub(2).map(|at| self.axes[at]);
         outer.unwrap_or(Axis { count: 1, from: 0, to: 0 })
     }
 
-    /// Whether `line` follows the `count` lines from `first` on in a band to be turned over: of rows whose neighbours
-    /// in the tensor lie further apart in memory than those of the next line.
+    /// Whether `line` follows the `count` lines from `first` on in a band to transpose. In such a band, neighbouring
+    /// rows of a line lie further apart in memory than neighbouring lines.
     fn crosses(&self, first: &Line, count: u64, line: &Line) -> bool {
         let outer = self.outer();
         line.len.is_power_of_two()
@@ -166,7 +166,7 @@ impl Rows {
             && line.to == first.to + count.cast_signed() * outer.to
     }
 
-    /// The index of the last row that does not begin after byte `at` of the tensor, or of the first.
+    /// The index of the last row that starts at or before byte `at` of the tensor, or of the first row.
     fn seek(&self, at: u64) -> Vec<u64> {
         let mut rest = at.saturating_sub(self.first);
         let place = |axis: &Axis| {
@@ -177,7 +177,7 @@ impl Rows {
         self.axes.iter().map(place).collect()
     }
 
-    /// Moves on by `count` rows of the innermost axis, none of them beyond its end. Returns whether there are more.
+    /// Advances by `count` rows of the innermost axis, none of them beyond its end. Returns whether more rows follow.
     fn advance(&self, index: &mut [u64], count: u64) -> bool {
         let mut step = count;
         for (i, axis) in index.iter_mut().zip(&self.axes).rev() {
@@ -191,7 +191,7 @@ impl Rows {
     }
 }
 
-/// Writable memory of the caller's that holds a box of a tensor, or what lies in a range of it.
+/// Writable memory of the caller that holds a box of a tensor, or the part of the box in a range of the tensor.
 #[derive(Debug)]
 pub struct Strided {
     /// The box's first element.
@@ -201,17 +201,17 @@ pub struct Strided {
     range: Range<u64>,
 }
 
-// SAFETY: whoever made it promised exclusive access from any thread.
+// SAFETY: the caller of `new` promised exclusive access from any thread.
 unsafe impl Send for Strided {}
-// SAFETY: through a shared one nothing is read or written.
+// SAFETY: nothing is read or written through a shared one.
 unsafe impl Sync for Strided {}
 
 impl Strided {
-    /// Exclusive access to the rows, the first of which begins at `base`.
+    /// Exclusive access to the rows, the first of which starts at `base`.
     ///
     /// # Safety
-    /// Until this and everything made of it is gone, each row must be memory that is writable from any thread, no byte
-    /// of it may belong to two rows, and nobody else may read or write it.
+    /// Until this and everything made of it are gone, each row must be memory that is writable from any thread, no byte
+    /// of it may belong to two rows, and nothing else may read or write it.
     #[must_use]
     pub unsafe fn new(base: *mut u8, rows: Arc<Rows>) -> Self {
         let range = rows.range();
@@ -224,7 +224,7 @@ impl Strided {
         &self.rows
     }
 
-    /// What lies in `range` of the tensor as memory of its own; this keeps what lies behind it.
+    /// Splits off the part in `range` of the tensor. This one keeps the part after it.
     #[must_use]
     pub fn split_off(&mut self, range: Range<u64>) -> Self {
         let end = range.end.clamp(self.range.start, self.range.end);
@@ -233,23 +233,23 @@ impl Strided {
         Self { base: self.base, rows: Arc::clone(&self.rows), range }
     }
 
-    /// Each row, and where it begins in the tensor.
+    /// Each row, with the place in the tensor at which it starts.
     pub fn regions(self) -> impl Iterator<Item = (u64, Region)> {
         let Self { base, rows, range } = self;
         let lines: Vec<Line> = rows.lines(range).collect();
         lines.into_iter().flat_map(move |line| {
             line.rows().map(move |(at, to)| {
-                // SAFETY: the contract of `new`, and each row is given out once: this was taken apart.
+                // SAFETY: the contract of `new`, and each row is handed out once, because this consumes `self`.
                 (at, unsafe { Region::new(base.wrapping_offset(to as isize), line.len as usize) })
             })
         })
     }
 
-    /// Copies to each row what belongs there of `bytes`, which begin at byte `start` of the tensor. Returns how many
-    /// bytes that were.
+    /// Copies its part of `bytes` to each row. `bytes` starts at byte `start` of the tensor. Returns the number of
+    /// bytes copied.
     ///
     /// # Panics
-    /// If they begin after what is wanted, or end before.
+    /// If `bytes` starts after the wanted range or ends before it does.
     pub fn fill(&mut self, start: u64, bytes: &[u8]) -> u64 {
         let (end, range) = (start + bytes.len() as u64, self.range.clone());
         let inside = start <= range.start && range.end <= end;
@@ -283,21 +283,21 @@ impl Strided {
             16 => copy::<16>,
             _ => copy_long,
         };
-        // SAFETY: the lines lie in `range`, and so in `bytes`; of the memory this has exclusive access by the contract
-        // of `new`.
+        // SAFETY: the lines lie in `range`, and so in `bytes`. By the contract of `new`, this has exclusive access to
+        // the memory.
         unsafe { copy(first, outer, from, to) };
     }
 }
 
-/// Bytes of a line of the processor's cache.
+/// Size in bytes of a line of the processor's cache.
 const CACHE_LINE: usize = 64;
 
-/// Copies rows of `N` bytes: their length known, each is a move or two. Several lines are a band that is turned over,
-/// tile by tile: each line of the cache is read once and written once, whatever steps they lie apart.
+/// Copies rows of `N` bytes. Their length is known, so each is a move or two. Several lines are a band, which is
+/// transposed tile by tile: each cache line is read once and written once, whatever the steps between them.
 ///
 /// # Safety
-/// `from` and `to` are where the first line begins in readable and in writable memory, apart from each other; further
-/// ones lie `outer` apart.
+/// The first line must start at `from` in readable memory and at `to` in writable memory, which must not overlap.
+/// Further lines lie `outer` apart.
 unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *mut u8) {
     let inner = line.step;
     let at = |i: u64, j: u64| from.wrapping_add((i * outer.from + j * inner.from) as usize);
@@ -338,7 +338,7 @@ unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *m
 /// Copies rows of any length.
 ///
 /// # Safety
-/// As above; there is one line.
+/// As for `copy`, with only one line.
 unsafe fn copy_long(line: &Line, _: Axis, from: *const u8, to: *mut u8) {
     for (at, place) in line.rows() {
         let (from, to) =
@@ -352,7 +352,7 @@ unsafe fn copy_long(line: &Line, _: Axis, from: *const u8, to: *mut u8) {
 mod tests {
     use super::*;
 
-    /// Two rows of three elements of `row` bytes, to lie column by column and backwards.
+    /// Two rows of three elements of `row` bytes, laid out column by column and backwards.
     fn rows(row: u64) -> Arc<Rows> {
         let axes = [(2, 4 * row, row.cast_signed()), (3, row, -2 * row.cast_signed())];
         Arc::new(Rows::new(row, row, axes.into_iter().map(|(count, from, to)| Axis { count, from, to })))

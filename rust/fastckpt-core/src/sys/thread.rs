@@ -1,7 +1,6 @@
 //! Threads.
 
-/// A thread to be started, with the stack that std gives: std looks for another size in the environment unless it is
-/// given one.
+/// A builder of threads with std's usual stack size. Without an explicit size, std looks for one in the environment.
 pub fn builder() -> std::thread::Builder {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     std::thread::Builder::new().stack_size(2 << 20)

@@ -1,11 +1,11 @@
-//! What the worker asks of a backend.
+//! What a worker requires of a backend.
 
 use std::io;
 
 use super::transfer::Transfer;
 
-/// A transfer whose operation the kernel is done with: the bytes moved, possibly fewer than asked for, or the
-/// system's error.
+/// A transfer whose operation has completed. The result is the number of bytes moved, possibly fewer than requested, or
+/// the system's error.
 pub type Completed = (Transfer, io::Result<usize>);
 
 /// Moves buffers for one worker thread.
@@ -13,10 +13,10 @@ pub trait Backend {
     /// The most operations that it takes at a time.
     fn queue_depth(&self) -> usize;
 
-    /// Starts the operation that `transfer` is at. Its own failure comes with its completion; an error here is one of
-    /// the backend.
+    /// Starts the current operation of `transfer`. If the operation fails, its completion says so. An error here is an
+    /// error of the backend.
     fn submit(&mut self, transfer: Transfer) -> io::Result<()>;
 
-    /// The next finished operation, waiting for it if need be; none if nothing is in flight.
+    /// The next completed operation, after waiting if necessary; `None` if nothing is in flight.
     fn wait(&mut self) -> io::Result<Option<Completed>>;
 }

@@ -5,7 +5,7 @@ use std::io;
 use super::backend::{Backend, Completed};
 use super::transfer::Transfer;
 
-/// Carries an operation out while it is submitted and holds its result until it is asked for.
+/// Carries out an operation during `submit` and holds its result until `wait`.
 #[derive(Debug, Default)]
 pub struct Blocking {
     completed: Option<Completed>,

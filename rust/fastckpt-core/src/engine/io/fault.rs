@@ -1,4 +1,4 @@
-//! A backend that fails on purpose: the n-th operation of a save or load, counted over all its workers.
+//! A backend that fails on purpose, at the n-th operation of a save or load, counted over all workers.
 
 use std::io;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::transfer::Transfer;
 pub enum Fault {
     /// The system's answer is this errno.
     Errno(i32),
-    /// Only so many bytes move.
+    /// Only this many bytes move.
     Short(usize),
     /// The worker panics.
     Panic,
@@ -27,7 +27,7 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// Lets `before` operations pass; the next one meets `fault`, and with `permanent` all that follow.
+    /// Lets `before` operations pass. The next one meets `fault`; with `permanent`, so do all that follow.
     #[must_use]
     pub fn new(before: u32, fault: Fault, permanent: bool) -> Self {
         Self { countdown: Arc::new(AtomicI64::new(i64::from(before))), fault, permanent }
@@ -38,7 +38,7 @@ impl FaultPlan {
         (left == 0 || (left < 0 && self.permanent)).then_some(self.fault)
     }
 
-    /// Whether the countdown ran out, so that the fault was really met.
+    /// Whether the countdown ran out, which means that the fault was injected.
     #[must_use]
     pub fn struck(&self) -> bool {
         self.countdown.load(Ordering::Relaxed) < 0
@@ -50,8 +50,7 @@ pub struct Faulty {
     inner: Box<dyn Backend>,
     plan: FaultPlan,
     failed: Vec<Completed>,
-    /// Blocks in flight that ask for less than they should: number, and how far their memory and their tail really
-    /// reach.
+    /// Blocks in flight that request less than they should: number, and the real ends of their memory and their tail.
     cut: Vec<(usize, usize, usize)>,
 }
 

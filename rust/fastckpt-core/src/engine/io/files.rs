@@ -1,5 +1,5 @@
-//! Shards that are open while their blocks are in work, and only then: a checkpoint may have more shards than a
-//! process may have open files.
+//! Shards that are open only while their blocks move. A checkpoint may have more shards than a process may have open
+//! files.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,17 +8,17 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use crate::error::Result;
 use crate::sys::file::DataFile;
 
-/// Shards that one job opens at a time, each of them twice: a process may have 1,024 open files by default, and most
-/// are not for us.
+/// The most shards that one job opens at a time, each of them twice. A process may have 1,024 open files by default,
+/// and most of those are not ours.
 const MOST: usize = 64;
 
-/// One slot a shard.
+/// One slot per shard.
 #[derive(Debug)]
 pub struct OpenFiles {
     slots: Vec<Slot>,
-    /// How many are open, or just being opened.
+    /// The number of files that are open or being opened.
     open: Arc<AtomicUsize>,
-    /// Read by those who open a file; written by those who have to know that nobody else does.
+    /// Locked for reading to open a file, and for writing to make sure that no other thread opens one.
     opening: RwLock<()>,
 }
 
@@ -31,7 +31,7 @@ struct Slot {
 /// A shard that is open and counted.
 #[derive(Debug)]
 pub struct OpenFile {
-    // In this order: it is closed before it no longer counts.
+    // In this order: the file is closed before it stops counting.
     file: DataFile,
     _counted: Counted,
 }
@@ -53,7 +53,7 @@ impl Drop for Counted {
 }
 
 impl OpenFiles {
-    /// Slots for shards with so many blocks each.
+    /// Slots for shards, given the number of blocks of each.
     pub fn new(blocks: impl IntoIterator<Item = usize>) -> Self {
         let slot = |blocks| Slot { file: Mutex::new(None), blocks_left: AtomicUsize::new(blocks) };
         Self {
@@ -63,9 +63,9 @@ impl OpenFiles {
         }
     }
 
-    /// The file of `shard`, opened by `open` if this is its first block; nothing if it has to wait until another one
-    /// is closed. One is closed sooner or later: a file is open for blocks that are in work, whose workers need no
-    /// other file to finish them.
+    /// The file of `shard`, which `open` opens for its first block. `None` if it must wait until another file is
+    /// closed. Sooner or later one is: a file is open for blocks that workers are moving, and they need no other file
+    /// to finish.
     pub fn acquire(
         &self,
         shard: usize,
@@ -83,7 +83,7 @@ impl OpenFiles {
             None => return Ok(None),
             Some(Err(error)) if error.wants_descriptors() => {
                 let _alone = self.opening.write().unwrap_or_else(PoisonError::into_inner);
-                // Nobody else opens one now. If none of ours is open either, none of ours will be closed.
+                // No other thread opens a file now. If none of ours is open either, none of ours will be closed.
                 let Some(counted) = self.count(1) else { return Ok(None) };
                 OpenFile { file: open()?, _counted: counted }
             }
@@ -92,17 +92,17 @@ impl OpenFiles {
         Ok(Some(Arc::clone(slot.insert(Arc::new(file)))))
     }
 
-    /// Counts one file more, if there are fewer than `most`.
+    /// Counts one more file, if there are fewer than `most`.
     fn count(&self, most: usize) -> Option<Counted> {
         let more = |open| (open < most).then_some(open + 1);
         self.open.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()?;
         Some(Counted(Arc::clone(&self.open)))
     }
 
-    /// Notes that a block of `shard` is done with; returns the file when it was the last one.
+    /// Notes that a block of `shard` is done. Returns the file if this was its last block.
     pub fn release(&self, shard: usize) -> Option<Arc<OpenFile>> {
         let slot = &self.slots[shard];
-        // Acquire-release: whoever takes the last block sees what the workers of all others did to the file.
+        // Acquire-release: the thread that takes the last block sees what all other workers did to the file.
         if slot.blocks_left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return None;
         }
@@ -120,7 +120,7 @@ mod tests {
     use crate::error::Error;
     use crate::sys::file::open_directory;
 
-    /// Opens a file, or fails with `errno` as long as there is one.
+    /// Opens a file, or fails with `errno` while it is set.
     fn opener<'a>(directory: &'a Path, errno: &'a Cell<Option<i32>>) -> impl Fn() -> Result<DataFile> + 'a {
         move || {
             if let Some(errno) = errno.get() {

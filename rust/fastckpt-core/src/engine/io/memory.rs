@@ -1,4 +1,4 @@
-//! A backend without files, for tests: bytes live in memory, and every operation is recorded.
+//! A backend without files, for tests. Bytes live in memory, and every operation is recorded.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::backend::{Backend, Completed};
 use super::transfer::Transfer;
 
-/// One operation as a backend got it.
+/// One operation, as a backend received it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::engine) struct Operation {
     pub(in crate::engine) offset: u64,
@@ -15,14 +15,14 @@ pub(in crate::engine) struct Operation {
     pub(in crate::engine) direct: bool,
 }
 
-/// What a file of all backends holds, and what was done to it.
+/// The content of a file that all backends share, and the operations on it.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Stored {
     pub(in crate::engine) bytes: Vec<u8>,
     pub(in crate::engine) operations: Vec<Operation>,
 }
 
-/// Moves between buffers and a vector that several backends share.
+/// Moves bytes between buffers and a vector that several backends share.
 #[derive(Debug)]
 pub(in crate::engine) struct Memory {
     stored: Arc<Mutex<Stored>>,
@@ -30,7 +30,7 @@ pub(in crate::engine) struct Memory {
 }
 
 impl Memory {
-    /// With a file that holds `bytes`.
+    /// A file that holds `bytes`.
     pub(in crate::engine) fn of(bytes: Vec<u8>) -> Arc<Mutex<Stored>> {
         Arc::new(Mutex::new(Stored { bytes, operations: Vec::new() }))
     }

@@ -1,9 +1,9 @@
 //! The backends: how a worker moves one buffer between memory and a file.
 //!
-//! - [`uring`]: several operations in flight from one thread. Fewest system calls. Absent in most containers, because
-//!   the default seccomp profiles of Docker and containerd block it.
-//! - [`blocking`]: one call at a time, so depth comes from threads. Works everywhere; the oracle for the other.
-//! - [`fault`]: wraps either and injects faults, for tests.
+//! - [`uring`]: several operations in flight per thread. Fewest system calls. Missing in most containers, because the
+//!   default seccomp profiles of Docker and containerd block it.
+//! - [`blocking`]: one call at a time, so depth comes from threads. Works everywhere. The oracle for the other one.
+//! - [`fault`]: wraps either of them and injects faults, for tests.
 
 pub mod backend;
 pub mod blocking;

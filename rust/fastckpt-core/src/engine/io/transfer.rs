@@ -1,4 +1,4 @@
-//! A block between memory and file: one record from the job through worker, backend and ring, and back.
+//! A block between memory and file. One record goes from the job through worker, backend and ring, and back.
 
 use std::io;
 use std::ops::Range;
@@ -11,38 +11,38 @@ use crate::format::geometry::{self, PAGE};
 use crate::sys::gather::{Buf, Part};
 use crate::sys::ring::Payload;
 
-/// A block that moves, in one operation or more; it owns file and memory meanwhile.
+/// A block that moves in one or more operations. It owns its file and its memory meanwhile.
 ///
-/// Direct I/O writes whole pages only. The bytes after the last one, the tail, go through the page cache in an
-/// operation of their own. It is the first, so that the kernel writes them back beside the rest and the sync need not
-/// wait for them.
+/// Direct I/O writes whole pages only. The bytes after the last whole page, the tail, go through the page cache in a
+/// separate operation. That operation comes first, so that the kernel writes the tail back while the rest moves, and
+/// the sync need not wait for it.
 #[derive(Debug)]
 pub struct Transfer {
     /// Number of the block in its job.
     pub block: usize,
-    /// To the file, or from it.
+    /// Whether the block goes to the file; otherwise it comes from it.
     pub write: bool,
     /// The file.
     pub file: Arc<OpenFile>,
-    /// Where in the file the first byte of the memory belongs.
+    /// The file offset of the first byte of the memory.
     pub offset: u64,
     /// The memory.
     pub buf: Buf,
-    /// Bytes of it to ask for, the tail not counted: whole pages with direct I/O.
+    /// Bytes of the memory to request, without the tail. With direct I/O, these are whole pages.
     pub len: usize,
-    /// How many of them must move: fewer at the end of a file that is read.
+    /// How many of them must move. There are fewer at the end of a file that is read.
     pub need: usize,
-    /// How many have.
+    /// How many of them have moved.
     pub done: usize,
     /// What is left of the tail.
     pub tail: Range<usize>,
     /// The I/O path.
     pub path: IoPath,
-    /// Why it is this one.
+    /// Why the block takes this I/O path.
     pub reason: Reason,
     /// Bytes that the processor copied for it.
     pub copied: u64,
-    /// When the operation in flight was submitted, as the worker's counters have it.
+    /// When the operation in flight was submitted, on the clock of the worker's counters.
     pub submitted: u64,
 }
 
@@ -76,25 +76,25 @@ impl Transfer {
         }
     }
 
-    /// Whether the operation that it is at goes past the page cache.
+    /// Whether the current operation bypasses the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.path != IoPath::Buffered && self.tail.is_empty()
     }
 
-    /// The bytes of the memory that this operation is to move.
+    /// The bytes of the memory that the current operation moves.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         if self.tail.is_empty() { self.done..self.len } else { self.tail.clone() }
     }
 
-    /// How many bytes this operation must move.
+    /// How many bytes the current operation must move.
     #[must_use]
     pub fn missing(&self) -> usize {
         if self.tail.is_empty() { self.need.saturating_sub(self.done) } else { self.tail.len() }
     }
 
-    /// Notes that this operation moved so many bytes.
+    /// Notes that the current operation moved `moved` bytes.
     pub fn advance(&mut self, moved: usize) {
         if self.tail.is_empty() {
             self.done += moved;
@@ -103,23 +103,23 @@ impl Transfer {
         }
     }
 
-    /// Leaves direct I/O: the rest goes through the page cache, which takes any length.
+    /// Leaves direct I/O. The rest goes through the page cache, which takes any length.
     pub fn go_buffered(&mut self, reason: Reason) {
         (self.path, self.reason) = (IoPath::Buffered, reason);
     }
 
-    /// Makes the rest ready to be submitted after a short or failed operation.
+    /// Prepares the rest for submission after a short or failed operation.
     pub fn resume(&mut self) {
         if self.path != IoPath::Buffered && !self.file.is_direct() {
             self.go_buffered(Reason::Refused);
         }
         if self.is_direct() {
-            // The rest must begin aligned; moving some bytes twice does no harm.
+            // The rest must start aligned. Moving some bytes twice does no harm.
             self.done = geometry::down(self.done as u64, PAGE) as usize;
         }
     }
 
-    /// Carries the operation out on the spot.
+    /// Carries out the current operation in the calling thread.
     pub fn carry_out(&mut self) -> io::Result<usize> {
         let (direct, range, offset) = (self.is_direct(), self.range(), self.file_offset());
         if let Some((map, range)) = self.buf.mapped() {
