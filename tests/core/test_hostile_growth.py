@@ -255,7 +255,7 @@ def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
     with fastckpt.open(path) as checkpoint:
         named = [number for number in range(40) if f"key-{number}" in checkpoint]
     assert 0 < len(named) < 40
-    assert named == list(range(1, len(named) + 1))
+    assert named == list(range(len(named)))
     assert len(fastckpt.load(path, keys="a")) == 40 - len(named)
     assert len(fastckpt.load(path, keys=["a", "key-*"])) == 40
 

@@ -107,7 +107,7 @@ def training() -> dict[str, Any]:
                 "layers": [torch.ones(3), torch.ones(3)],
             }
         ),
-        "model.note": torch.zeros(1, dtype=torch.complex128),
+        "note": torch.zeros(1, dtype=torch.complex128),
         "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(30.0)}}, "lr": 1e-3},
         "step": 3,
     }

@@ -464,10 +464,10 @@ def test_a_rank_forgets_its_files_and_warms_them(where):
 
 
 def test_the_ranks_are_ended_before_their_directory_goes(where):
-    from fastckpt._tools.bench import rounds
+    from fastckpt._tools.scratch import scratch
 
     seen = []
-    with rounds._scratch(where) as (path, ending):
+    with scratch(where, "bench") as (path, ending):
         ending.callback(lambda: seen.append(path.exists()))
     assert seen == [True]
     assert os.listdir(where) == []

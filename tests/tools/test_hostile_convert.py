@@ -133,7 +133,7 @@ def test_an_index_without_end_is_not_read(tmp_path):
     hugging_face(index=long_index)(tmp_path / "model")
     done = convert(tmp_path / "model", tmp_path / "out")
     assert done.returncode == 2
-    assert "no index" in done.stderr
+    assert "is not an index" in done.stderr
 
 
 def test_ties_are_not_copied(tmp_path):
