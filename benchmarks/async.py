@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 GB = 10**9
 #: Bars: stall over memcpy, lazy stall in seconds, step time over undisturbed.
-STALL, LAZY, STEP = 1.15, 0.020, 1.25
+STALL, LAZY, STEP = 1.05, 0.020, 1.25
 
 
 def make_state(size: int) -> State:

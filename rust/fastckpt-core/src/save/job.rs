@@ -187,6 +187,32 @@ impl<'a> WriteJob<'a> {
         })
     }
 
+    /// The extents in `block`, with what of each is written without a copy, and the reason why the largest of the
+    /// others is not.
+    fn pieces(
+        &self,
+        shard: &Shard,
+        block: Range<u64>,
+        direct: bool,
+        copy_all: bool,
+    ) -> Result<(Vec<Piece>, Reason)> {
+        let placements = geometry::touching(&shard.placements, block.clone());
+        let mut pieces = Vec::with_capacity(placements.len());
+        let mut reason = (0, Reason::Small);
+        for placement in placements {
+            let Some(extent) = geometry::extent(placement, block.start, self.plan.block_size) else {
+                continue;
+            };
+            let straight =
+                if copy_all { Err(Reason::Changed) } else { self.straight(shard, &extent, direct)? };
+            if let Err(why) = straight {
+                reason = if extent.len > reason.0 { (extent.len, why) } else { reason };
+            }
+            pieces.push(Piece { extent, straight: straight.ok() });
+        }
+        Ok((pieces, reason.1))
+    }
+
     /// Prepares the `need` bytes of `shard` at `offset` for writing and records their checksums. What cannot be written
     /// without a copy is copied to a staging buffer, in file order. With `copy_all`, everything is.
     fn assemble(
@@ -203,19 +229,7 @@ impl<'a> WriteJob<'a> {
         let end = offset + need as u64;
         let past = file.is_direct();
         let direct = past && need >= PAGE as usize;
-        let placements = geometry::touching(&shard.placements, offset..end);
-        let extents = placements.iter().filter_map(|p| geometry::extent(p, offset, self.plan.block_size));
-        let mut pieces = Vec::with_capacity(placements.len());
-        // The reason of the largest extent that goes through the staging buffer.
-        let mut reason = (0, Reason::Small);
-        for extent in extents {
-            let straight =
-                if copy_all { Err(Reason::Changed) } else { self.straight(shard, &extent, direct)? };
-            if let Err(why) = straight {
-                reason = if extent.len > reason.0 { (extent.len, why) } else { reason };
-            }
-            pieces.push(Piece { extent, straight: straight.ok() });
-        }
+        let (pieces, reason) = self.pieces(shard, offset..end, direct, copy_all)?;
         let straight: u64 = pieces.iter().flat_map(|piece| &piece.straight).map(Straight::len).sum();
         let slab_bytes = need - straight as usize;
         let mut slab = if slab_bytes > 0 { Some(slab(slab_bytes)?) } else { None };
@@ -264,7 +278,7 @@ impl<'a> WriteJob<'a> {
             _ if copy_all => (if direct { IoPath::Staged } else { IoPath::Buffered }, Reason::Changed),
             (_, false) => self.buffered(past),
             (true, true) => (IoPath::ZeroCopy, Reason::Possible),
-            (false, true) => (IoPath::Staged, reason.1),
+            (false, true) => (IoPath::Staged, reason),
         };
         if at > taken {
             parts.push(Part::Slab(taken..at));
