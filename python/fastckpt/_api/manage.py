@@ -33,8 +33,8 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        OSError: the storage failed; or, with ``errno.ENOTEMPTY``, ``path`` is no checkpoint, or holds files that
-            must stay. Then nothing was removed.
+        OSError: the storage failed. With ``errno.ENOTEMPTY``: ``path`` is not a checkpoint, or it holds files that must
+            stay, and nothing was removed.
         ValueError: ``path`` is a URL.
     """
     target = path_of("remove", path)

@@ -74,7 +74,7 @@ def save(
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
             allows; nothing was written.
-        FileExistsError: ``path`` exists and is no checkpoint, or is one and ``overwrite`` is false.
+        FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         FileNotFoundError: the parent directory does not exist.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
