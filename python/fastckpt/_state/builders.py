@@ -145,7 +145,8 @@ class StateBuilder:
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
         tensors: what each token of a tensor stands for, in order.
-        composed: what each token of a tensor made of several stands for, in order, where these exist already.
+        composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
+            one that is to be made.
     """
 
     def __init__(self, framework: str, tensors: Iterable[Any] = (), composed: Iterable[Any] | None = None) -> None:
@@ -168,8 +169,9 @@ class StateBuilder:
         return getattr(torch, token[0])(token)
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
-        if self._composed is not None:
-            return next(self._composed)
+        there = None if self._composed is None else next(self._composed)
+        if there is not None:
+            return there
         if self.framework == "numpy":
             raise UnsupportedTypeError(
                 f"load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: load without "
