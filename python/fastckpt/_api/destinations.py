@@ -118,7 +118,7 @@ class Targets:
             return self._bytes(tag, index)
         flags = more[0] if more else ""
         if tag == "tensor" and self.framework != "numpy":
-            if not flags:
+            if not more:
                 return self._tensor(index)
             plain = self._made.get((tag, index))
             if plain is None:

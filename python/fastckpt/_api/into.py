@@ -47,6 +47,9 @@ class Into:
             for item in self.flat.occurrences
             if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
         }
+        # The base of an expanded tensor is given in its place.
+        self.expanded = {item.place: item for item in self.flat.occurrences if item.token.startswith('["expanded"')}
+        self.bases: set[int] = set()
         self.mismatches: list[str] = []
         self.filled: list[Any] = []
 
@@ -67,6 +70,7 @@ class Into:
         ties: dict[Any, int] = {}
         # Parts of what does not fit are not reported again.
         unfit: set[Place | None] = set()
+        outer: Place | None = None
         for item in found:
             if kept is not None and item.position not in kept:
                 continue
@@ -74,18 +78,21 @@ class Into:
             if tensor and item.token[0] not in _FILLABLE:
                 fill.append((item, None))
                 continue
-            if item.place.above in unfit:
+            if item.place.above in unfit or item.place in unfit:
                 continue
             given = self.given.get(item.place)
             if given is None:
                 why = problems.get(item.place)
                 reason: str | None = "missing from into" if why is None else f"cannot be filled: {why}"
-            elif tensor:
-                reason = self._tensor(item, given, stored, ties)
-                fill.append((item, given))
             else:
-                reason = self._composed(item, given)
-                composed.append(given.value)
+                reason = self._reason(item, given, stored, ties)
+                if tensor:
+                    fill.append((item, given))
+                else:
+                    # What is made of several comes after its parts, which may be expanded.
+                    is_part = item.place.above is outer
+                    composed.insert(len(composed) - is_part, self.expanded.get(item.place, given).value)
+                    outer = outer if is_part else item.place
             if reason is not None:
                 self.mismatches.append(f"{item.place}: {reason}")
                 unfit.add(item.place)
@@ -100,6 +107,22 @@ class Into:
         self._raise()
         self._ask(fill, targets)
         return composed
+
+    def _reason(
+        self, item: Found, given: Occurrence, stored: Sequence[StoredTensor], ties: dict[Any, int]
+    ) -> str | None:
+        """Why a tensor of any kind does not fit, or None."""
+        whole = self.expanded.get(item.place)
+        if item.token[0] == "expanded":
+            self.bases.add(item.position + 1)
+            sizes = item.token[1]
+            if whole is None:
+                return f"expanded to the shape {sizes} in the checkpoint, not in into"
+            mine = list(whole.value.shape)
+            return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into, both expanded"
+        if whole is not None and item.position not in self.bases:
+            return "expanded in into, not in the checkpoint"
+        return self._tensor(item, given, stored, ties) if is_tensor(item.token) else self._composed(item, given)
 
     def _tensor(
         self, item: Found, given: Occurrence, stored: Sequence[StoredTensor], ties: dict[Any, int]
@@ -125,7 +148,7 @@ class Into:
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
         if not _memory.is_nested(self._layout(given.value)[1]):
-            reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
+            reasons.append("elements of the tensor in into share memory or interleave")
         if ties.setdefault(mine.tie, index) != index:
             reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]].name!r} in the checkpoint")
         return "; ".join(reasons) or None
