@@ -61,10 +61,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a sparse or quantised tensor, or a registered object.
+    """A value made of others, in a checkpoint's structure: a tensor that is no plain one, or a registered object.
 
     Attributes:
-        kind: ``coo``, ``compressed``, ``quantized`` or ``type``.
+        kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
         about: what describes it: sizes, layout, the registered name.
         parts: what it is made of.
     """
@@ -101,8 +101,10 @@ class Checkpoint:
     """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
 
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks. A tied tensor is listed once, under its first name, and
-    found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
+    against the checksums as far as it covers whole blocks. What it knows and reads of a tensor that was expanded is its
+    base, with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed
+    once, under its first name, and found under the name of each of its places. After ``close`` what needs no shard
+    still works; reads raise ValueError.
 
     Attributes:
         report: what the last read did, or None before the first.
@@ -194,8 +196,8 @@ class Checkpoint:
     def structure(self) -> Any:
         """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
 
-        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse and quantised tensors and registered
-        objects are :class:`fastckpt.Composed`.
+        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse, quantised and expanded tensors and
+        registered objects are :class:`fastckpt.Composed`.
         """
         return unflatten(self._tokens, _View(self._infos), operation="open")
 

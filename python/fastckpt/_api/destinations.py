@@ -150,6 +150,8 @@ class Targets:
         for token in tokens:
             # Without the device that it was on: a tie is one tensor.
             key = tuple(token[:3])
+            if key[-1] == "":
+                key = key[:2]
             value = made.get(key)
             if value is None:
                 value = made[key] = self._new(key)
@@ -173,7 +175,7 @@ class Targets:
             return self._bytes(tag, index)
         flags = more[0] if more else ""
         if tag == "tensor" and self.framework != "numpy":
-            if not flags:
+            if not more:
                 return self._tensor(index)
             plain = self._made.get((tag, index))
             if plain is None:

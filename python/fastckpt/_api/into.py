@@ -76,6 +76,9 @@ class Into:
             for item in self.flat.occurrences
             if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
         }
+        # The base of an expanded tensor is given in its place.
+        self._expanded = {item.place: item for item in self.flat.occurrences if item.token.startswith('["expanded"')}
+        self._bases: set[int] = set()
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
         self._problems = dict(self.flat.problems)
@@ -168,7 +171,7 @@ class Into:
         """What each tensor of the checkpoint fills, or why it does not."""
         lacking: list[_Entry] = []
         for item in found:
-            if item.place.above in self._unfit:
+            if item.place.above in self._unfit or item.place in self._unfit:
                 continue
             entry = _Entry(item, self.given.get(item.place))
             tensor = is_tensor(item.token)
@@ -188,16 +191,30 @@ class Into:
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
         """Why something does not fit what is in its place, or None; what has no place is added to ``lacking``."""
         item, given = entry.item, entry.given
-        tensor = is_tensor(item.token)
         if given is not None:
-            return self._tensor(item, given) if tensor else self._whole(item, given)
+            return self._fit(item, given)
         why = self._problems.get(item.place)
         if why is not None:
             return f"cannot be filled: {why}"
         lacking.append(entry)
-        if not tensor:
+        if not is_tensor(item.token):
             self._unfit.add(item.place)
         return None
+
+    def _fit(self, item: Found, given: Occurrence) -> str | None:
+        """Why a tensor of any kind does not fit, or None."""
+        whole = self._expanded.get(item.place)
+        if item.token[0] == "expanded":
+            self._bases.add(item.position + 1)
+            sizes = item.token[1]
+            if whole is None:
+                return f"expanded to the shape {sizes} in the checkpoint, not in into"
+            self._composed[item.position] = whole.value
+            mine = list(whole.value.shape)
+            return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into, both expanded"
+        if whole is not None and item.position not in self._bases:
+            return "expanded in into, not in the checkpoint"
+        return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
 
     def _is_new(self, entry: _Entry) -> bool:
         """Whether a tensor is made for an object, which takes it from there."""
@@ -210,7 +227,7 @@ class Into:
         if owner.kind == "optimizer" and not new:
             assert given is not None  # noqa: S101 - it has a tie
             # One that does not fit is not to be filled: the optimizer gets another.
-            new = not is_tensor(item.token) or self._tensor(item, given) is not None
+            new = not is_tensor(item.token) or self._fit(item, given) is not None
         (owner.others if new else owner.filled).add(part)
         return new
 

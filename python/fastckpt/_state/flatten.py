@@ -18,14 +18,14 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors.described import Describe, Part, Parts, Stored, Tensor, Unsupported
+from fastckpt._tensors.described import THROUGH, Describe, Part, Parts, Stored, Tensor, Unsupported, expansion, steps
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
 from . import registry as _registry
 from . import values as _values
 from .collector import paused
-from .key_paths import THROUGH, KeyText, Place, Places, name_of, place_of, prefix_of, show
+from .key_paths import KeyText, Place, Places, name_of, place_of, prefix_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -186,16 +186,24 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
 }
 
 
-def _array(value: np.ndarray[Any, Any]) -> Stored:
+def _array(value: np.ndarray[Any, Any]) -> Stored | Parts:
     reason = _numpy.why_not(value)
     if reason is not None:
         raise Unsupported(reason)
+    whole = value.flags.c_contiguous
+    if not whole and 0 in value.strides:
+        expanded = expansion(value.shape, value.strides, "")
+        if expanded is not None:
+            return Parts(expanded.token, ((THROUGH, value[expanded.base]),))
     dtype = value.dtype
     name, logical = _numpy.stored_dtype(dtype)
     shape: Sequence[int] = value.shape
     address = _memory.address_of(value)
-    tie = (np.ndarray, address, dtype.str, shape, value.strides) if value.nbytes else id(value)
-    whole = value.flags.c_contiguous
+    tie = (
+        (np.ndarray, address, dtype.str, shape, not whole and steps(shape, value.strides))
+        if value.nbytes
+        else id(value)
+    )
     return Stored(
         tie,
         name,
@@ -430,7 +438,7 @@ class _Flattener:
         token, children, keyed = parts
         if token:
             self.flat.tokens.append(token)
-        if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"')):
+        if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
             self.flat.occurrences.append(self.occurrence(value, None, token))
         self.active.add(id(value))
         return _Frame(value, iter(children), keyed=keyed)

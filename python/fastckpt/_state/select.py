@@ -7,11 +7,11 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._tensors.described import Part
+from fastckpt._tensors.described import THROUGH, Part
 
 from . import registry as _registry
 from .flatten import canonical
-from .key_paths import THROUGH, KeyText, name_of, part_of, prefix_of
+from .key_paths import KeyText, name_of, part_of, prefix_of
 from .unflatten import Token, arity, is_tensor
 from .values import DECODERS
 
@@ -25,6 +25,8 @@ _COMPOSED = {
     "compressed": ("compressed_indices", "plain_indices", "values"),
     "quantized": ("stored", "scale", "zero_point", "axis"),
 }
+#: Tensors made of several, and those that repeat their base, which has the same place.
+_MADE = frozenset((*_COMPOSED, "expanded"))
 MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _SLICE = ("start", "stop", "step")
@@ -135,7 +137,7 @@ def find(tokens: list[Token], places: Places) -> list[Found]:
     return [
         Found(position, places.at(stack), tokens[position])
         for position, stack, _ in _walk(tokens)
-        if _tag(tokens[position]) in _COMPOSED or is_tensor(tokens[position])
+        if _tag(tokens[position]) in _MADE or is_tensor(tokens[position])
     ]
 
 
@@ -236,8 +238,10 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
 
 
 def _filled(token: Token) -> bool:
-    """Whether this is a container with something in it."""
+    """Whether this is a container with something in it, or an expanded tensor, whose base has its name."""
     tag = _tag(token)
+    if tag == "expanded":
+        return True
     if tag == "type":
         return bool(token[1] == _registry.ATTRIBUTED)
     return (tag in MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")

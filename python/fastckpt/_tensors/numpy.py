@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from . import memory as _memory
+from .described import expanded_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,15 @@ def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
     """The dtype's name in the file, and the logical one where that is only ``U8``."""
     name = NAMES.get(dtype.str)
     return (name, None) if name is not None else ("U8", _PREFIX + dtype.str)
+
+
+def expanded(token: list[Any], parts: list[Any]) -> Array:
+    """An array that repeats its base, which nobody may write to."""
+    _, sizes, _ = token
+    (base,) = parts
+    if not isinstance(base, np.ndarray):
+        raise ValueError("a base that is not an array")  # noqa: TRY004 - malformed tokens are values
+    return np.broadcast_to(base, expanded_sizes(sizes, base.shape, base.itemsize))
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:

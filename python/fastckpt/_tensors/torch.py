@@ -11,7 +11,19 @@ import torch
 
 from . import device as _device
 from . import memory as _memory
-from .described import Describe, Part, Parts, Stored, Unsupported, integers, text
+from .described import (
+    THROUGH,
+    Describe,
+    Part,
+    Parts,
+    Stored,
+    Unsupported,
+    expanded_sizes,
+    expansion,
+    integers,
+    steps,
+    text,
+)
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
@@ -144,14 +156,18 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     return _describe_strided(value, flags)
 
 
-def _describe_strided(value: Tensor, flags: str) -> Stored:
+def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
+    if 0 in value.stride():
+        expanded = expansion(value.shape, value.stride(), flags)
+        if expanded is not None:
+            return Parts(expanded.token, ((THROUGH, value.detach()[expanded.base]),))
     name, logical = _STORED[value.dtype]
     shape = value.shape
     address = value.data_ptr()
     if not _is_whole(value):
         _no_address(value)
     tie = (
-        (address, value.dtype, shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
+        (address, value.dtype, shape, steps(shape, value.stride()), value.is_conj(), value.is_neg(), value.device)
         if address
         else _no_address(value)
     )
@@ -162,7 +178,7 @@ def _describe_strided(value: Tensor, flags: str) -> Stored:
         0,
         None if logical is None else (logical, shape),
         _HEAD,
-        _TAILS[flags],
+        _TAILS[flags] if value.is_cpu else f',"{flags}","{value.device}"]',
         mover_out(value) if address else None,
     )
 
@@ -449,6 +465,13 @@ def _tensors(parts: Sequence[Any]) -> Sequence[Tensor]:
     if not all(type(part) is Tensor for part in parts):
         raise ValueError("a part that is not a tensor")
     return parts
+
+
+def expanded(token: list[Any], parts: list[Any]) -> Tensor:
+    """A tensor that repeats its base."""
+    _, sizes, flags = token
+    (base,) = _tensors(parts)
+    return with_flags(base.expand(expanded_sizes(sizes, base.shape, base.element_size())), flags)
 
 
 def coo(token: list[Any], parts: list[Any]) -> Tensor:
