@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import device as _device
 from . import memory as _memory
@@ -325,6 +326,14 @@ def device_of(name: Any) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"load: device must be a torch.device or its name, not {name!r}: {error}") from error
     return None if found.type == "cpu" else found
+
+
+def before_steps(function: Callable[[], None]) -> Callable[[], None]:
+    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
+    # Dynamo would trace it into compiled steps, with conditions on what other threads change meanwhile.
+    hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
+    undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+    return undo
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
