@@ -128,9 +128,4 @@ def step_of(metadata: Any) -> int | None:
 def _warn_of_failures() -> None:
     """Warn of failures that nobody asked for, after this save is safe: the program may be about to end."""
     for failure in in_flight.unasked():
-        warnings.warn(
-            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "
-            f"{failure.error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warnings.warn(in_flight.unasked_text(failure), RuntimeWarning, stacklevel=3)

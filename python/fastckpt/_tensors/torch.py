@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import device as _device
 from . import memory as _memory
@@ -370,6 +371,14 @@ def device_of(name: Any) -> torch.device | None:
 def is_device(value: Any) -> bool:
     """Whether this is a ``torch.device``, which can be called."""
     return isinstance(value, torch.device)
+
+
+def before_steps(function: Callable[[], None]) -> Callable[[], None]:
+    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
+    # Dynamo would trace it into compiled steps, with conditions on what other threads change meanwhile.
+    hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
+    undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+    return undo
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
