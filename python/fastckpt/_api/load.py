@@ -12,14 +12,15 @@ from fastckpt import _core
 from fastckpt._paths import path_of
 from fastckpt._state.builders import StateBuilder, Validator, torch_for
 from fastckpt._state.collector import paused
+from fastckpt._state.registry import Types
 from fastckpt._state.select import find, named, prune
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._text import suggest
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework
-from .outcome import conclude, until_settled
+from .options import check_engine, check_framework, check_unknown
+from .outcome import conclude, until_settled, warn_of_unknown
 from .progress import ticker
 from .reports import Loaded, LoadReport
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastckpt._paths import AnyPath
+    from fastckpt._state.registry import Registry
 
-    from .options import Engine, Framework
+    from .options import Engine, Framework, Unknown
 
 #: How many names are compared with one that matches nothing, and how long they may be.
 _KNOWN, _LONG = 5000, 500
@@ -42,6 +44,8 @@ def load(
     keys: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
     io: Engine = ...,
@@ -57,6 +61,8 @@ def load(
     keys: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
     io: Engine = ...,
@@ -64,13 +70,15 @@ def load(
     progress: bool = ...,
     report: Literal[True],
 ) -> Loaded: ...
-def load(
+def load(  # noqa: PLR0913 - what is to be loaded has many sides
     path: AnyPath,
     *,
     into: Any = None,
     keys: str | Sequence[str] | None = None,
     framework: Framework = "auto",
     device: Any = None,
+    registry: Registry | None = None,
+    unknown: Unknown = "error",
     mmap: bool = False,
     verify: bool = True,
     io: Engine = "auto",
@@ -96,6 +104,10 @@ def load(
         device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
             its name, as ``cuda:0``; None for the CPU. They are read through pinned staging buffers, and copied
             while more is read.
+        registry: types that this call knows before those of :func:`fastckpt.register_type`.
+        unknown: what a value of a type becomes that this program does not know: ``error``, or ``plain`` for what it is
+            stored as (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
+            without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
@@ -122,16 +134,22 @@ def load(
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
-        UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.
+        UnsupportedTypeError: a type that is to be loaded is not known, or a dtype is not available.
+        CheckpointError: the class in this program is not the one that was saved.
         KeyError: a pattern of ``keys`` matches nothing.
         TypeError: ``keys`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
         ValueError: an argument is out of range, or ``path`` is a URL.
+
+    Warns:
+        RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
+    types = Types("load", registry, framework=framework)
+    check_unknown("load", unknown)
     if device is not None:
         if into is not None:
             raise ValueError("load: device is for new tensors: those of into stay where they are")
@@ -150,6 +168,8 @@ def load(
             keys,
             framework,
             device,
+            types,
+            plain=unknown == "plain",
             mmap=bool(mmap),
             verify=bool(verify),
             io=io,
@@ -166,7 +186,9 @@ def _load(
     keys: Any,
     framework: str,
     device: Any,
+    types: Types,
     *,
+    plain: bool,
     mmap: bool,
     verify: bool,
     io: str,
@@ -179,14 +201,16 @@ def _load(
         stored = reader.tensors()
     tokens = parse(reader.structure())
     # With keys= types are asked for only where something was chosen: the rest may be another program's.
-    check = Validator(stored, strangers=keys is not None)
+    check = Validator(stored, types=types, strangers=plain or keys is not None)
     unflatten(tokens, check)
     targets = Targets(stored, framework, device)
     every, origin = tokens, None
     if keys is not None:
         tokens, origin = prune(tokens, select(named(tokens, [tensor.name for tensor in stored]), keys))
-        check = Validator(stored)
+        check = Validator(stored, types=types, strangers=plain)
         unflatten(tokens, check)
+    if check.unknown:
+        warn_of_unknown("load", check.unknown, stacklevel=6)
     composed = None
     given = None
     if into is not None:
@@ -219,7 +243,7 @@ def _load(
             targets.settle()
     if given is not None:
         given.changed()
-    state = unflatten(tokens, StateBuilder(framework, targets.values(), composed))
+    state = unflatten(tokens, StateBuilder(framework, targets.values(), composed, types=types, plain=plain))
     return Loaded(state, conclude(LoadReport, source, began, report))
 
 

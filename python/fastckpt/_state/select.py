@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._tensors.described import Part
 
-from . import registry as _registry
+from .built_in import ATTRIBUTED
 from .flatten import canonical
 from .key_paths import THROUGH, KeyText, name_of, part_of, prefix_of
 from .unflatten import Token, arity, is_tensor
@@ -107,7 +107,7 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
         yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
-        if tag == "type" and token[1] == _registry.ATTRIBUTED:
+        if tag == "type" and token[1] == ATTRIBUTED:
             # The pair of items and attributes leaves no trace in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
@@ -228,7 +228,7 @@ def _filled(token: Token) -> bool:
     """Whether this is a container with something in it."""
     tag = _tag(token)
     if tag == "type":
-        return bool(token[1] == _registry.ATTRIBUTED)
+        return bool(token[1] == ATTRIBUTED)
     return (tag in _MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
@@ -248,7 +248,7 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
         return map(Part, _SLICE)
     if tag in _COMPOSED:
         return map(Part, _COMPOSED[tag])
-    return iter((THROUGH,))
+    return iter((THROUGH,) * count)
 
 
 def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
@@ -274,7 +274,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
         position, whole = todo.pop()
         token = tokens[position]
         tag = _tag(token)
-        if not whole and tag == "type" and token[1] == _registry.ATTRIBUTED:
+        if not whole and tag == "type" and token[1] == ATTRIBUTED:
             items, attributes = position + 2, ends[position + 2]
             if leads(attributes):
                 out.extend(tokens[position:items])
