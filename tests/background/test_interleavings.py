@@ -230,7 +230,7 @@ class OfOnesOwn(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})
 
-    def step(self, closure=None):
+    def step(self, closure=None):  # noqa: ARG002 - what optimizers have
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.add_(parameter.grad.data, alpha=-0.1)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
+    from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
     from .destinations import Targets
@@ -55,6 +56,8 @@ class Into:
         path: its path, for messages.
         into: the state.
         targets: what is to be read, and where to.
+        types: the types that are known.
+        plain: whether values of other types come back as what they are stored as.
         strict: whether each side must have all tensors of the other.
 
     Attributes:
@@ -62,14 +65,18 @@ class Into:
         unexpected: likewise, the names of what ``into`` has not.
     """
 
-    def __init__(self, reader: _core.Reader, path: str, into: Any, targets: Targets, *, strict: bool) -> None:
+    def __init__(
+        self, reader: _core.Reader, path: str, into: Any, targets: Targets, types: Types, *, plain: bool, strict: bool
+    ) -> None:
         self.reader = reader
         self.path = path
         self.into = into
         self.targets = targets
+        self.types = types
+        self.plain = plain
         self.strict = strict
         # It keeps alive what addresses point into.
-        self.flat = flatten(into, operation="load: into", observe=True)
+        self.flat = flatten(into, operation="load: into", types=types, observe=True)
         # What is not a tensor comes from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
@@ -439,8 +446,9 @@ class Into:
             torch_for("a torch tensor").changed(self.filled)
         framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
         if not self._regions:
-            return unflatten(tokens, StateBuilder(framework, values, composed))
-        builder = WithObjects(framework, values, composed, tokens, self._regions)
+            builder = StateBuilder(framework, values, composed, types=self.types, plain=self.plain)
+            return unflatten(tokens, builder)
+        builder = WithObjects(tokens, self._regions, framework, values, composed, types=self.types, plain=self.plain)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
             owner.give(own, self.flat.places)

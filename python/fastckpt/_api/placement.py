@@ -17,6 +17,7 @@ from .tensor_info import TensorInfo, device_of, info_of
 
 if TYPE_CHECKING:
     from fastckpt._core import StoredTensor
+    from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
 #: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
@@ -49,12 +50,14 @@ class Stock:
         stored: all tensors.
         files: the names of the shards.
         wanted: the tokens of the tensors that are to be loaded.
+        types: the types that are known.
     """
 
     tokens: list[Token]
     stored: list[StoredTensor]
     files: list[str]
     wanted: list[list[Any]]
+    types: Types
 
     def tensors(self, kinds: frozenset[str]) -> dict[int, list[Any]]:
         """The first token of each wanted tensor of these kinds, by its number."""
@@ -81,7 +84,7 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
             index: found for index, found in _devices(stock, tensors, device, strict=strict) if found is not None
         }
     if dtype is not None:
-        kept = bound(stock.tokens)
+        kept = bound(stock.tokens, stock.types)
         tensors = {
             index: token
             for index, token in stock.tensors(frozenset({"tensor", "array"})).items()

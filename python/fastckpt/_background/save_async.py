@@ -13,18 +13,22 @@ from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
-from fastckpt._api.save import NO_TENSORS, step_of
+from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
+from fastckpt._state.registry import Types
 from fastckpt._units import bytes_of
 
 from .job import Job
 from .pending import PendingSave
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastckpt._api.options import Engine
     from fastckpt._paths import AnyPath
+    from fastckpt._state.registry import Registry
 
     from .pending import OnError
 
@@ -40,6 +44,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     metadata: Any = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
     io: Engine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
@@ -77,6 +83,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         metadata: as for :func:`fastckpt.save`.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
+        default: as for :func:`fastckpt.save`.
+        registry: as for :func:`fastckpt.save`.
         io: as for :func:`fastckpt.save`.
         threads: threads that copy, then threads that write; by default as many as this process may use cores, within
             limits.
@@ -112,10 +120,12 @@ def save_async(  # noqa: PLR0913 - one more than save has
         raise ValueError(f'save_async: on_error must be "raise", "warn" or a function, not {on_error!r}')
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
-    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
-    flat = flatten(state, operation="save_async")
+    types = Types("save_async", registry)
+    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
+    flat = flatten(state, operation="save_async", types=types, default=default)
+    warn_of_unnamed("save_async", flat, about)
     settings = {
-        "model_prefix": split_model("save_async", state, flat, model_key),
+        "model_prefix": split_model("save_async", flat, model_key),
         "overwrite": bool(overwrite),
         "shard_size": file_bytes,
         "io": io,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -231,7 +231,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None; Unsupported for a tensor subclass, which may yet be registered."""
+    """How to describe a type of torch's, or None; Unsupported for a tensor subclass that does not say its parts."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         _refuse(kind)
@@ -250,17 +250,23 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _refuse(kind: type[Tensor]) -> NoReturn:
+def safe_types() -> list[type]:
+    """The classes that the program lets ``torch.load(weights_only=True)`` make, beside torch's own."""
+    listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
+    return [item for item in listed if isinstance(item, type)]
+
+
+def _refuse(kind: type[Tensor]) -> None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__name__ == "DTensor":
         raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() per process")
     if kind.__name__ == "FakeTensor":
         raise Unsupported("a FakeTensor has no data")
-    wraps = hasattr(kind, "__tensor_flatten__")
-    raise Unsupported(
-        f"tensor subclass {name} is not known: register it with fastckpt.register_type"
-        f"({kind.__name__}, {'None, None' if wraps else 'encode, decode'})"
-    )
+    if not (hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")):
+        raise Unsupported(
+            f"tensor subclass {name} is not known: leave it out, convert it with default=, or register it with "
+            f"fastckpt.register_type({kind.__name__}, encode, decode)"
+        )
 
 
 # Bytes in and out of any tensor, in pieces.
