@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+
+from fastckpt.exceptions import UnsupportedTypeError
 
 from . import device as _device
 from . import memory as _memory
@@ -63,6 +66,8 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
 
 _strided = torch.strided
 _new_stored = tuple.__new__
+#: Nested tensors of either layout have this type in files.
+NESTED = "torch.nested.nested_tensor"
 _HEAD = '["tensor",'
 _TAILS = {"": "]", "g": ',"g"]', "p": ',"p"]', "pg": ',"pg"]'}
 
@@ -124,7 +129,7 @@ def _is_whole(value: Tensor) -> bool:
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     """Whatever is not contiguous in host memory."""
     if value.is_nested:
-        raise Unsupported("a nested tensor cannot be stored: unbind it into a list")
+        return _describe_nested(value, flags)
     if value.is_meta:
         raise Unsupported("a meta tensor has no data: materialise it first, with to_empty() or by loading weights")
     layout = value.layout
@@ -151,6 +156,21 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     if layout is not _strided or value.dtype not in _STORED:
         raise Unsupported(f"a tensor of layout {layout} and dtype {value.dtype} cannot be stored")
     return _describe_strided(value, flags)
+
+
+def _describe_nested(value: Tensor, flags: str) -> Parts:
+    """The tensors in a nested tensor: apart, or as one of which they are ranges along one dimension."""
+    whole: Any = value.detach()
+    if value.layout is _strided:
+        parts = {"constituents": list(whole.unbind()), "dtype": value.dtype}
+    else:
+        parts = {
+            "values": whole._values,
+            "offsets": whole._offsets,
+            "lengths": whole._lengths,
+            "jagged_dim": whole._ragged_idx,
+        }
+    return Parts(f'["type","{NESTED}"]', ((THROUGH, {**parts, "flags": flags}),))
 
 
 def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
@@ -504,3 +524,94 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     elif stored.numel():
         _memory.at(tensor.data_ptr(), stored.numel())[:] = stored.numpy()
     return tensor.to(home)
+
+
+#: Values of these types that have a name.
+_NAMED: dict[type, dict[str, Any]] = {
+    kind: {str(value).removeprefix(TORCH_PREFIX): value for value in vars(torch).values() if type(value) is kind}
+    for kind in (torch.layout, torch.memory_format)
+}
+
+
+def encode_named(value: Any) -> str:
+    """The name of a ``torch.layout`` or ``torch.memory_format``."""
+    return str(value).removeprefix(TORCH_PREFIX)
+
+
+def decode_named(kind: type, name: Any) -> Any:
+    """What :func:`encode_named` gave the name of; UnsupportedTypeError where this torch has none of that name."""
+    found = _NAMED[kind].get(text(name))
+    if found is None:
+        raise UnsupportedTypeError(
+            f"load: the checkpoint holds the {kind.__name__} torch.{name[:100]}, which this version of torch does not "
+            'have: use a newer torch, choose other values with keys=, or load with framework="numpy"'
+        )
+    return found
+
+
+def encode_generator(value: torch.Generator) -> dict[str, Any]:
+    """The device and the state of a random generator."""
+    return {"device": str(value.device), "state": value.get_state()}
+
+
+def decode_generator(value: Any) -> torch.Generator:
+    """The random generator of that device in that state; UnsupportedTypeError where the device is not here."""
+    device, state = value["device"], value["state"]
+    (state,) = _tensors([state])
+    state = state.cpu()
+    if len(value) != 2 or state.dtype is not torch.uint8 or state.dim() != 1:  # noqa: PLR2004 - device and state
+        raise ValueError("not the state of a random generator")
+    try:
+        made = torch.Generator(text(device))
+    except RuntimeError as error:
+        raise UnsupportedTypeError(
+            f"load: the checkpoint holds a random generator of the device {device[:100]!r}, which cannot be made here: "
+            f'{str(error).splitlines()[0]}; choose other values with keys=, or load with framework="numpy", which '
+            "gives its state"
+        ) from error
+    if made.device.type == "cpu":
+        _check_twister(state)
+    made.set_state(state)
+    return made
+
+
+def _check_twister(state: Tensor) -> None:
+    """Refuse a state of the CPU's generator that makes torch read beyond its numbers: it checks less."""
+    # The seed, how many numbers are left, whether it was seeded, and which is next; then the numbers.
+    _, left, _, following = struct.unpack_from("<QiiQ", state.numpy().tobytes())
+    if left < 1 or left + following > _NUMBERS + 1:
+        raise ValueError("a position outside the state of a random generator")
+
+
+#: Of the Mersenne twister.
+_NUMBERS = 624
+
+
+def nested(value: Any) -> Tensor:
+    """The nested tensor of its constituents, or of what they are ranges of."""
+    parts = dict(value)
+    flags = parts.pop("flags")
+    if "constituents" in parts:
+        constituents, dtype = parts.pop("constituents"), parts.pop("dtype")
+        if parts or type(constituents) is not list or not isinstance(dtype, torch.dtype):
+            raise ValueError("not the constituents of a nested tensor")
+        made = torch.nested.nested_tensor(list(_tensors(constituents)), dtype=dtype)
+    else:
+        made = _jagged(**parts)
+    if flags not in _TAILS:
+        raise ValueError("flags of a nested tensor")
+    return with_flags(made, flags)
+
+
+def _jagged(*, values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
+    _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
+    if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
+        raise ValueError("a jagged dimension that is not there")
+    # Kernels of torch believe them.
+    starts, ends = offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths
+    whole = (offsets.dim(), lengths is None or lengths.shape == starts.shape, offsets.is_floating_point())
+    if whole != (1, True, False) or not len(offsets):
+        raise ValueError("not the offsets of a nested tensor")
+    if bool(((starts < 0) | (ends < starts) | (ends > values.shape[jagged_dim - 1])).any()):
+        raise ValueError("offsets outside the values of a nested tensor")
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=jagged_dim)
