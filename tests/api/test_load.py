@@ -287,11 +287,11 @@ def test_into_of_one_tied_tensor_in_two_places_that_overlap(saved):
 
 def test_mismatch_says_what_helps(saved):
     path = saved({str(i): torch.ones(1) for i in range(30)})
-    with pytest.raises(StructureMismatchError, match=r"into is a Linear: pass its state_dict\(\)") as caught:
-        fastckpt.load(path, into=torch.nn.Linear(1, 1))
+    with pytest.raises(StructureMismatchError, match="into is a type: pass a state of containers, tensors") as caught:
+        fastckpt.load(path, into=torch.nn.Linear)
     assert len(caught.value.differences) == 30
     assert pickle.loads(pickle.dumps(caught.value)).differences == caught.value.differences
-    with pytest.raises(StructureMismatchError, match=r'keys="model\.\*"; 1 difference:'):
+    with pytest.raises(StructureMismatchError, match=r'keys="model\.\*".*; 1 difference:'):
         fastckpt.load(path, into={str(i): torch.ones(1) for i in range(29)})
 
 

@@ -162,7 +162,8 @@ class StateBuilder:
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
         tensors: what each token of a tensor stands for, in order.
-        composed: what each token of a tensor made of several stands for, in order, where these exist already.
+        composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
+            one that is to be made.
     """
 
     def __init__(self, framework: str, tensors: Iterable[Any] = (), composed: Iterable[Any] | None = None) -> None:
@@ -185,8 +186,9 @@ class StateBuilder:
         return getattr(torch, token[0])(token)
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
-        if self._composed is not None:
-            return next(self._composed)
+        there = None if self._composed is None else next(self._composed)
+        if there is not None:
+            return there
         if token[0] == "expanded" and isinstance(parts[0], np.ndarray):
             return _numpy.expanded(token, parts)
         if self.framework == "numpy":

@@ -89,6 +89,15 @@ class Places:
             place = self.below(place, frame.key)
         return place
 
+    def known(self, stack: Sequence[Frame]) -> Place | None:
+        """The same, or None where nobody has asked for that place."""
+        place: Place | None = self.root
+        for frame in stack:
+            step = step_of(frame.key)
+            if step and place is not None:
+                place = self._known.get((place, step))
+        return place
+
 
 class Frame(Protocol):
     """A value whose parts are being walked: the key at hand, and its own place once it is known."""

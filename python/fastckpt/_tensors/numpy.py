@@ -12,6 +12,8 @@ from . import memory as _memory
 from .described import expanded_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .memory import Bytes, Mover
     from .pieces import Index
 
@@ -108,6 +110,16 @@ def mover_out(array: Array) -> Mover:
         np.ndarray(part.shape, array.dtype, contiguous)[...] = part
 
     return partial(_memory.copy_out, array.shape, array.dtype.itemsize, copy)
+
+
+def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, Bytes], None]:
+    """What makes elements of one dtype of those of another."""
+
+    def convert(data: Bytes, out: Bytes) -> None:
+        with np.errstate(all="ignore"):
+            np.copyto(out.view(target), data.view(source), casting="unsafe")
+
+    return convert
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int) -> Array:

@@ -64,6 +64,9 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
+#: Elements that torch copies in the calling thread alone, whatever the caller's budget is.
+_SERIAL = 30 << 10
+
 _strided = torch.strided
 _new_stored = tuple.__new__
 #: Nested tensors of either layout have this type in files.
@@ -254,6 +257,18 @@ def describe_of(kind: type) -> Describe | None:
     return found
 
 
+def kind_of(value: Any) -> str | None:
+    """``module`` or ``optimizer`` for an object of torch's, or None."""
+    if isinstance(value, torch.nn.Module):
+        return "module"
+    return "optimizer" if isinstance(value, torch.optim.Optimizer) else None
+
+
+def own_tensors(module: torch.nn.Module) -> list[Tensor]:
+    """The Parameters and buffers of a module: what can be filled so that the module has it."""
+    return [*module.parameters(), *module.buffers()]
+
+
 def _refuse(kind: type[Tensor]) -> NoReturn:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__name__ == "DTensor":
@@ -355,12 +370,26 @@ def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
 
 
 def device_of(name: Any) -> torch.device | None:
-    """The device that ``load(device=)`` names, or None for host memory; ValueError where there is none of that name."""
+    """The device of that name, or None for host memory; ValueError where there is none."""
     try:
         found = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"load: device must be a torch.device or its name, not {name!r}: {error}") from error
-    return None if found.type == "cpu" else found
+        raise ValueError(f"{name!r} is not a torch.device or its name: {error}") from error
+    if found.type == "cpu":
+        return None
+    try:
+        module = torch.get_device_module(found)
+        count = module.device_count() if module.is_available() else 0
+    except (RuntimeError, AttributeError):
+        count = 0  # a kind that has no memory, or that this build of torch does not know
+    if (found.index or 0) >= count:
+        raise ValueError(f"there is no device {name} here")
+    return found
+
+
+def is_device(value: Any) -> bool:
+    """Whether this is a ``torch.device``, which can be called."""
+    return isinstance(value, torch.device)
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
@@ -400,6 +429,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) 
 def over(memory: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A tensor over ``memory``, which is not empty."""
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Bytes], None]:
+    """What makes elements of one dtype of those of another; RuntimeError where torch cannot."""
+    torch.zeros(1, dtype=source).to(target)
+
+    def convert(data: Bytes, out: Bytes) -> None:
+        if _memory.address_of(data) % source.itemsize:
+            data = data.copy()
+        given, made = torch.from_numpy(data).view(source), torch.from_numpy(out).view(target)
+        for start in range(0, len(made), _SERIAL):
+            made[start : start + _SERIAL].copy_(given[start : start + _SERIAL])
+
+    return convert
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor | None:
