@@ -229,7 +229,6 @@ def _bytes(tag: str) -> Callable[[Any], Stored | str]:
 
 _DESCRIBE: dict[type, Describe] = {
     **dict.fromkeys(_numpy.ARRAYS, _array),
-    np.recarray: _records.describe_array,
     **dict.fromkeys(_records.DTYPES, _records.describe_dtype),
     bytes: _bytes("bytes"),
     bytearray: _bytes("bytearray"),

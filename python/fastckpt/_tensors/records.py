@@ -83,8 +83,11 @@ def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[
     titles = value.get("titles", [])
     for name in (*value["names"], *(title for title in titles if title is not None)):
         text(name)
-    if min(*integers(value["offsets"]), *integers([value["itemsize"]]), 0) < 0:
-        raise ValueError("a negative offset or size")
+    (size,) = integers([value["itemsize"]])
+    # numpy overlooks an end beyond 31 bits, and formats beyond the names.
+    ends = zip(value["names"], formats, integers(value["offsets"]), strict=True)
+    if any(not 0 <= offset <= size - each.itemsize for _, each, offset in ends):
+        raise ValueError("a field outside its element")
     if type(value.get("aligned", False)) is not bool:
         raise ValueError("not a boolean")
     fields: Any = {**value, "formats": formats}
@@ -94,17 +97,17 @@ def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[
 
 def describe_array(array: Array) -> Parts:
     """The token of an array whose elements are not plain, and what it is stored as."""
-    kind = "recarray" if isinstance(array, np.recarray) else "ndarray"
-    return Parts(f'["type","numpy.{kind}"]', ((THROUGH, _encode_array(array)),))
+    return Parts('["type","numpy.ndarray"]', ((THROUGH, encode_array(array)),))
 
 
-def _encode_array(array: Array) -> dict[str, Any]:
+def encode_array(array: Array) -> dict[str, Any]:
+    """An array as its dtype and its bytes, or its shape and its objects."""
     dtype = array.dtype
     if dtype.kind == "O":
         return {"dtype": _OBJECT, "shape": array.shape, "data": array.reshape(-1).tolist()}
+    described = encode_dtype(dtype)
     if dtype.hasobject:
         raise Unsupported("a structured array with fields of Python objects cannot be stored: store its fields")
-    described = encode_dtype(dtype)
     size = dtype.itemsize
     if not size:
         return {"dtype": described, "data": np.empty((*array.shape, 0), np.uint8)}
@@ -113,7 +116,7 @@ def _encode_array(array: Array) -> dict[str, Any]:
 
 
 def decode_array(value: Any) -> Array:
-    """The array that :func:`describe_array` stored: its bytes, or objects, in its shape."""
+    """The array that :func:`encode_array` took apart: its bytes, or objects, in its shape."""
     if type(value) is not dict or type(value["data"]) is list:
         shape, members = value["shape"], value["data"]
         if len(value) != 3 or value["dtype"] != _OBJECT or prod(integers(list(shape))) != len(members):  # noqa: PLR2004

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -69,8 +69,6 @@ _SERIAL = 30 << 10
 
 _strided = torch.strided
 _new_stored = tuple.__new__
-#: Nested tensors of either layout have this type in files.
-NESTED = "torch.nested.nested_tensor"
 _HEAD = '["tensor",'
 _TAILS = {"": "]", "g": ',"g"]', "p": ',"p"]', "pg": ',"pg"]'}
 
@@ -132,7 +130,7 @@ def _is_whole(value: Tensor) -> bool:
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     """Whatever is not contiguous in host memory."""
     if value.is_nested:
-        return _describe_nested(value, flags)
+        return describe_nested(value)
     if value.is_meta:
         raise Unsupported("a meta tensor has no data: materialise it first, with to_empty() or by loading weights")
     layout = value.layout
@@ -161,11 +159,16 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     return _describe_strided(value, flags)
 
 
-def _describe_nested(value: Tensor, flags: str) -> Parts:
+def describe_nested(value: Tensor) -> Parts:
+    """The token of a nested tensor, and what it is stored as."""
+    return Parts('["type","torch.nested.nested_tensor"]', ((THROUGH, encode_nested(value)),))
+
+
+def encode_nested(value: Tensor) -> dict[str, Any]:
     """The tensors in a nested tensor: apart, or as one of which they are ranges along one dimension."""
     whole: Any = value.detach()
     if value.layout is _strided:
-        parts = {"constituents": list(whole.unbind()), "dtype": value.dtype}
+        parts: dict[str, Any] = {"constituents": list(whole.unbind()), "dtype": value.dtype}
     else:
         parts = {
             "values": whole._values,
@@ -173,7 +176,7 @@ def _describe_nested(value: Tensor, flags: str) -> Parts:
             "lengths": whole._lengths,
             "jagged_dim": whole._ragged_idx,
         }
-    return Parts(f'["type","{NESTED}"]', ((THROUGH, {**parts, "flags": flags}),))
+    return {**parts, "flags": "p" * isinstance(value, torch.nn.Parameter) + "g" * value.requires_grad}
 
 
 def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
@@ -250,10 +253,14 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None; Unsupported for a tensor subclass, which may yet be registered."""
+    """How to describe a type of torch's, or None; Unsupported for a tensor subclass that cannot be taken apart."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
-        _refuse(kind)
+        reason = _why_not(kind)
+        if reason is not None:
+            raise Unsupported(reason)
+        if (kind.__module__, kind.__name__) == ("torch.nested._internal.nested_tensor", "NestedTensor"):
+            return describe_nested
     return found
 
 
@@ -269,16 +276,46 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _refuse(kind: type[Tensor]) -> NoReturn:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__name__ == "DTensor":
-        raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() per process")
-    if kind.__name__ == "FakeTensor":
-        raise Unsupported("a FakeTensor has no data")
-    wraps = hasattr(kind, "__tensor_flatten__")
-    raise Unsupported(
-        f"tensor subclass {name} is not known: register it with fastckpt.register_type"
-        f"({kind.__name__}, {'None, None' if wraps else 'encode, decode'})"
+def safe_types() -> list[type]:
+    """The classes that the program lets ``torch.load(weights_only=True)`` make, less those that no save stores."""
+    listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
+    return [
+        item
+        for item in listed
+        if isinstance(item, type) and not (issubclass(item, Tensor) and _why_not(item) is not None)
+    ]
+
+
+_SPREAD = (
+    "is spread over processes: store its full_tensor(), or its to_local() per process; of a whole state, "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives plain tensors, with "
+    "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+)
+_TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
+#: Tensor subclasses of torch's own that cannot be stored, by name, and why.
+_REFUSED = {
+    "DTensor": _SPREAD,
+    "ShardedTensor": _SPREAD.replace("its full_tensor(), or its to_local() per process", "what gather() gives"),
+    "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
+    "FakeTensor": "has no data",
+    "FunctionalTensor": _TRACED,
+    "ProxyTensor": _TRACED,
+    "UninitializedParameter": "has no shape yet: run the module once, so that it is initialised",
+    "UninitializedBuffer": "has no shape yet: run the module once, so that it is initialised",
+}
+
+
+def _why_not(kind: type[Tensor]) -> str | None:
+    """Why tensors of a subclass cannot be stored, or None where its own protocol takes them apart."""
+    for base in kind.__mro__:
+        if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
+            return f"a {base.__name__} {_REFUSED[base.__name__]}"
+    if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__"):
+        return None
+    return (
+        f"tensor subclass {kind.__module__}.{kind.__qualname__} has no __tensor_flatten__ and __tensor_unflatten__: "
+        f"leave it out, convert it with default=, or register it with fastckpt.register_type({kind.__name__}, encode, "
+        "decode)"
     )
 
 
@@ -597,7 +634,7 @@ def encode_generator(value: torch.Generator) -> dict[str, Any]:
     return {"device": str(value.device), "state": value.get_state()}
 
 
-def decode_generator(value: Any) -> torch.Generator:
+def decode_generator(_: Any, value: Any) -> torch.Generator:
     """The random generator of that device in that state; UnsupportedTypeError where the device is not here."""
     device, state = value["device"], value["state"]
     (state,) = _tensors([state])
@@ -630,7 +667,7 @@ def _check_twister(state: Tensor) -> None:
 _NUMBERS = 624
 
 
-def nested(value: Any) -> Tensor:
+def decode_nested(_: Any, value: Any) -> Tensor:
     """The nested tensor of its constituents, or of what they are ranges of."""
     parts = dict(value)
     flags = parts.pop("flags")
