@@ -180,17 +180,17 @@ def encode_nested(value: Tensor) -> dict[str, Any]:
 
 
 def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
-    if 0 in value.stride():
-        expanded = expansion(value.shape, value.stride(), flags)
+    strides, shape = value.stride(), value.shape
+    if 0 in strides:
+        expanded = expansion(shape, strides, flags)
         if expanded is not None:
             return Parts(expanded.token, ((THROUGH, value.detach()[expanded.base]),))
     name, logical = _STORED[value.dtype]
-    shape = value.shape
     address = value.data_ptr()
     if not _is_whole(value):
         _no_address(value)
     tie = (
-        (address, value.dtype, shape, steps(shape, value.stride()), value.is_conj(), value.is_neg(), value.device)
+        (address, value.dtype, shape, steps(shape, strides), value.is_conj(), value.is_neg(), value.device)
         if address
         else _no_address(value)
     )
