@@ -18,6 +18,7 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors import records as _records
 from fastckpt._tensors.described import THROUGH, Describe, Part, Parts, Stored, Tensor, Unsupported, expansion, steps
 from fastckpt.exceptions import UnsupportedTypeError
 
@@ -181,15 +182,14 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
 
 
 def _array(value: np.ndarray[Any, Any]) -> Stored | Parts:
-    reason = _numpy.why_not(value)
-    if reason is not None:
-        raise Unsupported(reason)
+    dtype = value.dtype
+    if dtype.kind not in _numpy.KINDS:
+        return _records.describe_array(value)
     whole = value.flags.c_contiguous
     if not whole and 0 in value.strides:
         expanded = expansion(value.shape, value.strides, "")
         if expanded is not None:
             return Parts(expanded.token, ((THROUGH, value[expanded.base]),))
-    dtype = value.dtype
     name, logical = _numpy.stored_dtype(dtype)
     shape: Sequence[int] = value.shape
     address = _memory.address_of(value)
@@ -223,6 +223,7 @@ def _bytes(tag: str) -> Callable[[Any], Stored | str]:
 
 _DESCRIBE: dict[type, Describe] = {
     **dict.fromkeys(_numpy.ARRAYS, _array),
+    **dict.fromkeys(_records.DTYPES, _records.describe_dtype),
     bytes: _bytes("bytes"),
     bytearray: _bytes("bytearray"),
     **_PARTS,
