@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from fastckpt._tensors.described import text
+from fastckpt._tensors.described import THROUGH, text
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from . import hashes as _hashes
@@ -19,7 +19,7 @@ from . import values as _values
 from .built_in import ATTRIBUTED
 from .collector import paused
 from .flatten import DEPTH_LIMIT
-from .key_paths import THROUGH, place_of, show
+from .key_paths import place_of, show
 from .structural import Undecodable
 from .values import MALFORMED
 
@@ -49,7 +49,7 @@ class Builder(Protocol):
         """A ``size``, ``dtype`` or ``device``."""
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
-        """A ``coo``, ``compressed`` or ``quantized`` tensor."""
+        """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         """What a type with a name is stored as, and its attributes, if it has any."""
@@ -107,7 +107,7 @@ def arity(token: list[Any]) -> int:
 
 #: Members of a token of a type whose value has attributes.
 _WITH_ATTRIBUTES = 3
-_ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4}
+_ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:
