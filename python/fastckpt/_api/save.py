@@ -13,7 +13,7 @@ from fastckpt._state.groups import split_model
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine
+from .options import check_bandwidth, check_engine, check_files
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
@@ -21,7 +21,7 @@ from .reports import SaveReport
 if TYPE_CHECKING:
     from fastckpt._paths import AnyPath
 
-    from .options import Engine
+    from .options import Engine, Files
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
@@ -32,6 +32,7 @@ def save(
     *,
     overwrite: bool = True,
     metadata: Any = None,
+    files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     io: Engine = "auto",
@@ -48,10 +49,14 @@ def save(
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
             once and come back tied.
-        path: the checkpoint's directory, not a URL. Its parent must exist. An asynchronous save to it in flight is
-            waited for.
+        path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
+            that fails leaves them. An asynchronous save to it in flight is waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
+        files: further files for the directory, by name: a str is the text of the file (UTF-8), bytes are its content,
+            and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
+            with the checkpoint. Later saves to ``path`` carry them over, unless they give one of the same name. They
+            are read into memory.
         shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
@@ -75,10 +80,11 @@ def save(
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
             allows; nothing was written.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
-        FileNotFoundError: the parent directory does not exist.
+        NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
-        ValueError: an argument is out of range, ``path`` is a URL, or ``model_key`` leads to no mapping.
+        ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, or a name in
+            ``files`` is not a plain file name, or one of fastckpt's own.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save failed, and nobody has asked for its result.
@@ -88,11 +94,13 @@ def save(
     check_engine("save", io, threads)
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
+    more = check_files("save", files)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
     flat = flatten(state)
     options = _core.SaveOptions(
         model_prefix=split_model("save", state, flat, model_key),
         overwrite=bool(overwrite),
+        files=more,
         shard_size=file_bytes,
         io=io,
         threads=threads,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
+from fastckpt._api.options import check_bandwidth, check_engine, check_files, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of
 from fastckpt._paths import path_of
@@ -22,7 +22,7 @@ from .job import Job
 from .pending import PendingSave
 
 if TYPE_CHECKING:
-    from fastckpt._api.options import Engine
+    from fastckpt._api.options import Engine, Files
     from fastckpt._paths import AnyPath
 
 
@@ -34,6 +34,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     max_in_flight: int = 1,
     overwrite: bool = True,
     metadata: Any = None,
+    files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     io: Engine = "auto",
@@ -62,6 +63,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         max_in_flight: wait until fewer saves than this are in flight.
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
+        files: as for :func:`fastckpt.save`. Contents are taken at the call.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
         io: as for :func:`fastckpt.save`.
@@ -78,8 +80,9 @@ def save_async(  # noqa: PLR0913 - one more than save has
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
-        FileNotFoundError: the parent of ``path`` is missing.
         FileExistsError: something has the name that may not be replaced.
+        NotADirectoryError: a directory above ``path`` is a file.
+        PermissionError: no directory can be made where ``path`` lies.
         Exception: an earlier asynchronous save failed, and its result was never asked for; or the copy failed.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
@@ -93,11 +96,13 @@ def save_async(  # noqa: PLR0913 - one more than save has
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
     in_flight.raise_unasked("this call did nothing: call again to save")
+    more = check_files("save_async", files)
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
     flat = flatten(state, operation="save_async")
     settings = {
         "model_prefix": split_model("save_async", state, flat, model_key),
         "overwrite": bool(overwrite),
+        "files": more,
         "shard_size": file_bytes,
         "io": io,
         "threads": threads,
