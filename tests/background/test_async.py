@@ -42,8 +42,9 @@ def nothing_left():
 
 
 @pytest.fixture
-def late(monkeypatch):
-    """A parent that goes between the call, which looks at it, and the save in the background."""
+def late(monkeypatch, tmp_path):
+    """``no`` leads nowhere, as if it came to that between the call, which looks at it, and the background save."""
+    (tmp_path / "no").symlink_to("nowhere")
     monkeypatch.setattr(_core, "check_target", lambda *_: None)
 
 
@@ -345,16 +346,16 @@ def test_threads_that_save_at_once_share_the_flights(tmp_path):
 
 
 def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, caplog, late):
-    target = tmp_path / "later" / "c"
+    target = tmp_path / "no" / "c"
     for lazy in (False, True):
         pending = fastckpt.save_async(numbered(1), target, lazy=lazy)
-        with pytest.raises(FileNotFoundError, match="create it first"):
+        with pytest.raises(FileNotFoundError, match="leads nowhere"):
             pending.result(60)
         assert isinstance(pending.exception(), FileNotFoundError)
         assert pending.progress().phase == "failed"
         pending.wait_staged(0)
     wait_until(lambda: [record.levelname for record in caplog.records] == ["ERROR", "ERROR"])
-    target.parent.mkdir()
+    target.parent.unlink()
     fastckpt.save_async(numbered(1), target).result(60)
     assert which(fastckpt.load(target)) == 1
 
@@ -536,7 +537,8 @@ def hold():
     return gate
 
 def late():
-    # As if the parent went between the call, which looks at it, and the save in the background.
+    # As if it came to that between the call, which looks at it, and the save in the background.
+    os.path.lexists(target + "-no") or os.symlink("nowhere", target + "-no")
     from fastckpt import _core
     _core.check_target = lambda *_: None
 """
@@ -593,10 +595,10 @@ def test_exit_handlers_may_save(tmp_path, before):
 
 @pytest.mark.parametrize(("ending", "status"), [("", 0), ("sys.exit(7)", 7), ("raise RuntimeError('boom')", 1)])
 def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, status):
-    done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '/no/c')\n{ending}", expected=status)
+    done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '-no/c')\n{ending}", expected=status)
     assert "asynchronous save to " in done.stderr
-    assert "/no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
-    asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '/no/c').exception()")
+    assert "-no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
+    asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '-no/c').exception()")
     assert "nobody asked" not in asked.stderr
 
 
@@ -681,7 +683,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         gate = hold()
         pending = fastckpt.save_async(state, target)
         late()
-        failed = fastckpt.save_async(state, target + "/no/c", max_in_flight=2)
+        failed = fastckpt.save_async(state, target + "-no/c", max_in_flight=2)
         failed.finished.wait()
         child = os.fork()
         if not child:
@@ -897,14 +899,19 @@ def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
     assert which(fastckpt.load(tmp_path / "c")) == 1
 
 
-@pytest.mark.parametrize("obstacle", ["parent", "file", "existing"])
+@pytest.mark.parametrize("obstacle", ["parent", "link", "file", "directory", "existing"])
 def test_a_bad_path_is_told_at_the_call(tmp_path, obstacle):
-    path = tmp_path / "missing" / "step" if obstacle == "parent" else tmp_path / "step"
-    if obstacle == "file":
+    path, expected = tmp_path / "step", FileExistsError
+    if obstacle in ("parent", "file"):
         path.write_text("the only copy")
-    elif obstacle == "existing":
+    elif obstacle == "link":
+        path.symlink_to("nowhere")
+    elif obstacle == "directory":
+        (path / "sub").mkdir(parents=True)
+    else:
         fastckpt.save({"a": 1}, path)
-    expected = FileNotFoundError if obstacle == "parent" else FileExistsError
+    if obstacle == "parent":
+        path, expected = path / "a" / "b", NotADirectoryError
     with pytest.raises(expected, match=re.escape(str(tmp_path))):
         fastckpt.save_async({"a": np.zeros(3)}, path, overwrite=obstacle != "existing")
     fastckpt.save_async({"a": 2}, tmp_path / "other").result()
