@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core, exceptions
-from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorInfo, open
+from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, open
 from fastckpt._api.load import load
 from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, remove_leftover
 from fastckpt._api.manage import list as list
@@ -19,6 +19,7 @@ from fastckpt._api.register import register_type
 from fastckpt._api.reports import Damage, Loaded, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.save import save
 from fastckpt._api.target import set_target
+from fastckpt._api.tensor_info import TensorInfo
 from fastckpt._api.verify import verify
 from fastckpt.exceptions import (
     CheckpointError,

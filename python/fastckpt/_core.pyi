@@ -406,6 +406,8 @@ class Reader:
         """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced."""
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""
+    def checksum(self, tensor: int) -> int | None:
+        """The CRC-64 of all bytes of a tensor: equal for equal bytes, wherever they lie."""
     def shards(self) -> list[StoredShard]:
         """All shards."""
     def structure(self) -> str:

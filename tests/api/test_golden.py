@@ -51,6 +51,18 @@ def test_golden_groups_are_read_bit_for_bit(engine):
     assert fastckpt.open(DATA / "v1-groups").keys()[0] == "model.embed.weight"
 
 
+def test_golden_expanded_tensors_are_read_bit_for_bit(engine):
+    state, expected = fastckpt.load(DATA / "v1-expanded", io=engine), golden().expanded()
+    assert same(state, expected)
+    assert [value.stride() for value in state.values() if isinstance(value, torch.Tensor)] == [
+        (0,),
+        (1, 1),
+        (1, 0),
+        (1, 0),
+    ]
+    assert state["columns"].data_ptr() == state["parameter"].data_ptr() == state["base"].data_ptr()
+
+
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     """The layout is the format's: no release changes it."""
     fastckpt.save(golden().training(), tmp_path / "c", shard_size=100)
@@ -62,7 +74,7 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     assert written == kept
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups"])
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded"])
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA
@@ -78,7 +90,9 @@ def test_golden_checkpoints_hold_every_kind_of_token():
     import json
 
     tokens = [
-        token for name in ("v1", "v1-types") for token in json.loads(fastckpt.open(DATA / name)._reader.structure())
+        token
+        for name in ("v1", "v1-types", "v1-expanded")
+        for token in json.loads(fastckpt.open(DATA / name)._reader.structure())
     ]
     found = {token[0] for token in tokens if isinstance(token, list)}
     documented = (DATA.parents[1] / "docs" / "format.md").read_text(encoding="utf-8").split("## 4. Structure")[1]

@@ -113,12 +113,30 @@ def training() -> dict[str, Any]:
     }
 
 
+def expanded() -> dict[str, Any]:
+    """What repeats a base, which alone is stored."""
+    base = torch.arange(3, dtype=torch.float32).reshape(3, 1)
+    return {
+        "mask": torch.ones(1, dtype=torch.bool).expand(1000),
+        "base": base,
+        "columns": base.expand(3, 4),
+        "parameter": torch.nn.Parameter(base.expand(3, 2)),
+        "array": np.broadcast_to(np.arange(3), (2, 3)),
+    }
+
+
 METADATA = {"step": 1000, "note": "golden", "loss": 2.5}
 
 if __name__ == "__main__":
     version = sys.argv[1] if len(sys.argv) > 1 else "v1"
     register()
-    kinds = (("", state, 10**9), ("-sharded", state, 5000), ("-types", types, 10**9), ("-groups", training, 100))
+    kinds = (
+        ("", state, 10**9),
+        ("-sharded", state, 5000),
+        ("-types", types, 10**9),
+        ("-groups", training, 100),
+        ("-expanded", expanded, 10**9),
+    )
     for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():
             fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, shard_size=shard_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import _core
 from fastckpt._background import snapshot_memory as _memory
 from fastckpt._tensors import device as _device
 from fastckpt._tensors import torch as _torch
@@ -545,3 +547,28 @@ def test_memory_is_unpinned_despite_an_interrupt(begun, monkeypatch):
         real(late[0])
         late[0].join()
     assert [name for _, name, *_ in cudart.calls] == ["register", "unregister"]
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_expanded_tensors_and_where_they_were(tmp_path, way):
+    base = torch.randn(70_000, 1)
+    on = base.to(DEVICE)
+    state = {"base": on, "wide": on.expand(70_000, 4), "grad": torch.nn.Parameter(on[:3].t().expand(5, 3))}
+    SAVES[way](state, tmp_path / "c")
+    reader = _core.Reader(str(tmp_path / "c"))
+    assert json.loads(reader.structure()) == [
+        *(["dict", 3], "base", ["tensor", 0, "", "standin:0"]),
+        *("wide", ["expanded", [70_000, 4], ""], ["tensor", 0, "", "standin:0"]),
+        *("grad", ["expanded", [5, 3], "pg"], ["tensor", 1, "", "standin:0"]),
+    ]
+    loaded = fastckpt.load(tmp_path / "c")
+    assert torch.equal(loaded["wide"], base.expand(70_000, 4))
+    assert loaded["wide"].data_ptr() == loaded["base"].data_ptr()
+    there = fastckpt.load(tmp_path / "c", device=DEVICE)
+    assert there["wide"].device == there["grad"].device == DEVICE
+    assert there["wide"].stride() == (1, 0)
+    assert type(there["grad"]) is torch.nn.Parameter
+    assert torch.equal(standin.on_host(there["grad"]), base[:3].t().expand(5, 3))
+    into = {"wide": torch.zeros(70_000, 1).to(DEVICE).expand(70_000, 4)}
+    fastckpt.load(tmp_path / "c", into=into, keys="wide")
+    assert torch.equal(standin.on_host(into["wide"]), base.expand(70_000, 4))

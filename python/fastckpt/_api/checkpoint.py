@@ -16,13 +16,13 @@ from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors.dtypes import plain_name
 from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
 from .destinations import Targets
 from .outcome import report_of
 from .reports import LoadReport
+from .tensor_info import TensorInfo, info_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,27 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastckpt._paths import AnyPath
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """What is known about a stored tensor before it is read.
-
-    Attributes:
-        name: its name in the checkpoint.
-        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation where torch has none (``>f8``).
-        shape: its sizes.
-        bytes: bytes of its data.
-        shard: the file that holds it.
-        kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    shard: str
-    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +61,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a sparse or quantised tensor, or a registered object.
+    """A value made of others, in a checkpoint's structure: a tensor that is no plain one, or a registered object.
 
     Attributes:
-        kind: ``coo``, ``compressed``, ``quantized`` or ``type``.
+        kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
         about: what describes it: sizes, layout, the registered name.
         parts: what it is made of.
     """
@@ -122,8 +101,10 @@ class Checkpoint:
     """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
 
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks. A tied tensor is listed once, under its first name, and
-    found under the name of each of its places. After ``close`` what needs no shard still works; reads raise ValueError.
+    against the checksums as far as it covers whole blocks. What it knows and reads of a tensor that was expanded is its
+    base, with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed
+    once, under its first name, and found under the name of each of its places. After ``close`` what needs no shard
+    still works; reads raise ValueError.
 
     Attributes:
         report: what the last read did, or None before the first.
@@ -149,23 +130,12 @@ class Checkpoint:
             format_version=about["version"], writer=writer, created=about["created"], **about["saved"]
         )
         files = [shard.file for shard in self._shards]
-        self._infos = [self._describe(index, files) for index in range(len(self._stored))]
+        self._infos = [info_of(stored, self._token(index), files) for index, stored in enumerate(self._stored)]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
         # Mostly nothing is tied, and then there is nothing to look for.
         if len(check.found) > len(self._first):
             for _, index, name in aliases(self._tokens, self.keys()):
                 self._index.setdefault(name, index)
-
-    def _describe(self, index: int, files: list[str]) -> TensorInfo:
-        stored = self._stored[index]
-        return TensorInfo(
-            name=stored.name,
-            dtype=plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype),
-            shape=(stored.logical or stored).shape,
-            bytes=stored.nbytes,
-            shard=files[stored.shard],
-            kind=self._token(index)[0],
-        )
 
     def _token(self, index: int) -> list[Any]:
         # A tensor that the structure does not name can only be read as an array.
@@ -226,8 +196,8 @@ class Checkpoint:
     def structure(self) -> Any:
         """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
 
-        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse and quantised tensors and registered
-        objects are :class:`fastckpt.Composed`.
+        A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse, quantised and expanded tensors and
+        registered objects are :class:`fastckpt.Composed`.
         """
         return unflatten(self._tokens, _View(self._infos), operation="open")
 

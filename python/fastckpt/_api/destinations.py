@@ -13,11 +13,14 @@ from fastckpt._state.collector import paused
 from fastckpt._tensors import device as _device
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors.cast import Cast
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, plain_name
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from .placement import Placement
 
 _LIMIT = 2**63
 
@@ -31,14 +34,18 @@ class Targets:
         mappings: where shards are mapped, if they are: then nothing need be asked for.
     """
 
-    def __init__(self, stored: Sequence[_core.StoredTensor], framework: str, device: Any = None) -> None:
+    def __init__(
+        self, stored: Sequence[_core.StoredTensor], framework: str, placement: Placement | None = None
+    ) -> None:
         self.stored = stored
         self.framework = framework
-        self.device = device
+        self.devices: Mapping[int, Any] = {} if placement is None else placement.devices
+        self.dtypes: Mapping[int, str] = {} if placement is None else placement.dtypes
         self.mappings: _core.Mappings | None = None
         self.requests: list[_core.ReadRequest] = []
         self.movers: dict[int, _memory.Mover] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
+        self._converters: dict[tuple[Any, Any], tuple[Callable[..., None], tuple[int, int]]] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
         self._values: list[Any] = []
         self._exports: list[np.ndarray[Any, Any]] = []
@@ -51,7 +58,8 @@ class Targets:
 
     def settle(self) -> None:
         """Wait until what movers have copied to devices is there."""
-        _device.settle(self.movers.values())
+        movers = (mover.mover if isinstance(mover, Cast) else mover for mover in self.movers.values())
+        _device.settle(mover for mover in movers if mover is not None)
 
     def ask(self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None) -> None:
         """Ask for the whole of a tensor, to be put into the tensor or array ``memory``.
@@ -67,6 +75,52 @@ class Targets:
             if mover is not None:
                 self.movers[len(self.requests)] = mover
             self.requests.append(_core.ReadRequest(index, address, room))
+
+    def ask_cast(
+        self, index: int, memory: Any, address: int, mover: _memory.Mover | None, *, torch: bool = True
+    ) -> None:
+        """Likewise for a tensor or array of the dtype that :attr:`dtypes` has for it, filled by what is converted.
+
+        Args:
+            index: the tensor's number.
+            memory: the tensor or array.
+            address: that of its memory, if it is contiguous and on the host, else 0.
+            mover: what takes its elements otherwise.
+            torch: whether torch converts them, else numpy.
+        """
+        convert, sizes = self._converter(index, torch=torch)
+        room = memory.nbytes // sizes[1] * sizes[0]
+        self._fits(index, room)
+        if room:
+            self.movers[len(self.requests)] = Cast(convert, sizes, address, mover)
+            self.requests.append(_core.ReadRequest(index, 0, room))
+
+    def _converter(self, index: int, *, torch: bool) -> tuple[Callable[..., None], tuple[int, int]]:
+        source = self.tensor_dtype(index) if torch else self.array_dtype(index)
+        target = self.wanted_dtype(index, torch=torch)
+        known = self._converters.get((source, target))
+        if known is None:
+            try:
+                make = torch_for("a torch tensor").converter if torch else _numpy.converter
+                known = self._converters[source, target] = (make(source, target), (source.itemsize, target.itemsize))
+            except (RuntimeError, TypeError) as error:
+                raise UnsupportedTypeError(
+                    f"load: tensor {self.stored[index].name!r} of dtype {self._kind(index)} cannot be cast to "
+                    f"{self.dtypes[index]} ({error}): leave it out of dtype="
+                ) from error
+        return known
+
+    def wanted_dtype(self, index: int, *, torch: bool) -> Any:
+        """The dtype, torch's or numpy's, that a tensor is cast to."""
+        name = self.dtypes[index]
+        found = torch_for("a torch tensor").DTYPES.get(name) if torch else _numpy.dtype_of_torch(name)
+        if found is None:
+            lacking = "this version of torch" if torch else "numpy (without the package ml_dtypes)"
+            raise UnsupportedTypeError(
+                f"load: tensor {self.stored[index].name!r} is to be cast to {name}, which {lacking} does not have: "
+                "give another dtype="
+            )
+        return found
 
     def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any]) -> None:
         """Likewise for host memory with gaps or in another order, no element of which overlaps another.
@@ -94,7 +148,10 @@ class Targets:
         made = self._made
         values = self._values
         for token in tokens:
-            key = tuple(token)
+            # Without the device that it was on: a tie is one tensor.
+            key = tuple(token[:3])
+            if key[-1] == "":
+                key = key[:2]
             value = made.get(key)
             if value is None:
                 value = made[key] = self._new(key)
@@ -118,7 +175,7 @@ class Targets:
             return self._bytes(tag, index)
         flags = more[0] if more else ""
         if tag == "tensor" and self.framework != "numpy":
-            if not flags:
+            if not more:
                 return self._tensor(index)
             plain = self._made.get((tag, index))
             if plain is None:
@@ -128,16 +185,19 @@ class Targets:
             except RuntimeError as error:  # an integer that is to require a gradient
                 raise self._malformed(index, str(error)) from error
         if tag == "array" and self.framework == "torch":
-            array = self._array(index)
-            return self._array_as_tensor(index, array)
+            return self._array_as_tensor(index)
         return self._array(index)
 
-    def _array_as_tensor(self, index: int, array: np.ndarray[Any, Any]) -> Any:
+    def _array_as_tensor(self, index: int) -> Any:
         torch = torch_for("a numpy array that is to become a torch tensor")
+        if self.stored[index].logical is None:
+            return self._tensor(index)
+        array = self._array(index)
         if torch.from_array(array[:0] if array.ndim else array) is None:
             raise self._lacks(index, "torch", "numpy")
-        if self.device is not None:
-            return _Pending(lambda: torch.from_array(array).to(self.device))
+        device = self.devices.get(index)
+        if device is not None:
+            return _Pending(lambda: torch.from_array(array).to(device))
         if array.dtype.isnative:
             return torch.from_array(array)
         return _Pending(lambda: torch.from_array(array))
@@ -154,10 +214,19 @@ class Targets:
         found, itemsize, empty = known
         nbytes = stored.nbytes
         shape = stored.shape if logical is None and nbytes else self.shape(index, itemsize)
-        if self.device is not None:
+        device = self.devices.get(index)
+        cast = index in self.dtypes
+        if device is not None or cast:
             torch = torch_for("a torch tensor")
-            tensor = torch.empty_on(self.device, shape, found)
-            self.ask(index, tensor, 0, torch.mover_in(tensor) if nbytes else None)
+            wanted = self.wanted_dtype(index, torch=True) if cast else found
+            if device is None:
+                tensor = empty(shape, wanted, 0, prod(shape) * wanted.itemsize)
+            else:
+                tensor = torch.empty_on(device, shape, wanted)
+            address = tensor.data_ptr() if device is None else 0
+            (self.ask_cast if cast else self.ask)(
+                index, tensor, address, torch.mover_in(tensor) if nbytes and not address else None
+            )
             return tensor
         if nbytes and self.mappings is not None:
             return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
@@ -169,6 +238,11 @@ class Targets:
         stored = self.stored[index]
         found = self.array_dtype(index)
         shape = self.shape(index, found.itemsize)
+        if index in self.dtypes:
+            wanted = self.wanted_dtype(index, torch=False)
+            array = _numpy.empty(shape, wanted, 0, prod(shape) * wanted.itemsize)
+            self.ask_cast(index, array, _memory.address_of(array), None, torch=False)
+            return array
         if stored.nbytes and self.mappings is not None:
             return np.ndarray(shape, found, self._mapped(index, found.alignment))
         array = _numpy.empty(shape, found, stored.offset, stored.nbytes)
@@ -253,12 +327,14 @@ class Targets:
         return CorruptCheckpointError(f"load: tensor {self.stored[index].name!r}: {reason}")
 
     def _lacks(self, index: int, lacking: str, other: str) -> UnsupportedTypeError:
-        stored = self.stored[index]
-        kind = plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype)
         return UnsupportedTypeError(
-            f"load: tensor {stored.name!r} is of dtype {kind}, which {lacking} "
+            f"load: tensor {self.stored[index].name!r} is of dtype {self._kind(index)}, which {lacking} "
             f'does not have: load with framework="{other}", or choose other tensors with keys='
         )
+
+    def _kind(self, index: int) -> str:
+        stored = self.stored[index]
+        return plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype)
 
 
 class _Pending:

@@ -6,22 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastckpt._state.builders import torch_for
+from fastckpt._state.builders import StateBuilder, torch_for
 from fastckpt._state.flatten import Occurrence, canonical, flatten
-from fastckpt._state.unflatten import is_tensor
+from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
+from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+from .objects import Owner, WithObjects
+from .placement import can_cast
 
-    from fastckpt._core import StoredTensor
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt import _core
     from fastckpt._state.key_paths import Place
-    from fastckpt._state.select import Found
+    from fastckpt._state.unflatten import Token
 
     from .destinations import Targets
+    from .selection import Selection
 
 #: More than these are counted, not listed.
 _LISTED = 20
@@ -32,13 +37,37 @@ def _is_torch(item: Occurrence) -> bool:
     return item.token.startswith('["tensor"')
 
 
-class Into:
-    """The tensors of ``into=``, and how they fit."""
+class _Entry:
+    """A tensor of the checkpoint, and what it fills: None where it is made anew."""
 
-    def __init__(self, path: str, into: Any, framework: str) -> None:
+    __slots__ = ("given", "item")
+
+    def __init__(self, item: Found, given: Occurrence | None) -> None:
+        self.item = item
+        self.given = given
+
+
+class Into:
+    """The tensors of ``into=``, and how they fit.
+
+    Args:
+        reader: the checkpoint.
+        path: its path, for messages.
+        into: the state.
+        targets: what is to be read, and where to.
+        strict: whether each side must have all tensors of the other.
+
+    Attributes:
+        missing: with ``strict`` unset, the names of what the checkpoint has not.
+        unexpected: likewise, the names of what ``into`` has not.
+    """
+
+    def __init__(self, reader: _core.Reader, path: str, into: Any, targets: Targets, *, strict: bool) -> None:
+        self.reader = reader
         self.path = path
         self.into = into
-        self.framework = framework
+        self.targets = targets
+        self.strict = strict
         # It keeps alive what addresses point into.
         self.flat = flatten(into, operation="load: into", observe=True)
         # What is not a tensor comes from the checkpoint, and so do long bytes.
@@ -47,106 +76,274 @@ class Into:
             for item in self.flat.occurrences
             if item.stored is None or item.token.startswith(('["tensor"', '["array"'))
         }
-        self.mismatches: list[str] = []
+        # The base of an expanded tensor is given in its place.
+        self._expanded = {item.place: item for item in self.flat.occurrences if item.token.startswith('["expanded"')}
+        self._bases: set[int] = set()
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+        self._problems = dict(self.flat.problems)
+        self._owners = self._objects()
+        self._mismatches: list[tuple[int, str]] = []
+        self._entries: list[_Entry] = []
+        #: What tensors made of several stand for, by position; None for those to be made.
+        self._composed: dict[int, Any] = {}
+        #: Tensors of into by their ties: the number of what is to fill them.
+        self._ties: dict[Any, int] = {}
+        #: Positions of what into has not.
+        self._dropped: set[int] = set()
+        #: Parts of what does not fit are not reported again.
+        self._unfit: set[Place | None] = set()
+        self._castable = False
+        self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
 
+    def _objects(self) -> dict[Place, Owner]:
+        """The objects in ``into``, but for those in the states of others."""
+        owners: dict[Place, Owner] = {}
+        for place, value, name in self.flat.objects:
+            if self._owner(owners, place)[0] is None:
+                owners[place] = Owner(place, value, name)
+        return owners
+
+    @staticmethod
+    def _owner(owners: dict[Place, Owner], place: Place) -> tuple[Owner | None, Place]:
+        """Whose state ``place`` is in, and which entry of it."""
+        entry, at = place, place if owners else None
+        while at is not None:
+            owner = owners.get(at)
+            if owner is not None:
+                return owner, entry
+            entry, at = at, at.above
+        return None, place
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are any: then new tensors may be made for them."""
+        return bool(self._owners)
+
     def match(
-        self, found: Sequence[Found], kept: Container[int] | None, stored: Sequence[StoredTensor], targets: Targets
-    ) -> list[Any]:
-        """Match every tensor of the checkpoint, or those at the positions ``kept``, and ask for their bytes.
+        self, tokens: list[Token], chosen: set[int] | None, selection: Selection, *, renamed: bool
+    ) -> list[Token]:
+        """Match every tensor of a structure, or those at the positions ``chosen``, and ask for their bytes.
+
+        Args:
+            tokens: the whole structure.
+            chosen: the positions, or None for all.
+            selection: what was chosen by.
+            renamed: whether the structure has other names than those that the selection saw.
 
         Returns:
-            What each token of a tensor made of several stands for, in order.
+            The tokens that are left.
 
         Raises:
             StructureMismatchError: they do not fit. It lists all differences.
         """
-        problems = dict(self.flat.problems)
-        composed: list[Any] = []
-        fill: list[tuple[Found, Occurrence | None]] = []
-        ties: dict[Any, int] = {}
-        # Parts of what does not fit are not reported again.
-        unfit: set[Place | None] = set()
-        for item in found:
-            if kept is not None and item.position not in kept:
-                continue
-            tensor = is_tensor(item.token)
-            if tensor and item.token[0] not in _FILLABLE:
-                fill.append((item, None))
-                continue
-            if item.place.above in unfit:
-                continue
-            given = self.given.get(item.place)
-            if given is None:
-                why = problems.get(item.place)
-                reason: str | None = "missing from into" if why is None else f"cannot be filled: {why}"
-            elif tensor:
-                reason = self._tensor(item, given, stored, ties)
-                fill.append((item, given))
-            else:
-                reason = self._composed(item, given)
-                composed.append(given.value)
-            if reason is not None:
-                self.mismatches.append(f"{item.place}: {reason}")
-                unfit.add(item.place)
-        self._clashes(fill)
-        if kept is None:
-            known = {item.place for item in found}
-            self.mismatches.extend(
-                f"{place}: not in the checkpoint"
-                for place in self.given
-                if place not in known and place.above not in unfit
-            )
+        left, origin = (tokens, list(range(len(tokens)))) if chosen is None else prune(tokens, chosen)
+        at = {position: index for index, position in enumerate(origin)}
+        every = find(tokens, self.flat.places)
+        self._find([item for item in every if item.position in at])
+        starts = locate(tokens, self.flat.places, self._owners) if self._owners else {}
+        self._states(left, {place: at.get(start) for place, start in starts.items()}, selection)
+        if selection.all or not renamed:
+            self._extra({item.place for item in every}, selection)
+        self._clashes()
         self._raise()
-        self._ask(fill, targets)
-        return composed
+        if self._dropped:
+            wanted = leaves(tokens) if chosen is None else chosen
+            left, origin = prune(tokens, without(tokens, wanted, self._dropped))
+            before, at = at, {position: index for index, position in enumerate(origin)}
+            gone = (tokens[position] for position in before if position not in at)
+            self.unexpected = tuple(
+                dict.fromkeys(self.targets.stored[token[1]].name for token in gone if is_tensor(token))
+            )
+        ends = ends_of(left)
+        self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
+        # As they are finished: what is inside another comes before it.
+        self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
+        self._regions = sorted(
+            ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
+            key=lambda region: region[0],
+        )
+        self._ask([entry for entry in self._entries if entry.item.position in at])
+        return left
 
-    def _tensor(
-        self, item: Found, given: Occurrence, stored: Sequence[StoredTensor], ties: dict[Any, int]
-    ) -> str | None:
+    def _find(self, found: Sequence[Found]) -> None:
+        """What each tensor of the checkpoint fills, or why it does not."""
+        lacking: list[_Entry] = []
+        for item in found:
+            if item.place.above in self._unfit or item.place in self._unfit:
+                continue
+            entry = _Entry(item, self.given.get(item.place))
+            tensor = is_tensor(item.token)
+            if tensor:
+                self._entries.append(entry)
+            if (tensor and item.token[0] not in _FILLABLE) or self._is_new(entry):
+                entry.given = None
+                if not tensor:
+                    self._composed[item.position] = None
+                continue
+            reason = self._reason(entry, lacking)
+            if reason is not None:
+                self._mismatch(item, reason)
+                self._unfit.add(item.place)
+        self._without_place(lacking)
+
+    def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
+        """Why something does not fit what is in its place, or None; what has no place is added to ``lacking``."""
+        item, given = entry.item, entry.given
+        if given is not None:
+            return self._fit(item, given)
+        why = self._problems.get(item.place)
+        if why is not None:
+            return f"cannot be filled: {why}"
+        lacking.append(entry)
+        if not is_tensor(item.token):
+            self._unfit.add(item.place)
+        return None
+
+    def _fit(self, item: Found, given: Occurrence) -> str | None:
+        """Why a tensor of any kind does not fit, or None."""
+        whole = self._expanded.get(item.place)
+        if item.token[0] == "expanded":
+            self._bases.add(item.position + 1)
+            sizes = item.token[1]
+            if whole is None:
+                return f"expanded to the shape {sizes} in the checkpoint, not in into"
+            self._composed[item.position] = whole.value
+            mine = list(whole.value.shape)
+            return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into, both expanded"
+        if whole is not None and item.position not in self._bases:
+            return "expanded in into, not in the checkpoint"
+        return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
+
+    def _is_new(self, entry: _Entry) -> bool:
+        """Whether a tensor is made for an object, which takes it from there."""
+        item, given = entry.item, entry.given
+        owner, part = self._owner(self._owners, item.place)
+        if owner is None:
+            return False
+        tie = None if given is None or given.stored is None else given.stored.tie
+        new = not owner.is_fillable(part, tie)
+        if owner.kind == "optimizer" and not new:
+            assert given is not None  # noqa: S101 - it has a tie
+            # One that does not fit is not to be filled: the optimizer gets another.
+            new = not is_tensor(item.token) or self._fit(item, given) is not None
+        (owner.others if new else owner.filled).add(part)
+        return new
+
+    def _without_place(self, lacking: Sequence[_Entry]) -> None:
+        """What ``into`` has not: no matter for one place of a tied tensor, if ``into`` has another."""
+        filled = {
+            entry.item.token[1]: entry.given
+            for entry in self._entries
+            if entry.given is not None and entry.item.token[0] == "tensor"
+        }
+        for entry in lacking:
+            item = entry.item
+            if is_tensor(item.token) and item.token[1] in filled:
+                entry.given = filled[item.token[1]]
+            elif self.strict:
+                self._mismatch(item, "missing from into")
+            else:
+                self._dropped.add(item.position)
+
+    def _states(self, left: list[Token], starts: dict[Place, int | None], selection: Selection) -> None:
+        """Whether there is a state for each object, of its kind; ``starts`` are where they begin in what is left."""
+        ends = ends_of(left) if starts else []
+        missing = []
+        for place, owner in self._owners.items():
+            start = starts.get(place)
+            if start is not None:
+                reason = owner.unlike(left[start : ends[start]])
+                if reason is not None:
+                    self._mismatches.append((start, f"{place}: {reason}"))
+            # Tensors of a module are reported one by one.
+            elif place not in starts and selection.all and owner.kind != "module":
+                missing.append(owner.name)
+                if self.strict:
+                    self._mismatches.append((len(left), f"{place}: not in the checkpoint"))
+        self.missing = tuple(missing)
+
+    def _extra(self, known: set[Place], selection: Selection) -> None:
+        """What the checkpoint has not: no matter for what is tied to something that is filled."""
+        filled = {entry.given.stored.tie for entry in self._entries if entry.given and entry.given.stored}
+        missing = list(self.missing)
+        last = self._entries[-1].item.position + 1 if self._entries else 0
+        unknown = set(self._unfit)
+        for place, item in self.given.items():
+            if place in known or place.above in unknown or not selection.takes(item.name):
+                continue
+            owner, _ = self._owner(self._owners, place)
+            if (owner is not None and owner.kind != "module") or (item.stored and item.stored.tie in filled):
+                continue
+            unknown.add(place)
+            missing.append(item.name)
+            if self.strict:
+                self._mismatches.append((last, f"{place}: not in the checkpoint"))
+        self.missing = tuple(missing)
+
+    def _mismatch(self, item: Found, reason: str) -> None:
+        self._mismatches.append((item.position, f"{item.place}: {reason}"))
+
+    def _tensor(self, item: Found, given: Occurrence) -> str | None:
         """Why a tensor does not fit, or None."""
         if given.stored is None:
             return "a dense tensor in the checkpoint, a sparse or quantised one in into"
         index = item.token[1]
+        stored = self.targets.stored
         theirs, logical = stored[index], stored[index].logical
-        wants_torch = item.token[0] == "tensor" if self.framework == "auto" else self.framework == "torch"
+        framework = self.targets.framework
+        wants_torch = item.token[0] == "tensor" if framework == "auto" else framework == "torch"
         if wants_torch != _is_torch(given):
             kinds = ("a numpy array", "a torch tensor")
             return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into"
         reasons = []
         mine = given.stored
+        cast = self.targets.dtypes.get(index)
         name = plain_name(theirs.dtype, logical and logical.dtype)
         for what, there, here in (
-            ("dtype", name, plain_name(mine.dtype, mine.logical and mine.logical[0])),
+            ("dtype", cast or name, plain_name(mine.dtype, mine.logical and mine.logical[0])),
             ("shape", list((logical or theirs).shape), list(mine.logical[1] if mine.logical else mine.shape)),
         ):
             if there != here:
-                reasons.append(f"{what} {there} in the checkpoint, {here} in into")
+                whence = f"{there} in the checkpoint" if there != cast else f"{there} by dtype="
+                reasons.append(f"{what} {whence}, {here} in into")
+                self._castable |= cast is None and can_cast(str(there), str(here))
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
         if not _memory.is_nested(self._layout(given.value)[1]):
             reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
-        if ties.setdefault(mine.tie, index) != index:
-            reasons.append(f"tied in into with another tensor than {stored[ties[mine.tie]].name!r} in the checkpoint")
+        other = self._ties.setdefault(mine.tie, index)
+        if other != index and not self._equal(other, index):
+            reasons.append(f"tied in into with another tensor than {stored[other].name!r} in the checkpoint")
         return "; ".join(reasons) or None
 
-    def _clashes(self, fill: Sequence[tuple[Found, Occurrence | None]]) -> None:
+    def _equal(self, left: int, right: int) -> bool:
+        """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
+        one, other = self.targets.stored[left], self.targets.stored[right]
+        logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
+        return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and self.reader.checksum(
+            left
+        ) == self.reader.checksum(right)
+
+    def _clashes(self) -> None:
         """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
-        spans: dict[Any, tuple[str, int, int, Place, np.ndarray[Any, Any]]] = {}
-        for item, given in fill:
+        spans: dict[Any, tuple[str, int, int, Found, np.ndarray[Any, Any]]] = {}
+        for entry in self._entries:
+            given = entry.given
             if given is None or given.stored is None or 0 in given.value.shape:
                 continue
             device, memory = self._layout(given.value)
             low, high = _memory.span(memory)
-            spans.setdefault(given.stored.tie, (device, low, high, item.place, memory))
+            spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
         # By device and beginning: those that reach into the next one stay open.
-        active: list[tuple[str, int, int, Place, np.ndarray[Any, Any]]] = []
+        active: list[tuple[str, int, int, Found, np.ndarray[Any, Any]]] = []
         for each in sorted(spans.values(), key=lambda one: one[:2]):
-            device, low, _, place, memory = each
+            device, low, _, item, memory = each
             active = [one for one in active if one[0] == device and one[2] > low]
             for *_, other, theirs in active:
                 if _memory.overlap(memory, theirs):
-                    self.mismatches.append(f"{place}: overlaps in memory with {other} in into, without a tie")
+                    self._mismatch(item, f"overlaps in memory with {other.place} in into, without a tie")
                     break
             active.append(each)
 
@@ -159,9 +356,9 @@ class Into:
         strides = tuple(stride * size for stride in value.stride())
         return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
 
-    @staticmethod
-    def _composed(item: Found, given: Occurrence) -> str | None:
+    def _whole(self, item: Found, given: Occurrence) -> str | None:
         """Why a tensor made of several does not fit, or None."""
+        self._composed[item.position] = given.value
         if item.token[0] == "quantized":
             return "a quantised tensor cannot be filled in place: load it without into"
         if given.stored is not None or given.token != canonical(item.token):
@@ -169,49 +366,101 @@ class Into:
         return None
 
     def _raise(self) -> None:
-        if not self.mismatches:
+        if not self._mismatches:
             return
-        shown = self.mismatches[:_LISTED]
-        if len(self.mismatches) > _LISTED:
-            shown.append(f"and {len(self.mismatches) - _LISTED} more")
+        # In the order of the structure.
+        differences = [text for _, text in sorted(self._mismatches, key=lambda one: one[0])]
+        shown = differences[:_LISTED]
+        if len(differences) > _LISTED:
+            shown.append(f"and {len(differences) - _LISTED} more")
         lines = "\n  ".join(shown)
         error = StructureMismatchError(
             f"load: into does not fit {self.path}, and nothing was changed: {self._remedy()}; "
-            f"{count(len(self.mismatches), 'difference')}:\n  {lines}"
+            f"{count(len(differences), 'difference')}:\n  {lines}"
         )
-        error.differences = tuple(self.mismatches)
+        error.differences = tuple(differences)
         raise error
 
     def _remedy(self) -> str:
         # Only a root that is neither a container nor an array is a problem at the place of the root.
         if any(place is self.flat.places.root for place, _ in self.flat.problems):
-            kind = type(self.into).__qualname__
-            if hasattr(self.into, "state_dict"):
-                return f"into is a {kind}: pass its state_dict()"
-            return f"into is a {kind}: pass a state of containers and tensors"
-        return 'give a state with the same tensors, or choose those that it has, as in keys="model.*"'
+            return f"into is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
+        if _holds_fresh_optimizer(self.into):
+            return (
+                "an optimizer that has not stepped has no tensors yet: pass the optimizer itself, not its state_dict()"
+            )
+        return (
+            'give a state with the same tensors, or choose those that it has, as in keys="model.*", '
+            "or leave out what only one side has with strict=False"
+            + (", or cast floating-point tensors with dtype=" if self._castable else "")
+        )
 
-    def _ask(self, fill: Sequence[tuple[Found, Occurrence | None]], targets: Targets) -> None:
-        asked: set[tuple[int, Any]] = set()
-        for item, given in fill:
+    def _ask(self, entries: Sequence[_Entry]) -> None:
+        targets = self.targets
+        asked: set[Any] = set()
+        for entry in entries:
+            given = entry.given
             if given is None or given.stored is None:
-                targets.make([item.token])
+                targets.make([entry.item.token])
                 continue
             targets.take(given.value)
-            index = item.token[1]
             mine = given.stored
-            if (index, mine.tie) in asked:
+            if mine.tie in asked:
                 continue
-            asked.add((index, mine.tie))
-            mover = torch_for("a torch tensor").mover_in(given.value) if _is_torch(given) and not mine.address else None
-            if mine.address or mover is not None:
-                targets.ask(index, given.value, mine.address, mover)
-            else:
-                targets.ask_strided(index, given.value, self._layout(given.value)[1])
+            asked.add(mine.tie)
+            self._fill(entry.item.token[1], given)
             if _is_torch(given):
                 self.filled.append(given.value)
 
-    def changed(self) -> None:
-        """After the last byte: tell autograd."""
+    def _fill(self, index: int, given: Occurrence) -> None:
+        """Ask for the bytes of one tensor."""
+        value = given.value
+        assert given.stored is not None  # noqa: S101 - it is a tensor
+        address = given.stored.address
+        torch = _is_torch(given)
+        mover = torch_for("a torch tensor").mover_in(value) if torch and not address else None
+        if index in self.targets.dtypes:
+            if mover is None and not address and value.nbytes:
+                mover = _memory.mover_in(self._layout(value)[1])
+            self.targets.ask_cast(index, value, address, mover, torch=torch)
+        elif address or mover is not None:
+            self.targets.ask(index, value, address, mover)
+        else:
+            self.targets.ask_strided(index, value, self._layout(value)[1])
+
+    def build(self, tokens: list[Token]) -> Any:
+        """Once all has been read: the state of ``tokens``, which :meth:`match` left, with the objects in their places.
+
+        Raises:
+            CheckpointError: an object refused its state.
+        """
         if self.filled:
+            # Autograd must know.
             torch_for("a torch tensor").changed(self.filled)
+        framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
+        if not self._regions:
+            return unflatten(tokens, StateBuilder(framework, values, composed))
+        builder = WithObjects(framework, values, composed, tokens, self._regions)
+        state = unflatten(builder.tokens, builder)
+        for owner, own in builder.states:
+            owner.give(own, self.flat.places)
+        return state
+
+
+def _holds_fresh_optimizer(into: Any) -> bool:
+    """Whether the state of an optimizer without any tensor is in it."""
+    todo, seen = [into], 0
+    while todo and seen < _SEARCHED:
+        value = todo.pop()
+        seen += 1
+        if isinstance(value, dict):
+            if "param_groups" in value and value.get("state") == {}:
+                return True
+            todo.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            todo.extend(value)
+    return False
+
+
+#: Values that are looked at for a hint in an error message.
+_SEARCHED = 100_000

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 import time
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt import _core
 from fastckpt._paths import path_of
-from fastckpt._state.builders import StateBuilder, Validator, torch_for
+from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.collector import paused
-from fastckpt._state.select import find, named, prune
+from fastckpt._state.rename import Renaming
+from fastckpt._state.select import prune
 from fastckpt._state.unflatten import parse, unflatten
-from fastckpt._text import suggest
 
 from .destinations import Targets
 from .into import Into
 from .options import check_engine, check_framework
 from .outcome import conclude, until_settled
+from .placement import Stock, place
 from .progress import ticker
 from .reports import Loaded, LoadReport
+from .selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastckpt._paths import AnyPath
+    from fastckpt._state.unflatten import Token
 
     from .options import Engine, Framework
-
-#: How many names are compared with one that matches nothing, and how long they may be.
-_KNOWN, _LONG = 5000, 500
 
 
 @overload
@@ -40,6 +38,11 @@ def load(
     *,
     into: Any = ...,
     keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
     mmap: bool = ...,
@@ -55,6 +58,11 @@ def load(
     *,
     into: Any = ...,
     keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
     mmap: bool = ...,
@@ -64,11 +72,16 @@ def load(
     progress: bool = ...,
     report: Literal[True],
 ) -> Loaded: ...
-def load(
+def load(  # noqa: PLR0913 - all by name
     path: AnyPath,
     *,
     into: Any = None,
     keys: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+    dtype: Any = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    strip_prefix: str | Sequence[str] | None = None,
     framework: Framework = "auto",
     device: Any = None,
     mmap: bool = False,
@@ -83,19 +96,40 @@ def load(
     Args:
         path: the checkpoint's directory.
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
-            in the result; everything else comes from the checkpoint. A tensor need not be tied where the
-            checkpoint's is. Tensors that overlap in memory without being tied are a mismatch.
+            in the result; everything else comes from the checkpoint. Objects may stand in it, too: of a module, its
+            Parameters and buffers are filled in place, and it is given the rest of its state; an optimizer, also one
+            that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read. The result
+            has the objects themselves. Everything is compared before anything is changed. Where only one side has a
+            tie, that is no mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal. Tensors
+            that overlap in memory without being tied are a mismatch.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). Only tensors that match are
             read, and the result holds only what matches, tensors and values, and the containers that lead there:
             positions in lists close up. An empty container is a value. What is made of several parts (a sparse
             tensor, a registered object) comes whole when it or one of its parts matches; types of other parts need not
             be registered. A tied tensor has a name at each of its places, and comes back at those that match.
+        exclude: likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole
+            when it or one of its parts matches.
+        strict: False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read
+            and are not in the result; those that only ``into`` has stay as they are; a pattern that matches nothing is
+            no error. The report lists them (``missing``, ``unexpected``). Shapes and dtypes must fit all the same.
+        dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
+            (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
+            the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
+            function, is the dtype that was saved. Integers, complex numbers, quantised tensors and wrapper subclasses
+            stay as they are. With ``into`` the dtype is that of the tensor in it.
+        rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict
+            that is a string, once what is to be loaded has been chosen by the names in the file, and before it is
+            compared with ``into``.
+        strip_prefix: a prefix that is taken off such keys before, or several (``["module.", "_orig_mod."]``).
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
-        device: where new torch tensors go, all of them (states of CPU random generators, too): a ``torch.device`` or
-            its name, as ``cuda:0``; None for the CPU. They are read through pinned staging buffers, and copied
-            while more is read.
+        device: where new torch tensors go; None for the CPU. A ``torch.device`` or its name, as ``cuda:0``: all go
+            there but what was saved from the CPU and has to be there, the states of random generators and the ``step``
+            of optimizers. ``"saved"``: each goes where it was. A dict of patterns over names, as ``{"model.*":
+            "cuda:0"}``, of which the first that matches decides, and what matches none goes to the CPU; or a function
+            of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read through pinned staging
+            buffers, and copied while more is read.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
@@ -115,134 +149,142 @@ def load(
         report: return a report, too.
 
     Returns:
-        The state, or with ``report=True`` a :class:`Loaded` of the state and a :class:`LoadReport`. New tensors are on
-        the CPU, or on ``device``.
+        The state, or with ``report=True`` a :class:`Loaded` of the state and a :class:`LoadReport`.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
+        CheckpointError: an object in ``into`` refused its state.
         UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.
-        KeyError: a pattern of ``keys`` matches nothing.
-        TypeError: ``keys`` or ``path`` is of another type.
+        KeyError: a pattern, or a key of ``rename``, matches nothing.
+        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
-        ValueError: an argument is out of range, or ``path`` is a URL.
+        ValueError: an argument is out of range, ``path`` is a URL, a device is not here, or two keys become one.
     """
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
-    if device is not None:
-        if into is not None:
-            raise ValueError("load: device is for new tensors: those of into stay where they are")
-        if framework == "numpy":
-            raise ValueError('load: framework="numpy" makes arrays, which are on no device')
-        device = torch_for("what is to go to a device").device_of(device)
+    if device is not None and framework == "numpy":
+        raise ValueError('load: framework="numpy" makes arrays, which are on no device')
     if mmap:
+        if dtype is not None:
+            raise ValueError("load: mmap gives the bytes as they are in the files: give no dtype")
         if into is not None or device is not None:
             raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
         if io not in {"auto", "buffered"}:
             raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
-    loaded = until_settled(
-        lambda: _load(
-            source,
-            into,
-            keys,
-            framework,
-            device,
-            mmap=bool(mmap),
-            verify=bool(verify),
-            io=io,
-            threads=threads,
-            progress=progress,
-        )
+    wishes = _Wishes(
+        into=into,
+        selection=Selection(keys, exclude),
+        strict=bool(strict),
+        dtype=dtype,
+        renaming=Renaming(strip_prefix, rename),
+        framework=framework,
+        device=device,
+        mmap=bool(mmap),
+        verify=bool(verify),
+        io=io,
+        threads=threads,
+        progress=progress,
     )
+    loaded = until_settled(lambda: _load(source, wishes))
     return loaded if report else loaded.state
 
 
-def _load(
-    source: str,
-    into: Any,
-    keys: Any,
-    framework: str,
-    device: Any,
-    *,
-    mmap: bool,
-    verify: bool,
-    io: str,
-    threads: int | None,
-    progress: bool,
-) -> Loaded:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wishes:
+    """What a load was asked for, checked."""
+
+    into: Any
+    selection: Selection
+    strict: bool
+    dtype: Any
+    renaming: Renaming
+    framework: str
+    device: Any
+    mmap: bool
+    verify: bool
+    io: str
+    threads: int | None
+    progress: bool
+
+
+def _load(source: str, wishes: _Wishes) -> Loaded:
     began = time.perf_counter()
     reader = _core.Reader(source)
     with paused():
         stored = reader.tensors()
-    tokens = parse(reader.structure())
-    # With keys= types are asked for only where something was chosen: the rest may be another program's.
-    check = Validator(stored, strangers=keys is not None)
-    unflatten(tokens, check)
-    targets = Targets(stored, framework, device)
-    every, origin = tokens, None
-    if keys is not None:
-        tokens, origin = prune(tokens, select(named(tokens, [tensor.name for tensor in stored]), keys))
+    every = parse(reader.structure())
+    selection, strict = wishes.selection, wishes.strict
+    # Types are asked for only in what was chosen: the rest may be another program's.
+    check = Validator(stored, strangers=not selection.all)
+    unflatten(every, check)
+    tokens, chosen = every, None
+    missing: tuple[str, ...] = ()
+    if not selection.all:
+        chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
+        tokens, origin = prune(every, chosen)
         check = Validator(stored)
         unflatten(tokens, check)
-    composed = None
+    placement = None
+    if wishes.device is not None or wishes.dtype is not None:
+        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found)
+        placement = place(stock, wishes.device, wishes.dtype, wishes.framework, strict=strict)
+    if wishes.renaming.changes:
+        tokens = wishes.renaming.of(tokens, strict=strict)
+        every = tokens if chosen is None else _with(every, origin, tokens)
+    targets = Targets(stored, wishes.framework, placement)
     given = None
-    if into is not None:
-        given = Into(source, into, framework)
-        composed = given.match(
-            find(every, given.flat.places), None if origin is None else frozenset(origin), stored, targets
-        )
+    numbers: list[int] = []
+    if wishes.into is not None:
+        given = Into(reader, source, wishes.into, targets, strict=strict)
+        if wishes.device is not None and not given.has_objects:
+            raise ValueError("load: device is for new tensors: those of into stay where they are")
+        tokens = given.match(every, chosen, selection, renamed=wishes.renaming.changes)
+        missing = (*missing, *given.missing)
     else:
-        wanted = check.found
-        numbers = sorted({token[1] for token in wanted}) if mmap else []
-        if mmap:
+        if wishes.mmap:
+            numbers = sorted({token[1] for token in check.found})
             targets.mappings = reader.map(numbers)
-        targets.make(wanted)
+        targets.make(check.found)
+    report = _read(source, reader, targets, numbers, wishes)
+    if given is not None:
+        state = given.build(tokens)
+    else:
+        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values()))
+    unexpected = () if given is None else given.unexpected
+    return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
+
+
+def _with(tokens: list[Token], positions: list[int], others: list[Token]) -> list[Token]:
+    """A structure with other tokens at some positions of it, but for the sizes of containers."""
+    out = list(tokens)
+    for position, token in zip(positions, others, strict=True):
+        if type(token) is str:
+            out[position] = token
+    return out
+
+
+def _read(
+    source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: _Wishes
+) -> Mapping[str, Any]:
+    """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
     try:
-        with ticker("load", source, shown=progress) as tick:
+        with ticker("load", source, shown=wishes.progress) as tick:
             if targets.mappings is not None:
-                report = reader.check(targets.mappings, numbers if verify else [], threads=threads, tick=tick)
-            else:
-                report = reader.read(
-                    targets.requests,
-                    verify=verify,
-                    io=io,
-                    threads=threads,
-                    drain=targets.drain if targets.movers else None,
-                    tick=tick,
-                )
+                checked = numbers if wishes.verify else []
+                return reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
+            return reader.read(
+                targets.requests,
+                verify=wishes.verify,
+                io=wishes.io,
+                threads=wishes.threads,
+                drain=targets.drain if targets.movers else None,
+                tick=tick,
+            )
     finally:
         # Also after an error: a device must not write into memory that is somebody else's by then.
         if targets.movers:
             targets.settle()
-    if given is not None:
-        given.changed()
-    state = unflatten(tokens, StateBuilder(framework, targets.values(), composed))
-    return Loaded(state, conclude(LoadReport, source, began, report))
-
-
-def select(names: Iterable[tuple[int, str]], keys: Any) -> set[int]:
-    """The positions whose names match any of the patterns; KeyError for a pattern that matches none."""
-    if not isinstance(keys, Iterable) or isinstance(keys, (bytes, bytearray)):
-        raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {keys!r}")
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"load: keys must be a pattern or a sequence of patterns, not {pattern!r}")
-    matches = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
-    matched = [False] * len(patterns)
-    wanted: set[int] = set()
-    known: list[str] = []
-    for position, name in names:
-        for number, match in enumerate(matches):
-            if match(name):
-                matched[number] = True
-                wanted.add(position)
-        if len(known) < _KNOWN and len(name) <= _LONG:
-            known.append(name)
-    if not all(matched):
-        pattern = patterns[matched.index(False)]
-        raise KeyError(f"load: keys: {pattern!r} matches nothing{suggest(pattern, known)}")
-    return wanted

@@ -111,10 +111,27 @@ class SaveReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """What one load did; see :class:`Report`."""
+    """What one load did; see :class:`Report`.
+
+    Attributes:
+        missing: with ``strict=False``, what was asked for and is not in the checkpoint: names of tensors and objects in
+            ``into``, patterns of ``keys`` that match nothing.
+        unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self._line("loaded")
+        line = self._line("loaded")
+        if self.missing or self.unexpected:
+            line += f": {len(self.missing)} missing{_first(self.missing)}"
+            line += f", {len(self.unexpected)} unexpected{_first(self.unexpected)}"
+        return line
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else ""  # noqa: PLR2004
 
 
 class Loaded(NamedTuple):

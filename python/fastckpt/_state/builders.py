@@ -6,6 +6,9 @@ import datetime as dt
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors.described import integers, text
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from fastckpt._core import StoredTensor
 
 _FLAGS = frozenset({"", "g", "p", "pg"})
+_FLAGS_AND_DEVICE = 2
 _NAME = r"[a-z][a-z0-9_]{0,60}"
 _WHAT = {
     "tensor": "a torch tensor",
@@ -28,6 +32,7 @@ _WHAT = {
     "coo": "a sparse tensor",
     "compressed": "a sparse tensor",
     "quantized": "a quantised tensor",
+    "expanded": "an expanded tensor",
 }
 
 
@@ -85,8 +90,8 @@ class Validator:
         stored = self.stored[index]
         logical = stored.logical
         if tag == "tensor":
-            if more and (len(more) > 1 or more[0] not in _FLAGS):
-                raise ValueError("flags of a tensor")
+            if more and (more[0] not in _FLAGS or len(more) > _FLAGS_AND_DEVICE or type(more[-1]) is not str):
+                raise ValueError("flags or device of a tensor")
             if logical is not None and not logical.dtype.startswith("torch."):
                 raise ValueError("a torch tensor of a dtype that is not torch's")
         elif tag == "array":
@@ -105,7 +110,9 @@ class Validator:
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
         tag = token[0]
         tensors, plain = (parts[:1], parts[1:]) if tag == "quantized" else (parts, [])
-        if any(type(part) is not Tensor or part.tag != "tensor" for part in tensors):
+        if tag == "expanded":
+            return self._expanded(token, parts)
+        if any(type(part) is not Tensor or part.tag not in {"tensor", "expanded"} for part in tensors):
             raise ValueError("a part that is not a tensor")
         if any(not isinstance(part, (Tensor, int, float, type(None))) for part in plain):
             raise ValueError("not a scale or zero point")
@@ -127,6 +134,16 @@ class Validator:
             raise ValueError("a negative size or unknown flags")
         return _Later()
 
+    @staticmethod
+    def _expanded(token: list[Any], parts: list[Any]) -> Tensor:
+        _, sizes, flags = token
+        (base,) = parts
+        if type(base) is not Tensor or base.tag not in {"tensor", "array"}:
+            raise ValueError("a base that is not a tensor")
+        if flags not in (_FLAGS if base.tag == "tensor" else {""}) or any(size < 1 for size in integers(sizes)):
+            raise ValueError("unknown flags, or no sizes")
+        return Tensor("expanded")
+
     def registered(self, name: str, _: Any) -> Any:
         if not self.strangers and _registry.by_name(name) is None:
             raise UnsupportedTypeError(
@@ -145,7 +162,8 @@ class StateBuilder:
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
         tensors: what each token of a tensor stands for, in order.
-        composed: what each token of a tensor made of several stands for, in order, where these exist already.
+        composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
+            one that is to be made.
     """
 
     def __init__(self, framework: str, tensors: Iterable[Any] = (), composed: Iterable[Any] | None = None) -> None:
@@ -168,8 +186,11 @@ class StateBuilder:
         return getattr(torch, token[0])(token)
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
-        if self._composed is not None:
-            return next(self._composed)
+        there = None if self._composed is None else next(self._composed)
+        if there is not None:
+            return there
+        if token[0] == "expanded" and isinstance(parts[0], np.ndarray):
+            return _numpy.expanded(token, parts)
         if self.framework == "numpy":
             raise UnsupportedTypeError(
                 f"load: the checkpoint holds {_WHAT[token[0]]}, which NumPy does not have: load without "

@@ -18,14 +18,14 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors.described import Describe, Part, Parts, Stored, Tensor, Unsupported
+from fastckpt._tensors.described import THROUGH, Describe, Part, Parts, Stored, Tensor, Unsupported, expansion, steps
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
 from . import registry as _registry
 from . import values as _values
 from .collector import paused
-from .key_paths import THROUGH, KeyText, Place, Places, name_of, place_of, prefix_of, show
+from .key_paths import KeyText, Place, Places, name_of, place_of, prefix_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,12 +38,13 @@ _KEYS_IN_KEYS = 32
 
 
 class Occurrence(NamedTuple):
-    """A tensor, or a value made of tensors, where it stands in the state."""
+    """A tensor, or a value made of tensors, where it stands in the state, and its name there."""
 
     place: Place
     value: Any
     stored: Stored | None
     token: str
+    name: str
 
 
 class Flat:
@@ -57,11 +58,13 @@ class Flat:
         keep: everything that addresses point into; for bytes an array over them. To be cleared when the
             addresses are no longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
+        objects: with ``observe``, what has ``state_dict`` and ``load_state_dict``, with its place and name; of modules
+            and optimizers the state is flattened, too.
         problems: with ``observe``, what could not be flattened, by place.
         places: with ``observe``, all of these places.
     """
 
-    __slots__ = ("keep", "movers", "occurrences", "places", "problems", "tensors", "ties", "tokens")
+    __slots__ = ("keep", "movers", "objects", "occurrences", "places", "problems", "tensors", "ties", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -70,6 +73,7 @@ class Flat:
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
         self.occurrences: list[Occurrence] = []
+        self.objects: list[tuple[Place, Any, str]] = []
         self.problems: list[tuple[Place, str]] = []
         self.places = Places()
 
@@ -182,16 +186,24 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
 }
 
 
-def _array(value: np.ndarray[Any, Any]) -> Stored:
+def _array(value: np.ndarray[Any, Any]) -> Stored | Parts:
     reason = _numpy.why_not(value)
     if reason is not None:
         raise Unsupported(reason)
+    whole = value.flags.c_contiguous
+    if not whole and 0 in value.strides:
+        expanded = expansion(value.shape, value.strides, "")
+        if expanded is not None:
+            return Parts(expanded.token, ((THROUGH, value[expanded.base]),))
     dtype = value.dtype
     name, logical = _numpy.stored_dtype(dtype)
     shape: Sequence[int] = value.shape
     address = _memory.address_of(value)
-    tie = (np.ndarray, address, dtype.str, shape, value.strides) if value.nbytes else id(value)
-    whole = value.flags.c_contiguous
+    tie = (
+        (np.ndarray, address, dtype.str, shape, not whole and steps(shape, value.strides))
+        if value.nbytes
+        else id(value)
+    )
     return Stored(
         tie,
         name,
@@ -247,6 +259,20 @@ def _describe_of(kind: type) -> Describe:
     raise Unsupported(
         f"type {name} is not supported: convert it, leave it out, or register it with fastckpt.register_type"
     )
+
+
+def is_stateful(kind: type) -> bool:
+    """Whether instances give their state and take one."""
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def torch_kind(value: Any) -> str | None:
+    """``module`` or ``optimizer`` for an object of torch's, or None. It can be one only if torch was imported."""
+    if "torch" not in sys.modules:
+        return None
+    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+    return _torch.kind_of(value)
 
 
 def _registered(registered: _registry.Registered) -> Describe:
@@ -324,7 +350,13 @@ class _Flattener:
             if encode is not None:
                 emit(encode(value))
                 continue
-            found = (describe_of(kind) or _describe_of(kind))(value)
+            describe = describe_of(kind)
+            if describe is None:
+                if self.observe and is_stateful(kind) and _registry.by_class(kind) is None:
+                    describe = self.observed
+                else:
+                    describe = _describe_of(kind)
+            found = describe(value)
             if type(found) is Stored:
                 self.store(frame, value, found)
             elif type(found) is str:
@@ -333,6 +365,13 @@ class _Flattener:
                 return self.open(value, found)  # type: ignore[arg-type]
         return None
 
+    def observed(self, value: Any) -> Parts | str:
+        """Note an object with a state of its own."""
+        flat = self.flat
+        flat.objects.append((flat.places.at(self.stack), value, self.place_name(self.stack[-1])))
+        # To ask for the state may change an object: a data loader starts its workers.
+        return Parts("", ((THROUGH, value.state_dict()),)) if torch_kind(value) else "null"
+
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
         flat = self.flat
@@ -340,7 +379,7 @@ class _Flattener:
         if self.refuse_tensors is not None:
             raise Unsupported(self.refuse_tensors)
         if self.observe:
-            flat.occurrences.append(Occurrence(flat.places.at(self.stack), value, stored, f"{head}{tail}"))
+            flat.occurrences.append(self.occurrence(value, stored, f"{head}{tail}"))
         index = self.ties.get(tie)
         if index is None:
             index = len(flat.tensors)
@@ -358,6 +397,10 @@ class _Flattener:
         elif not self.keys_in_keys:
             flat.ties.append((index, self.place_name(frame)))
         flat.tokens.append(f"{head}{index}{tail}")
+
+    def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
+        """The value at hand, noted."""
+        return Occurrence(self.flat.places.at(self.stack), value, stored, token, self.place_name(self.stack[-1]))
 
     def check_size(self) -> None:
         """Refuse a structure that is too large at its end."""
@@ -393,9 +436,10 @@ class _Flattener:
         if len(self.flat.tokens) > TOKEN_LIMIT:
             raise Unsupported(f"the state has more than {TOKEN_LIMIT} values")
         token, children, keyed = parts
-        self.flat.tokens.append(token)
-        if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"')):
-            self.flat.occurrences.append(Occurrence(self.flat.places.at(self.stack), value, None, token))
+        if token:
+            self.flat.tokens.append(token)
+        if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
+            self.flat.occurrences.append(self.occurrence(value, None, token))
         self.active.add(id(value))
         return _Frame(value, iter(children), keyed=keyed)
 

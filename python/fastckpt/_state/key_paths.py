@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastckpt._tensors.described import Part
+from fastckpt._tensors.described import Part, Through
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,15 +25,6 @@ class KeyText:
         self.text = text
 
 
-class _Through:
-    """A step that leaves no trace: from a registered object to what encodes it."""
-
-    __slots__ = ()
-
-
-THROUGH: Final = _Through()
-
-
 def step_of(key: Any) -> str:
     """What ``key`` adds to a place."""
     kind = type(key)
@@ -41,7 +32,7 @@ def step_of(key: Any) -> str:
         return f".{key.name}"
     if kind is KeyText:
         return f"[{key.text}]"
-    return "" if kind is _Through else f"[{_digits(key) if kind is int else repr(key)}]"
+    return "" if kind is Through else f"[{_digits(key) if kind is int else repr(key)}]"
 
 
 class Place:
@@ -98,6 +89,15 @@ class Places:
             place = self.below(place, frame.key)
         return place
 
+    def known(self, stack: Sequence[Frame]) -> Place | None:
+        """The same, or None where nobody has asked for that place."""
+        place: Place | None = self.root
+        for frame in stack:
+            step = step_of(frame.key)
+            if step and place is not None:
+                place = self._known.get((place, step))
+        return place
+
 
 class Frame(Protocol):
     """A value whose parts are being walked: the key at hand, and its own place once it is known."""
@@ -130,7 +130,7 @@ def part_of(key: Any) -> str | None:
     kind = type(key)
     if kind is str:
         part: str = key
-    elif kind is _Through:
+    elif kind is Through:
         return None
     elif kind is Part or kind is KeyText:
         part = key.name

@@ -7,11 +7,11 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._tensors.described import Part
+from fastckpt._tensors.described import THROUGH, Part
 
 from . import registry as _registry
 from .flatten import canonical
-from .key_paths import THROUGH, KeyText, name_of, part_of, prefix_of
+from .key_paths import KeyText, name_of, part_of, prefix_of
 from .unflatten import Token, arity, is_tensor
 from .values import DECODERS
 
@@ -25,7 +25,9 @@ _COMPOSED = {
     "compressed": ("compressed_indices", "plain_indices", "values"),
     "quantized": ("stored", "scale", "zero_point", "axis"),
 }
-_MAPPINGS = frozenset({"dict", "odict", "ddict"})
+#: Tensors made of several, and those that repeat their base, which has the same place.
+_MADE = frozenset((*_COMPOSED, "expanded"))
+MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _SLICE = ("start", "stop", "step")
 #: The name of a key that only the program that saved it could name; compared by identity.
@@ -39,7 +41,7 @@ def _tag(token: Token) -> str | None:
     return token[0] if type(token) is list else None
 
 
-def _ends(tokens: list[Token]) -> list[int]:
+def ends_of(tokens: list[Token]) -> list[int]:
     """For each token, one past the last token of its value."""
     ends = [0] * len(tokens)
     stack: list[list[int]] = []
@@ -83,7 +85,7 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
 
     With it come the values around, each with the key at hand, and whether it is a tensor in that key.
     """
-    ends = _ends(tokens)
+    ends = ends_of(tokens)
     stack = [_Frame(1, iter((THROUGH,)))]
     position = 0
     while position < len(tokens):
@@ -119,12 +121,23 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
             stack.append(_Frame(count, _keys(tag, count)))
 
 
+def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dict[Place, int]:
+    """Where the values at the places ``wanted`` begin, those that are there."""
+    found: dict[Place, int] = {}
+    for position, stack, in_key in _walk(tokens):
+        place = None if in_key else places.known(stack)
+        if place is not None and place in wanted:
+            # What leaves no trace in places comes after what it is in.
+            found.setdefault(place, position)
+    return found
+
+
 def find(tokens: list[Token], places: Places) -> list[Found]:
     """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
     return [
         Found(position, places.at(stack), tokens[position])
         for position, stack, _ in _walk(tokens)
-        if _tag(tokens[position]) in _COMPOSED or is_tensor(tokens[position])
+        if _tag(tokens[position]) in _MADE or is_tensor(tokens[position])
     ]
 
 
@@ -225,11 +238,13 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
 
 
 def _filled(token: Token) -> bool:
-    """Whether this is a container with something in it."""
+    """Whether this is a container with something in it, or an expanded tensor, whose base has its name."""
     tag = _tag(token)
+    if tag == "expanded":
+        return True
     if tag == "type":
         return bool(token[1] == _registry.ATTRIBUTED)
-    return (tag in _MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
+    return (tag in MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
 def _shown(key: Any) -> Any:
@@ -237,8 +252,56 @@ def _shown(key: Any) -> Any:
     return key.text if type(key) is KeyText and key.name is _NAMELESS else key
 
 
+def leaves(tokens: list[Token]) -> set[int]:
+    """The positions that :func:`named` yields: with all of them, :func:`prune` leaves the structure as it is."""
+    return {position for position, _, in_key in _walk(tokens) if not in_key and not _filled(tokens[position])}
+
+
+def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
+    """The positions ``wanted`` but for ``unwanted``; what is made of several goes whole with one of its parts."""
+    left = wanted - unwanted
+    ends = ends_of(tokens)
+    position = 0
+    while position < len(tokens):
+        token = tokens[position]
+        if is_tensor(token) or type(token) is not list or _is_container(token):
+            position += 1
+            continue
+        whole = range(position, ends[position])
+        if not unwanted.isdisjoint(whole):
+            left.difference_update(whole)
+        position = ends[position]
+    return left
+
+
+def bound(tokens: list[Token]) -> set[int]:
+    """The numbers of tensors whose dtype belongs to what they are part of: a quantised tensor, a wrapper subclass."""
+    ends = ends_of(tokens)
+    out: set[int] = set()
+    position = 0
+    while position < len(tokens):
+        token = tokens[position]
+        if _tag(token) == "quantized" or (_tag(token) == "type" and _wraps(token[1])):
+            out.update(part[1] for part in tokens[position : ends[position]] if is_tensor(part))
+            position = ends[position]
+        else:
+            position += 1
+    return out
+
+
+def _wraps(name: str) -> bool:
+    registered = _registry.by_name(name)
+    return registered is not None and hasattr(registered.cls, "__tensor_flatten__")
+
+
+def _is_container(token: list[Any]) -> bool:
+    """Whether items can be left out of it."""
+    tag = token[0]
+    return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and token[1] == _registry.ATTRIBUTED)
+
+
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
-    if tag in _MAPPINGS:
+    if tag in MAPPINGS:
         return None
     if tag in _SEQUENCES:
         return iter(range(count))
@@ -260,7 +323,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
     Returns:
         The tokens left, and for each its position in ``tokens``.
     """
-    ends = _ends(tokens)
+    ends = ends_of(tokens)
     before = [0, *accumulate(position in wanted for position in range(len(tokens)))]
     out: list[Token] = []
     origin: list[int] = []
@@ -282,7 +345,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
                 todo.append((attributes, False))
             todo.append((items, False))
             continue
-        if whole or (tag not in _MAPPINGS and tag not in _SEQUENCES):
+        if whole or (tag not in MAPPINGS and tag not in _SEQUENCES):
             out.extend(tokens[position : ends[position]])
             origin.extend(range(position, ends[position]))
             continue
@@ -291,7 +354,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
         while first < ends[position]:
             children.append(first)
             first = ends[first]
-        if tag in _MAPPINGS:
+        if tag in MAPPINGS:
             pairs = [pair for pair in zip(children[::2], children[1::2], strict=True) if leads(pair[1])]
             kept = [item for key, value in pairs for item in ((key, True), (value, False))]
             out.append([tag, len(pairs)])

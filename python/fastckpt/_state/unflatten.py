@@ -44,7 +44,7 @@ class Builder(Protocol):
         """A ``size``, ``dtype`` or ``device``."""
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
-        """A ``coo``, ``compressed`` or ``quantized`` tensor."""
+        """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
     def registered(self, name: str, value: Any) -> Any:
         """What a registered type encoded as ``value``."""
@@ -98,7 +98,7 @@ def arity(token: list[Any]) -> int:
     return _ARITIES.get(tag, 0)
 
 
-_ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4}
+_ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:

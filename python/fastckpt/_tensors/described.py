@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,15 @@ class Part:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+class Through:
+    """A step that leaves no trace: from a registered object to what encodes it, from an expanded tensor to its base."""
+
+    __slots__ = ()
+
+
+THROUGH: Final = Through()
 
 
 class Stored(NamedTuple):
@@ -68,6 +78,37 @@ class Parts(NamedTuple):
 
 #: What makes a token, something to store, or parts of a value: by exact type.
 Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
+
+
+class Expansion(NamedTuple):
+    """An array with steps of 0: the index that takes its base, and the token that stands before that."""
+
+    base: tuple[slice, ...]
+    token: str
+
+
+def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expansion | None:
+    """How an array of these sizes and strides expands a base; None where each step of it leads to another element."""
+    repeats = [size > 1 and not step for size, step in zip(sizes, strides, strict=True)]
+    if not any(repeats):
+        return None
+    base = tuple(slice(0, 1 if repeated else None) for repeated in repeats)
+    return Expansion(base, f'["expanded",[{",".join(map(str, sizes))}],"{flags}"]')
+
+
+def steps(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides, as far as they lead anywhere: the base of an expanded array may have others than an equal array."""
+    return tuple(step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True))
+
+
+def expanded_sizes(value: Any, base: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """``value`` as the sizes to which an array of the sizes ``base`` can be expanded; ValueError where it cannot."""
+    sizes = integers(value, len(base))
+    if any(size < 1 or size != own != 1 for size, own in zip(sizes, base, strict=True)):
+        raise ValueError(f"sizes {list(base)} cannot be expanded to {sizes}")
+    if math.prod(sizes) * itemsize >= -_LEAST:
+        raise ValueError("expanded sizes beyond 63 bits")
+    return tuple(sizes)
 
 
 def integers(value: Any, size: int | None = None) -> list[int]:

@@ -8,6 +8,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -232,6 +233,16 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
         _copy_each(shape, itemsize, back, first, last, whole_elements)
         whole_elements[skip : skip + nbytes] = source
         _copy_each(shape, itemsize, copy, first, last, whole_elements)
+
+
+def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
+    """Copies ranges of whole elements to where they lie in host memory (:func:`laid_out`)."""
+
+    def copy(index: Index, contiguous: Bytes) -> None:
+        part = layout[(*index, ...)]
+        np.copyto(part, contiguous.view(layout.dtype).reshape(part.shape))
+
+    return partial(copy_in, layout.shape, layout.itemsize, copy, copy)
 
 
 def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:

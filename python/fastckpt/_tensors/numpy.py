@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from . import memory as _memory
+from .described import expanded_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .memory import Bytes, Mover
     from .pieces import Index
 
@@ -64,6 +67,15 @@ def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
     return (name, None) if name is not None else ("U8", _PREFIX + dtype.str)
 
 
+def expanded(token: list[Any], parts: list[Any]) -> Array:
+    """An array that repeats its base, which nobody may write to."""
+    _, sizes, _ = token
+    (base,) = parts
+    if not isinstance(base, np.ndarray):
+        raise ValueError("a base that is not an array")  # noqa: TRY004 - malformed tokens are values
+    return np.broadcast_to(base, expanded_sizes(sizes, base.shape, base.itemsize))
+
+
 def parse_dtype(text: str) -> np.dtype[Any]:
     """The dtype of a manifest's ``as``; ValueError for anything but a plain one."""
     if not text.startswith(_PREFIX):
@@ -107,6 +119,16 @@ def mover_out(array: Array) -> Mover:
         np.ndarray(part.shape, array.dtype, contiguous)[...] = part
 
     return partial(_memory.copy_out, array.shape, array.dtype.itemsize, copy)
+
+
+def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, Bytes], None]:
+    """What makes elements of one dtype of those of another."""
+
+    def convert(data: Bytes, out: Bytes) -> None:
+        with np.errstate(all="ignore"):
+            np.copyto(out.view(target), data.view(source), casting="unsafe")
+
+    return convert
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int) -> Array:

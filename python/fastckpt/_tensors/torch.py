@@ -11,7 +11,19 @@ import torch
 
 from . import device as _device
 from . import memory as _memory
-from .described import Describe, Part, Parts, Stored, Unsupported, integers, text
+from .described import (
+    THROUGH,
+    Describe,
+    Part,
+    Parts,
+    Stored,
+    Unsupported,
+    expanded_sizes,
+    expansion,
+    integers,
+    steps,
+    text,
+)
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
@@ -48,6 +60,9 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsr": (torch.sparse_bsr, Tensor.crow_indices, Tensor.col_indices),
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
+
+#: Elements that torch copies in the calling thread alone, whatever the caller's budget is.
+_SERIAL = 30 << 10
 
 _strided = torch.strided
 _new_stored = tuple.__new__
@@ -141,14 +156,18 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     return _describe_strided(value, flags)
 
 
-def _describe_strided(value: Tensor, flags: str) -> Stored:
+def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
+    if 0 in value.stride():
+        expanded = expansion(value.shape, value.stride(), flags)
+        if expanded is not None:
+            return Parts(expanded.token, ((THROUGH, value.detach()[expanded.base]),))
     name, logical = _STORED[value.dtype]
     shape = value.shape
     address = value.data_ptr()
     if not _is_whole(value):
         _no_address(value)
     tie = (
-        (address, value.dtype, shape, value.stride(), value.is_conj(), value.is_neg(), value.device)
+        (address, value.dtype, shape, steps(shape, value.stride()), value.is_conj(), value.is_neg(), value.device)
         if address
         else _no_address(value)
     )
@@ -159,7 +178,7 @@ def _describe_strided(value: Tensor, flags: str) -> Stored:
         0,
         None if logical is None else (logical, shape),
         _HEAD,
-        _TAILS[flags],
+        _TAILS[flags] if value.is_cpu else f',"{flags}","{value.device}"]',
         mover_out(value) if address else None,
     )
 
@@ -216,6 +235,18 @@ def describe_of(kind: type) -> Describe | None:
     if found is None and issubclass(kind, Tensor):
         _refuse(kind)
     return found
+
+
+def kind_of(value: Any) -> str | None:
+    """``module`` or ``optimizer`` for an object of torch's, or None."""
+    if isinstance(value, torch.nn.Module):
+        return "module"
+    return "optimizer" if isinstance(value, torch.optim.Optimizer) else None
+
+
+def own_tensors(module: torch.nn.Module) -> list[Tensor]:
+    """The Parameters and buffers of a module: what can be filled so that the module has it."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def _refuse(kind: type[Tensor]) -> NoReturn:
@@ -319,12 +350,26 @@ def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
 
 
 def device_of(name: Any) -> torch.device | None:
-    """The device that ``load(device=)`` names, or None for host memory; ValueError where there is none of that name."""
+    """The device of that name, or None for host memory; ValueError where there is none."""
     try:
         found = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"load: device must be a torch.device or its name, not {name!r}: {error}") from error
-    return None if found.type == "cpu" else found
+        raise ValueError(f"{name!r} is not a torch.device or its name: {error}") from error
+    if found.type == "cpu":
+        return None
+    try:
+        module = torch.get_device_module(found)
+        count = module.device_count() if module.is_available() else 0
+    except (RuntimeError, AttributeError):
+        count = 0  # a kind that has no memory, or that this build of torch does not know
+    if (found.index or 0) >= count:
+        raise ValueError(f"there is no device {name} here")
+    return found
+
+
+def is_device(value: Any) -> bool:
+    """Whether this is a ``torch.device``, which can be called."""
+    return isinstance(value, torch.device)
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
@@ -364,6 +409,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) 
 def over(memory: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A tensor over ``memory``, which is not empty."""
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Bytes], None]:
+    """What makes elements of one dtype of those of another; RuntimeError where torch cannot."""
+    torch.zeros(1, dtype=source).to(target)
+
+    def convert(data: Bytes, out: Bytes) -> None:
+        if _memory.address_of(data) % source.itemsize:
+            data = data.copy()
+        given, made = torch.from_numpy(data).view(source), torch.from_numpy(out).view(target)
+        for start in range(0, len(made), _SERIAL):
+            made[start : start + _SERIAL].copy_(given[start : start + _SERIAL])
+
+    return convert
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor | None:
@@ -406,6 +465,13 @@ def _tensors(parts: Sequence[Any]) -> Sequence[Tensor]:
     if not all(type(part) is Tensor for part in parts):
         raise ValueError("a part that is not a tensor")
     return parts
+
+
+def expanded(token: list[Any], parts: list[Any]) -> Tensor:
+    """A tensor that repeats its base."""
+    _, sizes, flags = token
+    (base,) = _tensors(parts)
+    return with_flags(base.expand(expanded_sizes(sizes, base.shape, base.element_size())), flags)
 
 
 def coo(token: list[Any], parts: list[Any]) -> Tensor:

@@ -164,6 +164,14 @@ impl Reader {
         self.checkpoint.body().tensors.iter().map(one).collect()
     }
 
+    fn checksum(&self, tensor: usize) -> PyResult<Option<u64>> {
+        let body = self.checkpoint.body();
+        let entry = body.tensors.get(tensor);
+        let entry =
+            entry.ok_or_else(|| PyIndexError::new_err(format!("checksum: there is no tensor {tensor}")))?;
+        Ok(entry.whole_crc(body.block_size))
+    }
+
     fn shards(&self) -> Vec<StoredShard> {
         let one = |shard: &ShardEntry| StoredShard { file: shard.file.clone(), nbytes: shard.bytes };
         self.checkpoint.body().shards.iter().map(one).collect()

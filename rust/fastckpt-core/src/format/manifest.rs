@@ -137,6 +137,17 @@ impl TensorEntry {
         let at = usize::try_from(index).ok()?.checked_mul(HEX)?;
         checksum::from_hex(self.crc.as_bytes().get(at..at.checked_add(HEX)?)?)
     }
+
+    /// The CRC of all its bytes. It does not depend on where they lie.
+    #[must_use]
+    pub fn whole_crc(&self, block_size: u64) -> Option<u64> {
+        let placement = self.placement(0);
+        let first = geometry::down(self.offset, block_size);
+        (0..geometry::extent_count(self.offset, placement.bytes, block_size)).try_fold(0, |crc, index| {
+            let extent = geometry::extent(&placement, first + index * block_size, block_size)?;
+            Some(checksum::combine(crc, self.extent_crc(index)?, extent.len))
+        })
+    }
 }
 
 pub(super) fn shards<'de, D: Deserializer<'de>>(
@@ -300,6 +311,24 @@ pub(super) mod tests {
         assert_eq!(read.structure.get(), body().structure.get());
         assert_eq!(read.tensors[0].extent_crc(0), Some(3));
         assert_eq!(read.tensors[0].extent_crc(1), None);
+    }
+
+    #[test]
+    fn the_crc_of_a_tensor_does_not_depend_on_its_blocks() {
+        let data: Vec<u8> = (0..=255).cycle().take(10_000).collect();
+        for (offset, block_size) in [(4096, 4096), (100, 4096), (4095, 4096), (8192, 1 << 20), (1, 1 << 20)] {
+            let mut entry =
+                TensorEntry { dtype: Dtype::U8, shape: vec![10_000], offset, ..body().tensors.remove(0) };
+            let place = entry.placement(0);
+            let blocks = (0..=place.end() / block_size).map(|block| block * block_size);
+            let extents = blocks.filter_map(|block| geometry::extent(&place, block, block_size));
+            let crc = |e: geometry::Extent| checksum::of(&data[e.start as usize..(e.start + e.len) as usize]);
+            entry.crc = extents.map(|extent| checksum::to_hex(crc(extent))).collect();
+            assert_eq!(entry.whole_crc(block_size), Some(checksum::of(&data)));
+            entry.crc.truncate(HEX * usize::from(offset + 10_000 > block_size));
+            let cut = entry.whole_crc(block_size);
+            assert!(cut.is_none(), "{cut:?}: an extent without a checksum");
+        }
     }
 
     #[test]

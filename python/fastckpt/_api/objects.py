@@ -1,0 +1,160 @@
+"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, whatever takes a state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._state.builders import StateBuilder, torch_for
+from fastckpt._state.flatten import flatten, torch_kind
+from fastckpt._state.unflatten import unflatten
+from fastckpt.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fastckpt._state.key_paths import Place, Places
+    from fastckpt._state.unflatten import Token
+
+#: What torch puts at the end of the keys of what ``get_extra_state`` returns.
+_EXTRA = "_extra_state']"
+#: The token that stands for an object: a tensor of which no checkpoint has the number.
+_NUMBER = -1
+
+
+class Owner:
+    """An object in ``into``, and what is known of its state.
+
+    Attributes:
+        place: where it stands.
+        value: the object.
+        name: the name of its place.
+        kind: ``module``, ``optimizer`` or None.
+    """
+
+    def __init__(self, place: Place, value: Any, name: str) -> None:
+        self.place = place
+        self.value = value
+        self.name = name
+        self.kind = torch_kind(value)
+        #: The entries of its state whose tensors were filled in place, and those that hold others.
+        self.filled: set[Place] = set()
+        self.others: set[Place] = set()
+        self._own: frozenset[Any] = frozenset()
+        if self.kind == "module":
+            tensors = flatten(torch_for("a module").own_tensors(value), operation="load: into", observe=True)
+            self._own = frozenset(item.stored.tie for item in tensors.occurrences if item.stored is not None)
+
+    def describe(self) -> str:
+        """The object, for a message."""
+        return f"the {type(self.value).__qualname__} at {self.place}"
+
+    def is_fillable(self, entry: Place, tie: Any | None) -> bool:
+        """Whether a tensor in this entry of the state is a part of the object, which has to fit and can be filled.
+
+        What a module makes anew whenever it is asked (its extra state, a packed description of a quantised weight) is
+        none: to fill it would change nothing.
+        """
+        if self.kind == "optimizer":
+            return tie is not None
+        return self.kind == "module" and not entry.step.endswith(_EXTRA) and (tie is None or tie in self._own)
+
+    def unlike(self, tokens: Sequence[Token]) -> str | None:
+        """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed."""
+        if self.kind is None:
+            return None
+        state = unflatten(tokens, _Outline("numpy"))
+        if not isinstance(state, dict):
+            return f"a {type(state).__qualname__} in the checkpoint, {self._article()} in into"
+        if self.kind == "optimizer":
+            groups = state.get("param_groups")
+            if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+                return f"no state of an optimizer in the checkpoint, {self._article()} in into"
+            theirs = [len(group.get("params", ())) for group in groups]
+            mine = [len(group["params"]) for group in self.value.param_groups]
+            if theirs != mine:
+                return f"groups of {theirs} parameters in the checkpoint, of {mine} in into"
+        return None
+
+    def _article(self) -> str:
+        return "an optimizer" if self.kind == "optimizer" else "a module"
+
+    def give(self, state: Any, places: Places) -> None:
+        """Give the object its state, but for what was filled in place in a module.
+
+        Raises:
+            CheckpointError: its ``load_state_dict`` raised.
+        """
+        try:
+            if self.kind != "module":
+                self.value.load_state_dict(state)
+                return
+            rest = OrderedDict(
+                (key, value)
+                for key, value in state.items()
+                if (place := places.below(self.place, key)) in self.others or place not in self.filled
+            )
+            if rest:
+                # It has the versions of the modules that were saved.
+                vars(rest).update(getattr(state, "__dict__", {}))
+                self.value.load_state_dict(rest, strict=False)
+        except Exception as error:
+            raise CheckpointError(
+                f"load: into: load_state_dict of {self.describe()} raised {error!r}: tensors in into have been filled, "
+                "and objects before it have their states"
+            ) from error
+
+
+class _Outline(StateBuilder):
+    """Makes a state with something else, which can be a key, for its tensors and registered objects."""
+
+    def tensor(self, _: list[Any]) -> Any:
+        return object()
+
+    def composed(self, _: list[Any], __: list[Any]) -> Any:
+        return object()
+
+    def registered(self, _: str, __: Any) -> Any:
+        return object()
+
+    def zone(self, _: Any) -> None:
+        return None
+
+
+class WithObjects(StateBuilder):
+    """Makes the state, with objects in their places, and notes the state of each.
+
+    Args:
+        framework: see :class:`.StateBuilder`.
+        tensors: likewise.
+        composed: likewise.
+        tokens: all tokens.
+        regions: the objects, and the first token of the state of each and one past its last, in order.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        tensors: Iterable[Any],
+        composed: Iterable[Any],
+        tokens: Sequence[Token],
+        regions: Sequence[tuple[int, int, Owner]],
+    ) -> None:
+        super().__init__(framework, tensors, composed)
+        self.states: list[tuple[Owner, Any]] = []
+        self._inside = [(tokens[start:end], owner) for start, end, owner in regions]
+        #: The structure without them: a token for each object.
+        self.tokens: list[Token] = []
+        at = 0
+        for number, (start, end, _) in enumerate(regions):
+            self.tokens += [*tokens[at:start], ["tensor", _NUMBER - number]]
+            at = end
+        self.tokens += tokens[at:]
+
+    def tensor(self, token: list[Any]) -> Any:
+        if token[1] > _NUMBER:
+            return super().tensor(token)
+        tokens, owner = self._inside[_NUMBER - token[1]]
+        # It takes its tensors from the same supply, in the order of the whole.
+        self.states.append((owner, unflatten(tokens, StateBuilder(self.framework, self._tensors, self._composed))))
+        return owner.value

@@ -1,0 +1,195 @@
+"""Where tensors go that are loaded, and as what dtype: ``device=`` and ``dtype=``, resolved for each stored tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._state.builders import torch_for
+from fastckpt._state.select import aliases, bound
+from fastckpt._tensors.dtypes import plain_name
+
+from .selection import Patterns
+from .tensor_info import TensorInfo, device_of, info_of
+
+if TYPE_CHECKING:
+    from fastckpt._core import StoredTensor
+    from fastckpt._state.unflatten import Token
+
+#: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
+_FLOATING = r"b?float16|float(32|64)|float8_\w+"
+_CASTABLE = _FLOATING + r"|[<>]f\d+"
+_SAVED = "saved"
+#: Bytes of the state of a random generator of torch's: of a GPU, of the CPU.
+_RANDOM = frozenset({16, 5056})
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Devices and dtypes by the number of the stored tensor, where they are not the CPU and what was stored.
+
+    Attributes:
+        devices: a ``torch.device`` each.
+        dtypes: the name of a dtype each, without ``torch.``
+    """
+
+    devices: Mapping[int, Any] = field(default_factory=dict)
+    dtypes: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What is there to be loaded.
+
+    Attributes:
+        tokens: the whole structure, under the names of the file.
+        stored: all tensors.
+        files: the names of the shards.
+        wanted: the tokens of the tensors that are to be loaded.
+    """
+
+    tokens: list[Token]
+    stored: list[StoredTensor]
+    files: list[str]
+    wanted: list[list[Any]]
+
+    def tensors(self, kinds: frozenset[str]) -> dict[int, list[Any]]:
+        """The first token of each wanted tensor of these kinds, by its number."""
+        return {token[1]: token for token in reversed(self.wanted) if token[0] in kinds}
+
+    def names(self) -> list[tuple[int, str]]:
+        """The number and the name of each tensor, also of those that are not wanted: a tied one has several names."""
+        return [(index, name) for _, index, name in aliases(self.tokens, [tensor.name for tensor in self.stored])]
+
+
+def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool) -> Placement:
+    """Resolve ``device`` and ``dtype``, as :func:`fastckpt.load` takes them.
+
+    Raises:
+        KeyError: a pattern matches nothing, and ``strict`` is set.
+        TypeError: an argument is of another type.
+        ValueError: there is no such device here, or a dtype is not a floating-point dtype.
+    """
+    devices: dict[int, Any] = {}
+    dtypes: dict[int, str] = {}
+    if device is not None:
+        tensors = stock.tensors(frozenset({"tensor", "array"} if framework == "torch" else {"tensor"}))
+        devices = {
+            index: found for index, found in _devices(stock, tensors, device, strict=strict) if found is not None
+        }
+    if dtype is not None:
+        kept = bound(stock.tokens)
+        tensors = {
+            index: token
+            for index, token in stock.tensors(frozenset({"tensor", "array"})).items()
+            if index not in kept and re.fullmatch(_CASTABLE, _dtype_of(stock.stored[index]))
+        }
+        dtypes = {
+            index: found
+            for index, found in _dtypes(stock, tensors, dtype, strict=strict)
+            if found is not None and found != _dtype_of(stock.stored[index])
+        }
+    return Placement(devices, dtypes)
+
+
+def _dtype_of(stored: StoredTensor) -> str:
+    return plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype)
+
+
+def _by_rule(
+    stock: Stock,
+    tensors: Mapping[int, list[Any]],
+    argument: str,
+    rule: Mapping[str, Any] | Callable[[TensorInfo], Any],
+    *,
+    strict: bool,
+) -> list[tuple[int, Any]]:
+    """What patterns or a function say of each tensor."""
+    if callable(rule):
+        return [(index, rule(info_of(stock.stored[index], token, stock.files))) for index, token in tensors.items()]
+    patterns, values = Patterns(argument, rule), list(rule.values())
+    chosen: dict[int, int] = {}
+    for index, name in stock.names():
+        number = patterns.first(name)
+        if number is not None and index in tensors:
+            chosen[index] = min(number, chosen.get(index, number))
+    if strict:
+        patterns.check()
+    return [(index, values[number]) for index, number in chosen.items()]
+
+
+def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, strict: bool) -> list[tuple[int, Any]]:
+    torch = torch_for("what is to go to a device")
+    named = lru_cache(None)(torch.device_of)
+
+    def one(value: Any, index: int) -> Any:
+        saved = isinstance(value, str) and value == _SAVED
+        name = device_of(tensors[index]) if saved else value
+        if name is None:
+            return None
+        try:
+            return named(name)
+        except (ValueError, TypeError) as error:
+            whose = f"tensor {stock.stored[index].name!r}"
+            where = f"{whose} was on {name} when it was saved" if saved else f"for {whose}"
+            raise ValueError(
+                f"load: device: {error} ({where}): give device= a device that is there, "
+                'or patterns, as in {"model.*": "cuda:0", "*": "cpu"}'
+            ) from error
+
+    if isinstance(device, Mapping) or (callable(device) and not torch.is_device(device)):
+        return [
+            (index, one(value, index)) for index, value in _by_rule(stock, tensors, "device", device, strict=strict)
+        ]
+    if isinstance(device, str) and device == _SAVED:
+        return [(index, one(device, index)) for index in tensors]
+    try:
+        found = named(device)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f'load: device must be a torch.device, its name, "saved", patterns or a function: {error}'
+        ) from error
+    return [(index, found) for index, token in tensors.items() if not _stays(stock.stored[index], token)]
+
+
+def _stays(stored: StoredTensor, token: list[Any]) -> bool:
+    """Whether this was on the CPU and belongs there: the state of a random generator, or an optimizer's ``step``.
+
+    torch refuses a random state that is on a GPU, and each step of an optimizer would read its number back from there.
+    """
+    if token[0] != "tensor" or device_of(token) != "cpu":
+        return False
+    if stored.logical is not None:
+        return False
+    if stored.dtype == "U8" and len(stored.shape) == 1:
+        return stored.nbytes in _RANDOM
+    return not stored.shape and stored.name.rpartition(".")[2] == "step"
+
+
+def _dtypes(
+    stock: Stock, tensors: Mapping[int, list[Any]], dtype: Any, *, strict: bool
+) -> list[tuple[int, str | None]]:
+    if isinstance(dtype, Mapping) or (callable(dtype) and not isinstance(dtype, type)):
+        found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
+        return [(index, None if value is None else floating(value)) for index, value in found]
+    name = floating(dtype)
+    return [(index, name) for index in tensors]
+
+
+def can_cast(source: str, target: str) -> bool:
+    """Whether ``dtype=`` makes one of these dtypes of the other."""
+    return re.fullmatch(_CASTABLE, source) is not None and re.fullmatch(_FLOATING, target) is not None
+
+
+def floating(dtype: Any) -> str:
+    """The name of a floating-point dtype of torch or numpy, or of one of that name; ValueError for anything else."""
+    name = (dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+    if re.fullmatch(_FLOATING, name) is None:
+        raise ValueError(
+            f"load: dtype must be a floating-point dtype or its name, patterns or a function, not {dtype!r}: "
+            "only floating-point tensors are cast"
+        )
+    return name

@@ -1,0 +1,111 @@
+"""Names that patterns choose: what ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device`` are made of."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._state.select import named, without
+from fastckpt._text import suggest
+
+if TYPE_CHECKING:
+    from fastckpt._state.unflatten import Token
+
+#: How many names are compared with one that matches nothing, and how long they may be.
+_KNOWN, _LONG = 5000, 500
+
+
+class Patterns:
+    """The glob patterns of one argument.
+
+    Args:
+        argument: its name.
+        patterns: the patterns.
+
+    Raises:
+        TypeError: one is not a string.
+    """
+
+    def __init__(self, argument: str, patterns: Iterable[Any]) -> None:
+        self.argument = argument
+        self.texts = list(patterns)
+        for text in self.texts:
+            if not isinstance(text, str):
+                raise TypeError(f"load: {argument}: a pattern must be a string, not {text!r}")
+        self._matches = [re.compile(fnmatch.translate(text)).match for text in self.texts]
+        self._used = [False] * len(self.texts)
+        self._known: list[str] = []
+
+    def first(self, name: str) -> int | None:
+        """The number of the first pattern that matches ``name``, or None. All that match it count as used."""
+        found = None
+        for number, match in enumerate(self._matches):
+            if match(name):
+                self._used[number] = True
+                if found is None:
+                    found = number
+        if len(self._known) < _KNOWN and len(name) <= _LONG:
+            self._known.append(name)
+        return found
+
+    def unused(self) -> list[str]:
+        """The patterns that have matched no name so far."""
+        return [text for text, used in zip(self.texts, self._used, strict=True) if not used]
+
+    def check(self) -> None:
+        """Raise KeyError for a pattern that has matched nothing."""
+        for text in self.unused():
+            raise KeyError(f"load: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
+
+
+def _patterns(argument: str, given: Any) -> Patterns:
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
+        raise TypeError(f"load: {argument} must be a pattern or a sequence of patterns, not {given!r}")
+    return Patterns(argument, [given] if isinstance(given, str) else given)
+
+
+class Selection:
+    """What ``keys`` and ``exclude`` choose of a checkpoint: all, where both are None.
+
+    Raises:
+        TypeError: they are neither patterns nor None.
+    """
+
+    def __init__(self, keys: Any, exclude: Any) -> None:
+        self.keys = None if keys is None else _patterns("keys", keys)
+        self.exclude = None if exclude is None else _patterns("exclude", exclude)
+
+    @property
+    def all(self) -> bool:
+        """Whether everything is chosen, whatever its name."""
+        return self.keys is None and self.exclude is None
+
+    def takes(self, name: str) -> bool:
+        """Whether what has this name is chosen."""
+        if self.exclude is not None and self.exclude.first(name) is not None:
+            return False
+        return self.keys is None or self.keys.first(name) is not None
+
+    def of(self, tokens: list[Token], stored: list[str], *, strict: bool) -> tuple[set[int], tuple[str, ...]]:
+        """The chosen positions of a structure whose stored tensors have the names ``stored``.
+
+        Returns:
+            The positions, and the patterns of ``keys`` that match nothing.
+
+        Raises:
+            KeyError: a pattern matches nothing, and ``strict`` is set.
+        """
+        wanted: set[int] = set()
+        unwanted: set[int] = set()
+        for position, name in named(tokens, stored):
+            if self.keys is None or self.keys.first(name) is not None:
+                wanted.add(position)
+            if self.exclude is not None and self.exclude.first(name) is not None:
+                unwanted.add(position)
+        for patterns in (self.keys, self.exclude):
+            if strict and patterns is not None:
+                patterns.check()
+        missing = () if self.keys is None else tuple(self.keys.unused())
+        return without(tokens, wanted, unwanted) if unwanted else wanted, missing

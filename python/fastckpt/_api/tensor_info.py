@@ -1,0 +1,64 @@
+"""What is known about a stored tensor before it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._tensors.dtypes import plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt._core import StoredTensor
+
+#: Where the device of a tensor's token is, if it has one.
+_DEVICE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What is known about a stored tensor before it is read.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: its dtype: ``float32``, ``bfloat16``, ``complex128``; numpy's notation where torch has none (``>f8``).
+        shape: its sizes.
+        bytes: bytes of its data.
+        shard: the file that holds it.
+        kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
+        device: where it was when it was saved, as ``cuda:0``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    shard: str
+    kind: str
+    device: str = "cpu"
+
+
+def info_of(stored: StoredTensor, token: list[Any], files: Sequence[str]) -> TensorInfo:
+    """The info of a tensor.
+
+    Args:
+        stored: the tensor.
+        token: the first token that stands for it.
+        files: the names of the shards.
+    """
+    return TensorInfo(
+        name=stored.name,
+        dtype=plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype),
+        shape=(stored.logical or stored).shape,
+        bytes=stored.nbytes,
+        shard=files[stored.shard],
+        kind=token[0],
+        device=device_of(token),
+    )
+
+
+def device_of(token: list[Any]) -> str:
+    """Where the tensor of a token was."""
+    device: str = token[_DEVICE] if token[0] == "tensor" and len(token) > _DEVICE else "cpu"
+    return device

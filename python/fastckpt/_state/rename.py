@@ -1,0 +1,121 @@
+"""Other keys for a structure: prefixes that wrappers of modules add come off, and names change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._text import suggest
+
+from . import registry as _registry
+from .select import MAPPINGS, ends_of
+
+if TYPE_CHECKING:
+    from .unflatten import Token
+
+
+class Renaming:
+    """What ``strip_prefix`` and ``rename`` make of string keys, in this order.
+
+    Args:
+        strip_prefix: a prefix, or several: each comes off once, in whatever order they stand.
+        rename: new keys by old ones, or a function of the key.
+
+    Raises:
+        TypeError: they are neither of these nor None.
+    """
+
+    def __init__(self, strip_prefix: Any, rename: Any) -> None:
+        prefixes = [strip_prefix] if isinstance(strip_prefix, str) else [*(strip_prefix or ())]
+        if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+            raise TypeError(f"load: strip_prefix must be a prefix or a sequence of prefixes, not {strip_prefix!r}")
+        if isinstance(rename, Mapping):
+            if not all(isinstance(text, str) for pair in rename.items() for text in pair):
+                raise TypeError(f"load: rename must map strings to strings, not {rename!r}")
+        elif rename is not None and not callable(rename):
+            raise TypeError(f"load: rename must be a dict or a function, not {rename!r}")
+        self._prefixes = prefixes
+        self._rename = rename
+        self._seen: set[str] = set()
+        #: Whether it can change anything.
+        self.changes = bool(prefixes) or rename is not None
+
+    def _new(self, key: str) -> str:
+        left = list(self._prefixes)
+        while prefix := next((prefix for prefix in left if key.startswith(prefix) and key != prefix), None):
+            key = key[len(prefix) :]
+            left.remove(prefix)
+        if isinstance(self._rename, Mapping):
+            self._seen.add(key)
+            named: str = self._rename.get(key, key)
+            return named
+        if self._rename is None:
+            return key
+        new = self._rename(key)
+        if not isinstance(new, str):
+            raise TypeError(f"load: rename made {new!r} of the key {key!r}: it must return a string")
+        return new
+
+    def of(self, tokens: list[Token], *, strict: bool) -> list[Token]:
+        """A structure with other keys: as many tokens, in the same places.
+
+        What encodes an object of a registered type keeps its keys, and so do attributes; keys inside an attribute, as
+        the modules in a module's ``_metadata``, go with the others as far as they stay apart.
+
+        Raises:
+            ValueError: two keys become one.
+            KeyError: ``rename`` has a key that is not there, and ``strict`` is set.
+        """
+        out = list(tokens)
+        ends = ends_of(tokens)
+        # Where values begin whose keys may change, and whether they may also keep them.
+        todo = [(0, False)]
+        while todo:
+            position, lenient = todo.pop()
+            token = tokens[position]
+            tag = token[0] if type(token) is list else None
+            if tag == "type" and token[1] == _registry.ATTRIBUTED:
+                items, attributes = position + 2, ends[position + 2]
+                todo.append((items, lenient))
+                values = _children(attributes, ends, skip=1)[1::2]
+                todo.extend((value, True) for value in values)
+            elif tag in MAPPINGS:
+                children = _children(position, ends, skip=1 + (tag == "ddict"))
+                self._mapping(out, children[::2], lenient=lenient)
+                todo.extend((value, lenient) for value in children[1::2])
+            elif tag in {"list", "tuple"}:
+                todo.extend((child, lenient) for child in _children(position, ends, skip=1))
+        if strict and isinstance(self._rename, Mapping):
+            for key in self._rename:
+                if key not in self._seen:
+                    raise KeyError(f"load: rename: there is no key {key!r}{suggest(key, sorted(self._seen))}")
+        return out
+
+    def _mapping(self, out: list[Token], keys: list[int], *, lenient: bool) -> None:
+        olds = [out[key] for key in keys if type(out[key]) is str]
+        news = [self._new(old) for old in olds]
+        if news == olds:
+            return
+        former: dict[str, str] = {}
+        for old, new in zip(olds, news, strict=True):
+            if former.setdefault(new, old) != old:
+                if lenient:
+                    return
+                raise ValueError(
+                    f"load: the keys {former[new]!r} and {old!r} both become {new!r}: "
+                    "choose one of them with keys= or exclude=, or change rename and strip_prefix"
+                )
+        renamed = iter(news)
+        for key in keys:
+            if type(out[key]) is str:
+                out[key] = next(renamed)
+
+
+def _children(position: int, ends: list[int], *, skip: int) -> list[int]:
+    """Where the parts of the value at ``position`` begin."""
+    out = []
+    at = position + skip
+    while at < ends[position]:
+        out.append(at)
+        at = ends[at]
+    return out
