@@ -70,11 +70,11 @@ def read_manifest(directory: str) -> bytes:
     """The bytes of the manifest in ``directory``."""
     path = str(Path(directory, MANIFEST))
     file, size = open_regular(path)
-    with file:
+    with io.BufferedReader(file) as whole:
         if size > MAX_MANIFEST:
             raise corrupt(path, f"{size} bytes are more than the {MAX_MANIFEST} allowed")
         try:
-            content = io.BufferedReader(file).read(size)
+            content = whole.read(size)
         except OSError as error:
             raise failed("read", path, error) from error
     if len(content) < size:

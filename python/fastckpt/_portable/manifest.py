@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastckpt._text import visible
@@ -35,7 +35,7 @@ _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
 _64_BITS = 1 << 64
 _T = TypeVar("_T")
 _MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
-_WINDOWS = os.name == "nt"
+_WINDOWS = sys.platform == "win32"
 
 
 class Manifest(NamedTuple):
