@@ -34,6 +34,7 @@ def saved(tmp_path_factory):
     dice = np.random.default_rng(0)
     state = {f"small.{number}": dice.integers(0, 256, number, np.uint8) for number in range(300)}
     state["large"] = dice.integers(0, 1 << 30, (70, 90, 301), np.int32)
+    state["cut"] = dice.integers(0, 256, (700, 3001, 3), np.uint8).view("S3").reshape(700, 3001)
     state["odd"] = dice.random((321, 77))
     state["wide"] = dice.integers(0, 1 << 30, (5, 1_000_000), np.int32)
     fastckpt.save(state, path, shard_size=9_000_000)
@@ -63,11 +64,12 @@ def test_all_that_a_manifest_says(saved):
     assert [(one.file, one.nbytes) for one in compiled.shards()] == [
         (one.file, one.nbytes) for one in portable.shards()
     ]
-    assert (compiled.structure(), compiled.metadata(), compiled.info()) == (
-        portable.structure(),
-        portable.metadata(),
-        portable.info(),
-    )
+    assert (compiled.structure(), compiled.metadata()) == (portable.structure(), portable.metadata())
+    # The two round a number's last digit differently.
+    theirs, ours = compiled.info(), portable.info()
+    assert theirs.pop("saved") == pytest.approx(ours.pop("saved"))
+    assert theirs.pop("created") == pytest.approx(ours.pop("created"))
+    assert theirs == ours
     assert len(compiled.shards()) > 1
 
 
@@ -77,7 +79,7 @@ def test_drawn_boxes(saved):
     dice = random.Random(2)
     names = list(state)
     for _ in range(150):
-        name = dice.choice(["large", "odd", "wide", "small.299"])
+        name = dice.choice(["large", "odd", "wide", "small.299", "cut"])
         array = state[name]
         box = []
         for size in array.shape:
@@ -178,7 +180,14 @@ def test_listed_as_by_the_core(tmp_path):
     (tmp_path / ".step-4.tmp-host-0000000000000001-1-1-1-00000000").mkdir()
     (tmp_path / ".step-4.tmp-host-0000000000000001-1-1-1-00000000" / "fastckpt.json").write_bytes(b"")
     for ours, theirs in zip(listing.list_checkpoints(str(tmp_path)), fastckpt.list(tmp_path), strict=True):
-        assert ours[:5] == (theirs.name, theirs.path, theirs.created, theirs.bytes, theirs.aside)
+        assert ours._replace(created=None, damage=None)[:5] == (
+            theirs.name,
+            theirs.path,
+            None,
+            theirs.bytes,
+            theirs.aside,
+        )
+        assert ours.created == pytest.approx(theirs.created) if theirs.created else ours.created is None
         assert (ours.damage is None) == (theirs.damage is None), (ours, theirs)
     with pytest.raises(FileNotFoundError, match="cannot list"):
         listing.list_checkpoints(str(tmp_path / "nowhere"))

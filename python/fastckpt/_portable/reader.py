@@ -19,6 +19,7 @@ from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 from . import checksum
 from .boxes import MERGE, Box
 from .files import failed, open_regular, read_at, read_manifest
+from .limits import MANIFEST
 from .manifest import corrupt, decode
 from .records import DamagedRange
 
@@ -123,7 +124,7 @@ class Reader:
             raise failed("open checkpoint", self._path, error) from error
         content = read_manifest(self._path)
         self._seal = content[:_SEAL]
-        self._manifest = decode(content, self._path_of("fastckpt.json"))
+        self._manifest = decode(content, self._path_of(MANIFEST))
         self._sound: set[int] = set()
 
     def tensors(self) -> list[StoredTensor]:
