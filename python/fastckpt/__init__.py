@@ -15,7 +15,7 @@ from fastckpt._api.load import load
 from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, remove_leftover
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
-from fastckpt._api.register import register_type
+from fastckpt._api.register import Registry, register_type
 from fastckpt._api.reports import Damage, Loaded, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.save import save
 from fastckpt._api.target import set_target
@@ -60,6 +60,7 @@ __all__ = [
     "PendingSave",
     "Plan",
     "Probe",
+    "Registry",
     "ReplacedCheckpointError",
     "SaveProgress",
     "SaveReport",

@@ -72,7 +72,7 @@ def test_public_names():
                 "open",
                 "verify",
                 *("remove", "ListedCheckpoint", "leftovers", "remove_leftover", "Leftover"),
-                "register_type",
+                *("register_type", "Registry"),
                 "Checkpoint",
                 "Composed",
                 "TensorInfo",

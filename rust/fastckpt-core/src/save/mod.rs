@@ -161,6 +161,17 @@ pub fn seal(
     Ok(rest)
 }
 
+/// Refuses a state whose manifest would be larger than the format allows, as [`save`] does, but before there is a save.
+pub fn check_manifest(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &str) -> Result<()> {
+    let at_most = manifest::at_most(tensors, plan, structure, metadata);
+    if at_most <= MAX_BYTES {
+        return Ok(());
+    }
+    let (structure, metadata) = (tokens("structure", structure)?, tokens("metadata", metadata)?);
+    let body = empty_body(0.0, plan.block_size, structure, metadata);
+    manifest::check_size(at_most, MAX_BYTES, || expected(&body, plan, tensors))
+}
+
 /// A manifest without shards and tensors.
 fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata: Box<RawValue>) -> Body {
     Body {
