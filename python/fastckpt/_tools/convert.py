@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,6 +84,10 @@ def convert(source: Path, destination: Path, *, keys: Sequence[str] | None, over
             raise CheckpointError(
                 f"cannot convert {source} to {destination}: the result is a checkpoint, which is a "
                 f"directory; give a name without {destination.suffix}"
+            )
+        if sys.platform != "linux":
+            raise NotImplementedError(
+                f"cannot convert {source} to a checkpoint: fastckpt saves on Linux; convert it there"
             )
         state, metadata = _read(source)
         report = fastckpt.save(state, destination, overwrite=overwrite, metadata=metadata)
@@ -403,7 +408,9 @@ def _refusal(error: Exception) -> str:
 
 
 def _fsync(path: Path) -> None:
-    """Make one file or directory durable."""
+    """Make one file or directory durable; Windows opens no directories, and journals their changes."""
+    if sys.platform == "win32":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
