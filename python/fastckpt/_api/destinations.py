@@ -150,8 +150,6 @@ class Targets:
         for token in tokens:
             # Without the device that it was on: a tie is one tensor.
             key = tuple(token[:3])
-            if key[-1] == "":
-                key = key[:2]
             value = made.get(key)
             if value is None:
                 value = made[key] = self._new(key)

@@ -284,7 +284,10 @@ def bound(tokens: list[Token], types: Types) -> set[int]:
     position = 0
     while position < len(tokens):
         token = tokens[position]
-        if _tag(token) == "quantized" or (_tag(token) == "type" and _keeps_dtypes(types.by_name(token[1]))):
+        tag = _tag(token)
+        if tag == "quantized" or (
+            tag == "type" and not _is_container(token) and _keeps_dtypes(types.by_name(token[1]))
+        ):
             out.update(part[1] for part in tokens[position : ends[position]] if is_tensor(part))
             position = ends[position]
         else:
