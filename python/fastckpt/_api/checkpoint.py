@@ -13,6 +13,7 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._paths import path_of
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
+from fastckpt._state.registry import Types
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
@@ -191,14 +192,15 @@ class Checkpoint:
         Values of types that this program does not know come back as what they are stored as, with a warning.
         """
         tokens = parse(self._about)
-        check = Validator([], strangers=True)
+        check = Validator([], types=Types("open", plain=True))
         unflatten(tokens, check, operation="open: metadata")
         if check.unknown:
             warn_of_unknown("open: metadata", check.unknown, stacklevel=3)
         try:
-            return unflatten(tokens, StateBuilder("auto", plain=True), operation="open: metadata")
+            return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
         except ImportError:
-            return unflatten(tokens, StateBuilder("numpy", plain=True), operation="open: metadata")
+            types = Types("open", framework="numpy", plain=True)
+            return unflatten(tokens, StateBuilder("numpy", types=types), operation="open: metadata")
 
     @property
     def structure(self) -> Any:

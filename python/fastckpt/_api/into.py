@@ -57,7 +57,6 @@ class Into:
         into: the state.
         targets: what is to be read, and where to.
         types: the types that are known.
-        plain: whether values of other types come back as what they are stored as.
         strict: whether each side must have all tensors of the other.
 
     Attributes:
@@ -66,17 +65,16 @@ class Into:
     """
 
     def __init__(
-        self, reader: _core.Reader, path: str, into: Any, targets: Targets, types: Types, *, plain: bool, strict: bool
+        self, reader: _core.Reader, path: str, into: Any, targets: Targets, types: Types, *, strict: bool
     ) -> None:
         self.reader = reader
         self.path = path
         self.into = into
         self.targets = targets
         self.types = types
-        self.plain = plain
         self.strict = strict
         # It keeps alive what addresses point into.
-        self.flat = flatten(into, operation="load: into", types=types, observe=True)
+        self.flat = flatten(into, operation="load: into", observe=True, types=types)
         # What is not a tensor comes from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
@@ -446,9 +444,8 @@ class Into:
             torch_for("a torch tensor").changed(self.filled)
         framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
         if not self._regions:
-            builder = StateBuilder(framework, values, composed, types=self.types, plain=self.plain)
-            return unflatten(tokens, builder)
-        builder = WithObjects(tokens, self._regions, framework, values, composed, types=self.types, plain=self.plain)
+            return unflatten(tokens, StateBuilder(framework, values, composed, types=self.types))
+        builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
             owner.give(own, self.flat.places)

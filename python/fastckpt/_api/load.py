@@ -182,7 +182,6 @@ def load(  # noqa: PLR0913 - all by name
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
-    types = Types("load", registry, framework=framework)
     check_unknown("load", unknown)
     if device is not None and framework == "numpy":
         raise ValueError('load: framework="numpy" makes arrays, which are on no device')
@@ -201,8 +200,7 @@ def load(  # noqa: PLR0913 - all by name
         renaming=Renaming(strip_prefix, rename),
         framework=framework,
         device=device,
-        types=types,
-        plain=unknown == "plain",
+        types=Types("load", registry, framework=framework, plain=unknown == "plain"),
         mmap=bool(mmap),
         verify=bool(verify),
         io=io,
@@ -225,7 +223,6 @@ class _Wishes:
     framework: str
     device: Any
     types: Types
-    plain: bool
     mmap: bool
     verify: bool
     io: str
@@ -239,22 +236,22 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     with paused():
         stored = reader.tensors()
     every = parse(reader.structure())
-    selection, strict, types, plain = wishes.selection, wishes.strict, wishes.types, wishes.plain
+    selection, strict = wishes.selection, wishes.strict
     # Types are asked for only in what was chosen: the rest may be another program's.
-    check = Validator(stored, types=types, strangers=plain or not selection.all)
+    check = Validator(stored, types=wishes.types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
     missing: tuple[str, ...] = ()
     if not selection.all:
         chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
         tokens, origin = prune(every, chosen)
-        check = Validator(stored, types=types, strangers=plain)
+        check = Validator(stored, types=wishes.types)
         unflatten(tokens, check)
     if check.unknown:
         warn_of_unknown("load", check.unknown, stacklevel=6)
     placement = None
     if wishes.device is not None or wishes.dtype is not None:
-        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, types)
+        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, wishes.types)
         placement = place(stock, wishes.device, wishes.dtype, wishes.framework, strict=strict)
     if wishes.renaming.changes:
         tokens = wishes.renaming.of(tokens, strict=strict)
@@ -263,7 +260,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     given = None
     numbers: list[int] = []
     if wishes.into is not None:
-        given = Into(reader, source, wishes.into, targets, types, plain=plain, strict=strict)
+        given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
         if wishes.device is not None and not given.has_objects:
             raise ValueError("load: device is for new tensors: those of into stay where they are")
         tokens = given.match(every, chosen, selection, renamed=wishes.renaming.changes)
@@ -277,7 +274,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     if given is not None:
         state = given.build(tokens)
     else:
-        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=types, plain=plain))
+        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=wishes.types))
     unexpected = () if given is None else given.unexpected
     return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
 

@@ -126,27 +126,24 @@ class WithObjects(StateBuilder):
     """Makes the state, with objects in their places, and notes the state of each.
 
     Args:
-        tokens: all tokens.
-        regions: the objects, and the first token of the state of each and one past its last, in order.
-        framework: this and the rest, see :class:`.StateBuilder`.
+        framework: see :class:`.StateBuilder`.
         tensors: likewise.
         composed: likewise.
         types: likewise.
-        plain: likewise.
+        tokens: all tokens.
+        regions: the objects, and the first token of the state of each and one past its last, in order.
     """
 
     def __init__(
         self,
-        tokens: Sequence[Token],
-        regions: Sequence[tuple[int, int, Owner]],
         framework: str,
         tensors: Iterable[Any],
         composed: Iterable[Any],
-        *,
         types: Types,
-        plain: bool,
+        tokens: Sequence[Token],
+        regions: Sequence[tuple[int, int, Owner]],
     ) -> None:
-        super().__init__(framework, tensors, composed, types=types, plain=plain)
+        super().__init__(framework, tensors, composed, types=types)
         self.states: list[tuple[Owner, Any]] = []
         self._inside = [(tokens[start:end], owner) for start, end, owner in regions]
         #: The structure without them: a token for each object.
@@ -162,6 +159,6 @@ class WithObjects(StateBuilder):
             return super().tensor(token)
         tokens, owner = self._inside[_NUMBER - token[1]]
         # It takes its tensors from the same supply, in the order of the whole.
-        builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types, plain=self.plain)
+        builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
         self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

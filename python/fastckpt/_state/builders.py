@@ -81,7 +81,7 @@ class Validator:
 
     Args:
         stored: the tensors of the checkpoint.
-        types: the types that are known.
+        types: the types that are known, and whether values of others are all right, too.
         strangers: whether types that are not known are all right.
 
     Attributes:
@@ -94,7 +94,7 @@ class Validator:
     def __init__(self, stored: Sequence[StoredTensor], *, types: Types | None = None, strangers: bool = False) -> None:
         self.stored = stored
         self.types = types or Types("load")
-        self.strangers = strangers
+        self.strangers = strangers or self.types.plain
         self.found: list[list[Any]] = []
         self.unknown: dict[str, None] = {}
 
@@ -178,8 +178,7 @@ class StateBuilder:
         tensors: what each token of a tensor stands for, in order.
         composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
             one that is to be made.
-        types: the types that are known.
-        plain: whether a value of any other comes back as what it is stored as.
+        types: the types that are known, and whether values of others come back as what they are stored as.
     """
 
     def __init__(
@@ -189,11 +188,10 @@ class StateBuilder:
         composed: Iterable[Any] | None = None,
         *,
         types: Types | None = None,
-        plain: bool = False,
     ) -> None:
         self.framework = framework
         self.types = types or Types("load", framework=framework)
-        self.plain = plain
+        self.plain = self.types.plain
         self._tensors = iter(tensors)
         self._composed: Iterator[Any] | None = None if composed is None else iter(composed)
 

@@ -141,13 +141,24 @@ PROCESS = Registry()
 
 
 class Types:
-    """All types that one operation knows: of its own registry, of the process, ours, and what torch is told is safe."""
+    """All types that one operation knows: of its own registry, of the process, ours, and what torch is told is safe.
 
-    def __init__(self, operation: str, registry: Any = None, *, framework: str = "auto") -> None:
+    Args:
+        operation: for the error: ``save``.
+        registry: the types of the call, or None.
+        framework: ``numpy`` where types of torch's are to be what they are stored as.
+        plain: whether values of types that are not known come back as what they are stored as.
+
+    Raises:
+        TypeError: ``registry`` is something else.
+    """
+
+    def __init__(self, operation: str, registry: Any = None, *, framework: str = "auto", plain: bool = False) -> None:
         if registry is not None and not isinstance(registry, Registry):
             raise TypeError(f"{operation}: registry must be a fastckpt.Registry, not {registry!r}")
         self._registries = (PROCESS,) if registry is None else (registry, PROCESS)
         self._numpy = framework == "numpy"
+        self.plain = plain
         self._names: dict[str, Codec | None] = {}
 
     def by_class(self, cls: type) -> Codec | None:

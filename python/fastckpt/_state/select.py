@@ -12,6 +12,7 @@ from fastckpt._tensors.described import THROUGH, Part
 from .built_in import ATTRIBUTED
 from .flatten import canonical
 from .key_paths import KeyText, name_of, part_of, prefix_of
+from .structural import wraps_tensors
 from .unflatten import Token, arity, is_tensor
 from .values import DECODERS
 
@@ -293,7 +294,7 @@ def bound(tokens: list[Token], types: Types) -> set[int]:
 
 def _keeps_dtypes(codec: Codec | None) -> bool:
     """Whether tensors inside a value of this type are parts of a tensor; those of an unknown type may be."""
-    return codec is None or hasattr(codec.cls, "__tensor_flatten__")
+    return codec is None or wraps_tensors(codec.cls)
 
 
 def _is_container(token: list[Any]) -> bool:
