@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from functools import partial
@@ -31,7 +32,7 @@ from .described import (
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .memory import Bytes, Mover
     from .pieces import Index
@@ -442,6 +443,20 @@ def device_of(name: Any) -> torch.device | None:
 def is_device(value: Any) -> bool:
     """Whether this is a ``torch.device``, which can be called."""
     return isinstance(value, torch.device)
+
+
+@contextlib.contextmanager
+def range_of(name: str) -> Iterator[None]:
+    """See :func:`.ranges.range_of`."""
+    nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    with torch.profiler.record_function(name):
+        if nvtx is not None:
+            nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            if nvtx is not None:
+                nvtx.range_pop()
 
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:
