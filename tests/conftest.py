@@ -36,10 +36,11 @@ def trip(request, tmp_path):
 @pytest.fixture
 def registry():
     """Registrations last for one test."""
-    from fastckpt._state import registry as _registry
+    from fastckpt._state.registry import PROCESS
 
-    kept = dict(_registry._by_class), dict(_registry._by_name)
+    tables = PROCESS._by_class, PROCESS._by_name
+    kept = [dict(table) for table in tables]
     yield fastckpt.register_type
-    for table, former in zip((_registry._by_class, _registry._by_name), kept, strict=True):
+    for table, former in zip(tables, kept, strict=True):
         table.clear()
         table.update(former)

@@ -459,7 +459,7 @@ def test_types_of_what_was_not_chosen_need_not_be_known(registry, saved):
             "plain": 1,
         }
     )
-    fastckpt._state.registry._by_name.pop("theirs")
+    fastckpt._state.registry.PROCESS._by_name.pop("theirs")
     for keys, expected in (("model.*", {"model": {"w": torch.ones(2)}}), ("plain", {"plain": 1})):
         assert same(fastckpt.load(path, keys=keys), expected)
     into = {"model": {"w": torch.zeros(2)}}

@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -368,13 +369,84 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
     with pytest.raises(FileNotFoundError) as caught:
-        fastckpt.save_async(numbered(2), tmp_path / "c")
+        fastckpt.save_async(numbered(3), tmp_path / "c")
     if sys.version_info >= (3, 11):
         text = "".join(traceback.format_exception(caught.value))
-        assert f"asynchronous save to {broken.path}; this call did nothing" in text
-    assert not (tmp_path / "c").exists()
+        assert f"asynchronous save to {broken.path}; save_async raised it because nobody had asked" in text
+        assert f"the save of this call, to {tmp_path / 'c'}, goes on" in text
+    # It saved first, and its handle is not lost.
+    assert caught.value.pending_save.path == str(tmp_path / "c")
+    assert caught.value.pending_save.result(60).bytes > 0
+    assert which(fastckpt.load(tmp_path / "c")) == 3
     fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
     assert which(fastckpt.load(tmp_path / "c")) == 2
+
+
+def fail(path, **options):
+    """A save that fails, as ``late`` lets it, and is over."""
+    pending = fastckpt.save_async(numbered(1), path / "no" / "c", **options)
+    pending.finished.wait(60)
+    return pending
+
+
+def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
+    # A loop that saves on, whatever happens: every other save fails, and all others are durable.
+    errors = []
+    for turn in range(6):
+        bad = tmp_path / "no" / "c" if turn % 2 else None
+        try:
+            pending = fastckpt.save_async(numbered(turn), bad or tmp_path / str(turn))
+        except FileNotFoundError as error:
+            errors.append(error)
+            pending = error.pending_save
+        pending.finished.wait(60)
+    assert len(errors) == 2
+    with pytest.raises(FileNotFoundError):
+        fastckpt.drain()
+    assert entries(tmp_path) == ["0", "2", "4"]
+
+
+def test_a_failure_can_be_a_warning(tmp_path, late):
+    fail(tmp_path, on_error="warn")
+    with pytest.warns(RuntimeWarning, match="no/c failed") as told:
+        fastckpt.drain()
+    assert told[0].filename == __file__
+    fail(tmp_path, on_error="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="no/c failed") as caught:
+            fastckpt.save_async(numbered(2), tmp_path / "c")
+    assert caught.value.pending_save.result(60).bytes > 0
+    assert fail(tmp_path, on_error="warn").exception() is not None
+    fastckpt.drain()
+
+
+def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog):
+    told = []
+
+    def on_error(pending):
+        told.append((threading.current_thread().name, pending, pending.exception()))
+
+    broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=on_error)
+    wait_until(lambda: told)
+    assert told[0][:2] == ("fastckpt-save", broken)
+    assert isinstance(told[0][2], FileNotFoundError)
+    fastckpt.drain()
+    fastckpt.save_async(numbered(2), tmp_path / "c", on_error=on_error).result(60)
+    cancelled = fastckpt.save_async(numbered(2), tmp_path / "d", on_error=on_error, bandwidth_limit=SLOWLY)
+    assert cancelled.cancel()
+    assert len(told) == 1
+
+    def raises(_):
+        raise RuntimeError("the messenger")
+
+    fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=raises)
+    wait_until(lambda: "the messenger" in caplog.text and _in_flight.unasked())
+    with pytest.raises(FileNotFoundError):
+        fastckpt.drain()
+    for wrong in ("ignore", None, 3):
+        with pytest.raises(ValueError, match='on_error must be "raise", "warn" or a function'):
+            fastckpt.save_async(numbered(2), tmp_path / "c", on_error=wrong)
 
 
 def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
@@ -417,7 +489,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     import torch
 
-    state = {"t": torch.arange(12.0).view(3, 4).t()}
+    state = {"t": torch.arange(20_000.0).view(200, 100).t()}
 
     def broken(*_):
         raise RuntimeError("cannot copy")
@@ -430,7 +502,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     pending.wait_staged(60)
     with pytest.raises(RuntimeError, match="cannot copy"):
         pending.result(60)
-    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 48)
+    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 80_000)
     assert entries(tmp_path) == []
     monkeypatch.undo()
     fastckpt.save_async(state, tmp_path / "c").result(60)

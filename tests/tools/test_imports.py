@@ -41,7 +41,9 @@ def test_the_package_itself_is_imported_by_the_tools_alone(file):
         assert not {name for name in taken if name.split(".")[0] == "_core"}, "the tools use the public API"
     elif file.relative_to(PACKAGE).parts not in [("__init__.py",), ("__main__.py",)]:
         calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        hidden = [call for call in calls if "import_module(" in call and "('ml_dtypes')" not in call]
+        # Of other packages, by tables of names.
+        allowed = ("('ml_dtypes')", "import_module(module)") if file.name == "built_in.py" else ("('ml_dtypes')",)
+        hidden = [call for call in calls if "import_module(" in call and not any(one in call for one in allowed)]
         assert not hidden, "lint-imports does not see these"
         own = {name for name in taken if "." not in name} - SHARED
         assert not own, f"import {own} from the module that defines it"

@@ -13,6 +13,7 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._paths import path_of
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
+from fastckpt._state.registry import Types
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import memory as _memory
@@ -20,7 +21,7 @@ from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
 from .destinations import Targets
-from .outcome import report_of
+from .outcome import report_of, warn_of_unknown
 from .reports import LoadReport
 from .tensor_info import TensorInfo, info_of
 
@@ -61,12 +62,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a tensor that is no plain one, or a registered object.
+    """A value made of others, in a checkpoint's structure: a tensor that is no plain one, or an object.
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
-        about: what describes it: sizes, layout, the registered name.
-        parts: what it is made of.
+        about: what describes it: sizes, layout, the name of its type.
+        parts: what it is made of; of an object, its value, and the dict of its attributes if it has any beside that.
     """
 
     kind: str
@@ -76,6 +77,8 @@ class Composed:
 
 class _View:
     """Shows each tensor as what is known about it."""
+
+    plain = False
 
     def __init__(self, infos: list[TensorInfo]) -> None:
         self.infos = infos
@@ -89,8 +92,8 @@ class _View:
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
         return Composed(token[0], tuple(token[1:]), tuple(parts))
 
-    def registered(self, name: str, value: Any) -> Any:
-        return Composed("type", (name,), (value,))
+    def typed(self, name: str, value: Any, attributes: Any) -> Any:
+        return Composed("type", (name,), (value,) if attributes is None else (value, attributes))
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         # A registered type of time zones is not decoded here.
@@ -184,13 +187,20 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """What was given to ``save(metadata=...)``, made anew on each access."""
+        """What was given to ``save(metadata=...)``, made anew on each access.
+
+        Values of types that this program does not know come back as what they are stored as, with a warning.
+        """
         tokens = parse(self._about)
-        unflatten(tokens, Validator([]), operation="open: metadata")
+        check = Validator([], types=Types("open", plain=True))
+        unflatten(tokens, check, operation="open: metadata")
+        if check.unknown:
+            warn_of_unknown("open: metadata", check.unknown, stacklevel=3)
         try:
-            return unflatten(tokens, StateBuilder("auto"), operation="open: metadata")
+            return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
         except ImportError:
-            return unflatten(tokens, StateBuilder("numpy"), operation="open: metadata")
+            types = Types("open", framework="numpy", plain=True)
+            return unflatten(tokens, StateBuilder("numpy", types=types), operation="open: metadata")
 
     @property
     def structure(self) -> Any:

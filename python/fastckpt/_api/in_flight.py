@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from threading import RLock, get_ident
 from typing import NamedTuple
 
@@ -34,10 +35,11 @@ class SaveInFlight:
 
 
 class Failure(NamedTuple):
-    """A failed save."""
+    """A failed save, why it failed, and whether its caller wants a warning instead of the error."""
 
-    path: str
+    save: SaveInFlight
     error: BaseException
+    warn: bool
 
 
 # The lists change in atomic steps, so that a signal handler finds them whole.
@@ -122,17 +124,33 @@ def unasked() -> tuple[Failure, ...]:
     return tuple(_unasked)
 
 
-def raise_unasked(consequence: str) -> None:
-    """Raise the first failure that nobody asked for, if there is one; it counts as seen from then on."""
-    try:
-        failure = _unasked.pop(0)
-    except IndexError:
-        return
-    error = failure.error
-    note = f"fastckpt: this is the failure of the asynchronous save to {failure.path}; {consequence}"
-    if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(note)
-    raise error
+def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
+    """Raise the first failure that nobody asked for, with ``why`` as a note; warn of those that want that.
+
+    What has been told counts as seen. The failure of ``but`` is left alone. Call it from a public function.
+    """
+    for failure in tuple(_unasked):
+        if failure.save is but:
+            continue
+        try:
+            _unasked.remove(failure)
+        except ValueError:  # another thread has told it
+            continue
+        error = failure.error
+        if failure.warn:
+            warnings.warn(unasked_text(failure), RuntimeWarning, stacklevel=3)
+            continue
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"fastckpt: this is the failure of the asynchronous save to {failure.save.path}; {why}")
+        raise error
+
+
+def unasked_text(failure: Failure) -> str:
+    """What a warning says of a failure."""
+    return (
+        f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody has asked for its result: "
+        f"{failure.error}"
+    )
 
 
 def drain(timeout: float | None = None) -> None:
@@ -155,7 +173,7 @@ def drain(timeout: float | None = None) -> None:
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
             raise TimeoutError(f"drain: the save to {save.path} is not done after {timeout} s; it goes on")
-    raise_unasked("drain() raised it because nobody had asked for its result")
+    tell_unasked("drain raised it because nobody had asked for its result")
 
 
 def is_exiting() -> bool:
@@ -177,7 +195,7 @@ def _at_exit() -> None:
         kind = type(failure.error)
         # In one piece: the thread that failed may be logging at this moment.
         line = (
-            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody asked for its result: "
+            f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody asked for its result: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
             f"{kind.__qualname__}: {failure.error}\n"
         )
@@ -196,4 +214,5 @@ def _forget() -> None:
     _unasked.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
+    from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
     from .destinations import Targets
@@ -55,6 +56,7 @@ class Into:
         path: its path, for messages.
         into: the state.
         targets: what is to be read, and where to.
+        types: the types that are known.
         strict: whether each side must have all tensors of the other.
 
     Attributes:
@@ -62,14 +64,17 @@ class Into:
         unexpected: likewise, the names of what ``into`` has not.
     """
 
-    def __init__(self, reader: _core.Reader, path: str, into: Any, targets: Targets, *, strict: bool) -> None:
+    def __init__(
+        self, reader: _core.Reader, path: str, into: Any, targets: Targets, types: Types, *, strict: bool
+    ) -> None:
         self.reader = reader
         self.path = path
         self.into = into
         self.targets = targets
+        self.types = types
         self.strict = strict
         # It keeps alive what addresses point into.
-        self.flat = flatten(into, operation="load: into", observe=True)
+        self.flat = flatten(into, operation="load: into", observe=True, types=types)
         # What is not a tensor comes from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
@@ -439,8 +444,8 @@ class Into:
             torch_for("a torch tensor").changed(self.filled)
         framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
         if not self._regions:
-            return unflatten(tokens, StateBuilder(framework, values, composed))
-        builder = WithObjects(framework, values, composed, tokens, self._regions)
+            return unflatten(tokens, StateBuilder(framework, values, composed, types=self.types))
+        builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
             owner.give(own, self.flat.places)

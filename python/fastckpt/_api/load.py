@@ -10,14 +10,15 @@ from fastckpt import _core
 from fastckpt._paths import path_of
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.collector import paused
+from fastckpt._state.registry import Types
 from fastckpt._state.rename import Renaming
 from fastckpt._state.select import prune
 from fastckpt._state.unflatten import parse, unflatten
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework
-from .outcome import conclude, until_settled
+from .options import check_engine, check_framework, check_unknown
+from .outcome import conclude, until_settled, warn_of_unknown
 from .placement import Stock, place
 from .progress import ticker
 from .reports import Loaded, LoadReport
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fastckpt._paths import AnyPath
+    from fastckpt._state.registry import Registry
     from fastckpt._state.unflatten import Token
 
-    from .options import Engine, Framework
+    from .options import Engine, Framework, Unknown
 
 
 @overload
@@ -45,6 +47,8 @@ def load(
     strip_prefix: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
     io: Engine = ...,
@@ -65,6 +69,8 @@ def load(
     strip_prefix: str | Sequence[str] | None = ...,
     framework: Framework = ...,
     device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
     io: Engine = ...,
@@ -84,6 +90,8 @@ def load(  # noqa: PLR0913 - all by name
     strip_prefix: str | Sequence[str] | None = None,
     framework: Framework = "auto",
     device: Any = None,
+    registry: Registry | None = None,
+    unknown: Unknown = "error",
     mmap: bool = False,
     verify: bool = True,
     io: Engine = "auto",
@@ -130,6 +138,10 @@ def load(  # noqa: PLR0913 - all by name
             "cuda:0"}``, of which the first that matches decides, and what matches none goes to the CPU; or a function
             of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read through pinned staging
             buffers, and copied while more is read.
+        registry: types that this call knows before those of :func:`fastckpt.register_type`.
+        unknown: what a value of a type becomes that this program does not know: ``error``, or ``plain`` for what it is
+            stored as (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
+            without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
@@ -155,17 +167,22 @@ def load(  # noqa: PLR0913 - all by name
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
-        CheckpointError: an object in ``into`` refused its state.
-        UnsupportedTypeError: a type that is to be loaded is not registered, or a dtype is not available.
+        CheckpointError: an object in ``into`` refused its state, or a class in this program is not the one that was
+            saved.
+        UnsupportedTypeError: a type that is to be loaded is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
         ValueError: an argument is out of range, ``path`` is a URL, a device is not here, or two keys become one.
+
+    Warns:
+        RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
     source = path_of("load", path)
     check_engine("load", io, threads)
     check_framework("load", framework)
+    check_unknown("load", unknown)
     if device is not None and framework == "numpy":
         raise ValueError('load: framework="numpy" makes arrays, which are on no device')
     if mmap:
@@ -183,6 +200,7 @@ def load(  # noqa: PLR0913 - all by name
         renaming=Renaming(strip_prefix, rename),
         framework=framework,
         device=device,
+        types=Types("load", registry, framework=framework, plain=unknown == "plain"),
         mmap=bool(mmap),
         verify=bool(verify),
         io=io,
@@ -204,6 +222,7 @@ class _Wishes:
     renaming: Renaming
     framework: str
     device: Any
+    types: Types
     mmap: bool
     verify: bool
     io: str
@@ -219,18 +238,20 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     every = parse(reader.structure())
     selection, strict = wishes.selection, wishes.strict
     # Types are asked for only in what was chosen: the rest may be another program's.
-    check = Validator(stored, strangers=not selection.all)
+    check = Validator(stored, types=wishes.types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
     missing: tuple[str, ...] = ()
     if not selection.all:
         chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
         tokens, origin = prune(every, chosen)
-        check = Validator(stored)
+        check = Validator(stored, types=wishes.types)
         unflatten(tokens, check)
+    if check.unknown:
+        warn_of_unknown("load", check.unknown, stacklevel=6)
     placement = None
     if wishes.device is not None or wishes.dtype is not None:
-        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found)
+        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, wishes.types)
         placement = place(stock, wishes.device, wishes.dtype, wishes.framework, strict=strict)
     if wishes.renaming.changes:
         tokens = wishes.renaming.of(tokens, strict=strict)
@@ -239,7 +260,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     given = None
     numbers: list[int] = []
     if wishes.into is not None:
-        given = Into(reader, source, wishes.into, targets, strict=strict)
+        given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
         if wishes.device is not None and not given.has_objects:
             raise ValueError("load: device is for new tensors: those of into stay where they are")
         tokens = given.match(every, chosen, selection, renamed=wishes.renaming.changes)
@@ -253,7 +274,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     if given is not None:
         state = given.build(tokens)
     else:
-        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values()))
+        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=wishes.types))
     unexpected = () if given is None else given.unexpected
     return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fastckpt._state.key_paths import Place, Places
+    from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
 #: What torch puts at the end of the keys of what ``get_extra_state`` returns.
@@ -114,7 +115,7 @@ class _Outline(StateBuilder):
     def composed(self, _: list[Any], __: list[Any]) -> Any:
         return object()
 
-    def registered(self, _: str, __: Any) -> Any:
+    def typed(self, _: str, __: Any, ___: Any) -> Any:
         return object()
 
     def zone(self, _: Any) -> None:
@@ -128,6 +129,7 @@ class WithObjects(StateBuilder):
         framework: see :class:`.StateBuilder`.
         tensors: likewise.
         composed: likewise.
+        types: likewise.
         tokens: all tokens.
         regions: the objects, and the first token of the state of each and one past its last, in order.
     """
@@ -137,10 +139,11 @@ class WithObjects(StateBuilder):
         framework: str,
         tensors: Iterable[Any],
         composed: Iterable[Any],
+        types: Types,
         tokens: Sequence[Token],
         regions: Sequence[tuple[int, int, Owner]],
     ) -> None:
-        super().__init__(framework, tensors, composed)
+        super().__init__(framework, tensors, composed, types=types)
         self.states: list[tuple[Owner, Any]] = []
         self._inside = [(tokens[start:end], owner) for start, end, owner in regions]
         #: The structure without them: a token for each object.
@@ -156,5 +159,6 @@ class WithObjects(StateBuilder):
             return super().tensor(token)
         tokens, owner = self._inside[_NUMBER - token[1]]
         # It takes its tensors from the same supply, in the order of the whole.
-        self.states.append((owner, unflatten(tokens, StateBuilder(self.framework, self._tensors, self._composed))))
+        builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
+        self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

@@ -9,9 +9,11 @@ from fastckpt._units import bytes_of
 #: What public functions take, as type checkers see it.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
+Unknown: TypeAlias = Literal["error", "plain"]
 
 _ENGINES = get_args(Engine)
 _FRAMEWORKS = get_args(Framework)
+_UNKNOWN = get_args(Unknown)
 _MOST_THREADS = 1024
 _MOST_NICE = 19
 
@@ -22,6 +24,12 @@ def check_engine(operation: str, io: Any, threads: Any) -> None:
         raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
     if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
         raise ValueError(f"{operation}: threads must be None or an int from 1 to {_MOST_THREADS}, not {threads!r}")
+
+
+def check_unknown(operation: str, unknown: Any) -> None:
+    """``unknown=``."""
+    if unknown not in _UNKNOWN:
+        raise ValueError(f"{operation}: unknown must be one of {', '.join(_UNKNOWN)}, not {unknown!r}")
 
 
 def check_framework(operation: str, framework: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.exceptions import ReplacedCheckpointError
@@ -11,7 +12,7 @@ from fastckpt.exceptions import ReplacedCheckpointError
 from .reports import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 logger = logging.getLogger("fastckpt")
 
@@ -31,6 +32,23 @@ def until_settled(read: Callable[[], _T]) -> _T:
         except ReplacedCheckpointError:  # noqa: PERF203 - a loop of a few turns
             if time.monotonic() > give_up:
                 raise
+
+
+def warn_of_unknown(operation: str, names: Iterable[str], stacklevel: int) -> None:
+    """Warn of types that are not known, whose values come back as what they are stored as."""
+    listed = list(names)
+    shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    warnings.warn(
+        f"fastckpt: {operation}: values of types that this program does not know come back as what they are stored as: "
+        f"{shown}{more}; to have the types, declare them with fastckpt.register_type",
+        RuntimeWarning,
+        stacklevel=stacklevel,
+    )
+
+
+#: How many types a warning lists, and how much of each name.
+_LISTED, _SHOWN = 20, 200
 
 
 class LastWord(logging.NullHandler):

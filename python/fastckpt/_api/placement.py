@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import torch_for
@@ -17,6 +16,7 @@ from .tensor_info import TensorInfo, device_of, info_of
 
 if TYPE_CHECKING:
     from fastckpt._core import StoredTensor
+    from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
 #: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
@@ -49,16 +49,22 @@ class Stock:
         stored: all tensors.
         files: the names of the shards.
         wanted: the tokens of the tensors that are to be loaded.
+        types: the types that are known.
     """
 
     tokens: list[Token]
     stored: list[StoredTensor]
     files: list[str]
     wanted: list[list[Any]]
+    types: Types
 
     def tensors(self, kinds: frozenset[str]) -> dict[int, list[Any]]:
         """The first token of each wanted tensor of these kinds, by its number."""
-        return {token[1]: token for token in reversed(self.wanted) if token[0] in kinds}
+        found: dict[int, list[Any]] = {}
+        for token in self.wanted:
+            if token[0] in kinds:
+                found.setdefault(token[1], token)
+        return found
 
     def names(self) -> list[tuple[int, str]]:
         """The number and the name of each tensor, also of those that are not wanted: a tied one has several names."""
@@ -81,7 +87,7 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
             index: found for index, found in _devices(stock, tensors, device, strict=strict) if found is not None
         }
     if dtype is not None:
-        kept = bound(stock.tokens)
+        kept = bound(stock.tokens, stock.types)
         tensors = {
             index: token
             for index, token in stock.tensors(frozenset({"tensor", "array"})).items()
@@ -123,7 +129,13 @@ def _by_rule(
 
 def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, strict: bool) -> list[tuple[int, Any]]:
     torch = torch_for("what is to go to a device")
-    named = lru_cache(None)(torch.device_of)
+    known: dict[str, Any] = {}
+
+    def named(value: Any) -> Any:
+        name = str(value)
+        if name not in known:
+            known[name] = torch.device_of(value)
+        return known[name]
 
     def one(value: Any, index: int) -> Any:
         saved = isinstance(value, str) and value == _SAVED
@@ -132,7 +144,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
             return None
         try:
             return named(name)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             whose = f"tensor {stock.stored[index].name!r}"
             where = f"{whose} was on {name} when it was saved" if saved else f"for {whose}"
             raise ValueError(
@@ -148,7 +160,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
         return [(index, one(device, index)) for index in tensors]
     try:
         found = named(device)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(
             f'load: device must be a torch.device, its name, "saved", patterns or a function: {error}'
         ) from error

@@ -11,6 +11,7 @@ from fastckpt._files import check_files
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
+from fastckpt._state.registry import Types
 from fastckpt._units import bytes_of
 
 from . import in_flight
@@ -20,15 +21,19 @@ from .progress import ticker
 from .reports import SaveReport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastckpt._files import Files
     from fastckpt._paths import AnyPath
+    from fastckpt._state.flatten import Flat
+    from fastckpt._state.registry import Registry
 
     from .options import Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
 
-def save(
+def save(  # noqa: PLR0913 - all by name
     state: Any,
     path: AnyPath,
     *,
@@ -37,6 +42,8 @@ def save(
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
     io: Engine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
@@ -48,7 +55,8 @@ def save(
     a mixture of old and new values.
 
     Args:
-        state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it.
+        state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it, named
+            tuples, dataclasses, enums and the like; what has ``state_dict()`` (modules, optimizers) is stored as that.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
             once and come back tied.
         path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
@@ -67,6 +75,9 @@ def save(
             ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key
             makes names that start like its own (``model.ema`` beside ``model``); without one, or with None, the whole
             state is written as the model.
+        default: called with what cannot be saved; returns something that can, which is stored in its place, or raises
+            TypeError. (A generator, for example: ``lambda value: list(value)``.)
+        registry: types that this call knows before those of :func:`fastckpt.register_type`.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report says which ran.
@@ -89,7 +100,8 @@ def save(
             ``files`` is not a plain file name, or one of fastckpt's own.
 
     Warns:
-        RuntimeWarning: an earlier asynchronous save failed, and nobody has asked for its result.
+        RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
+            asynchronous save failed, and nobody has asked for its result.
     """
     began = time.perf_counter()
     target = path_of("save", path)
@@ -97,10 +109,12 @@ def save(
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
-    about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS)
-    flat = flatten(state)
+    types = Types("save", registry)
+    about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
+    flat = flatten(state, types=types, default=default)
+    warn_of_unnamed("save", flat, about)
     options = _core.SaveOptions(
-        model_prefix=split_model("save", state, flat, model_key),
+        model_prefix=split_model("save", flat, model_key),
         overwrite=bool(overwrite),
         files=more,
         shard_size=file_bytes,
@@ -129,6 +143,24 @@ def save(
     return saved
 
 
+#: The names of types that have been warned of.
+_warned: set[str] = set()
+
+
+def warn_of_unnamed(operation: str, *flats: Flat) -> None:
+    """Warn once of each type whose name only this program has; called by what the user calls."""
+    for name in (name for flat in flats for name in flat.unnamed):
+        if name not in _warned:
+            _warned.add(name)
+            warnings.warn(
+                f"fastckpt: {operation}: the checkpoint holds values of {name}, a class of the program itself, which "
+                "other programs know by no such name: give it one, as in fastckpt.register_type"
+                f'({name.removeprefix("__main__.")}, name="...")',
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
 def step_of(metadata: Any) -> int | None:
     """The training step for the live counters, if the metadata has it."""
     step = metadata.get("step") if isinstance(metadata, dict) else None
@@ -138,9 +170,4 @@ def step_of(metadata: Any) -> int | None:
 def _warn_of_failures() -> None:
     """Warn of failures that nobody asked for, after this save is safe: the program may be about to end."""
     for failure in in_flight.unasked():
-        warnings.warn(
-            f"fastckpt: the asynchronous save to {failure.path} failed, and nobody has asked for its result: "
-            f"{failure.error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warnings.warn(in_flight.unasked_text(failure), RuntimeWarning, stacklevel=3)

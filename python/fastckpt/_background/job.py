@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 #: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
 _DROPPED = 500
+#: How many tensors an error names.
+_NAMED = 5
 
 
 class Job:
     """One snapshot, from tensors to a checkpoint."""
 
     def __init__(
-        self, pending: PendingSave, flat: Flat, metadata: str, settings: dict[str, Any], *, progress: bool
+        self, pending: PendingSave, flat: Flat, metadata: str, settings: dict[str, Any], *, lazy: bool, progress: bool
     ) -> None:
         self.pending = pending
         self.keep = flat.keep
@@ -50,6 +52,18 @@ class Job:
         fill = flat.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
+        #: What is copied in the background: names by number.
+        self.late = (
+            {
+                index: tensor.name
+                for index, (tensor, value) in enumerate(zip(flat.tensors, flat.keep, strict=True))
+                if tensor.capacity >= _guard.SMALL and not isinstance(value, np.ndarray)
+            }
+            if lazy
+            else {}
+        )
+        #: Of these: name, tensor, and its version at the call.
+        self.versions: list[tuple[str, Any, int]] = []
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
@@ -57,36 +71,43 @@ class Job:
         self.waited = 0.0
         self.staging = 0.0
 
-    def prepare(self, *, lazy: bool) -> None:
+    def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
         self.memory = snapshot_memory.take(self.snapshot.nbytes)
         self.snapshot.attach(self.memory.core)
         for device in self.devices:
             self.memory.pin(device)
-        if not lazy:
+        if self.late:
+            # First: a guard that comes meanwhile waits for this save.
+            _guard.hold_steps()
+            self._exempt_guarded()
+        if not self.late:
             self.stage(self.rest, last=True)
             self.keep.clear()
             self.movers.clear()
             return
-        # Only tensors have a guard that waits for them, and not those that a guarded module's forward may change.
-        changing = self._changing()
-        now = bytes(
-            isinstance(value, np.ndarray) or (bool(changing) and _storage(value) in changing) for value in self.keep
-        )
-        self.stage(now, last=False)
-        self.rest = bytes(not at_once for at_once in now)
+        self.versions = [
+            (name, value, value._version)
+            for index, name in self.late.items()
+            if not (value := self.keep[index]).is_inference()
+        ]
+        rest = bytearray(len(self.keep))
+        for index in self.late:
+            rest[index] = 1
+        self.stage(bytes(1 - late for late in rest), last=False)
+        self.rest = bytes(rest)
         # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
-        self.keep[:] = [None if at_once else value.detach() for value, at_once in zip(self.keep, now, strict=True)]
+        self.keep[:] = [self.keep[index].detach() for index in self.late]
 
-    def _changing(self) -> set[int]:
-        """The storages of what forward of a guarded module may change."""
-        # First: a guard that comes between waits for this save as for one that does not know of it.
-        self.pending.guards = _guard.guards()
-        if not self.pending.guards:
-            return set()
+    def _exempt_guarded(self) -> None:
+        """Copy at the call what forward of a guarded module may change."""
+        guarded = _guard.guarded()
+        if not guarded:
+            return
         # As in a state, so that the parts of a sparse buffer, or of one of a registered type, are found as well.
-        flat = flatten(_guard.buffers(), operation="guard", observe=True)
-        return {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
+        flat = flatten(guarded, operation="guard", observe=True)
+        changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
+        self.late = {index: name for index, name in self.late.items() if _storage(self.keep[index]) not in changing}
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
@@ -134,7 +155,9 @@ class Job:
             self._stop_if_cancelled()
             if not pending._staged.is_set():
                 self.stage(self.rest, last=True)
+                changed = self._changed()
                 pending._set_staged()
+                self._refuse(changed)
             self.let_go()
             self._stop_if_cancelled()
             pending._report = self._write()
@@ -143,6 +166,27 @@ class Job:
         finally:
             self.release()
         pending._finish(error)
+
+    def _changed(self) -> list[str]:
+        """The tensors that were changed in place since the call.
+
+        A version is raised after its tensor has been written to. So a change that ended before its tensor was copied,
+        or while it was, shows here, after the copy; and none that was allowed does, for who waits for the copy still
+        waits. A change that is under way at this moment, and began before its tensor was copied, does not show.
+        """
+        names = [name for name, tensor, version in self.versions if tensor._version != version]
+        self.versions.clear()
+        return names
+
+    def _refuse(self, names: list[str]) -> None:
+        if not names:
+            return
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise RuntimeError(
+            f"save_async: {self.pending.path}: changed in place while lazy=True was copying: "
+            f"{', '.join(names[:_NAMED])}{more}. Nothing was written. Call wait_staged() of the pending save before "
+            "you change tensors otherwise than by an optimizer's step, or save with lazy=False"
+        )
 
     def _stop_if_cancelled(self) -> None:
         if self.pending._cancelled:
@@ -175,6 +219,7 @@ class Job:
 
     def let_go(self) -> None:
         """Drop what the state gave us, little by little."""
+        self.versions.clear()
         while self.keep or self.movers:
             del self.keep[-_DROPPED:]
             for _ in range(min(len(self.movers), _DROPPED)):

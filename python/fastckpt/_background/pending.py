@@ -8,7 +8,7 @@ import time
 import traceback
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastckpt import _core
     from fastckpt._api.reports import SaveReport
 
-    from .guard import Guard
+    OnError: TypeAlias = "Literal['raise', 'warn'] | Callable[[PendingSave], object]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,15 @@ class PendingSave(in_flight.SaveInFlight):
         path: the checkpoint's directory, absolute.
     """
 
-    def __init__(self, path: str, began: float) -> None:
+    def __init__(self, path: str, began: float, on_error: OnError = "raise") -> None:
         self.path = path
         self.caller = threading.get_ident()
         self.started = False
         self.finished = Event()
         self._staged = Event()
         self.process = os.getpid()
-        #: Guards of modules whose buffers were copied at the call.
-        self.guards: frozenset[Guard] = frozenset()
         self._began = began
+        self._on_error = on_error
         self._snapshot: _core.Snapshot | None = None
         self._total = 0
         self._copied = 0
@@ -232,7 +231,8 @@ class PendingSave(in_flight.SaveInFlight):
             else:
                 # The frames below this one would keep the state alive.
                 traceback.clear_frames(error.__traceback__)
-                in_flight.failed(in_flight.Failure(self.path, error))
+                if not callable(self._on_error):
+                    in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
             self._error = error
         if self._snapshot is not None:
             self._copied = self._snapshot.staged
@@ -248,7 +248,17 @@ class PendingSave(in_flight.SaveInFlight):
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+            if callable(self._on_error) and self._error is not None:
+                self._tell(self._on_error, self._error)
         self._call_back()
+
+    def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
+        try:
+            on_error(self)
+        except Exception:  # noqa: BLE001 - logged
+            logger.exception("%s: on_error of the save raised", self.path)
+            # So it may not have told anybody.
+            in_flight.failed(in_flight.Failure(self, error, warn=False))
 
     def _abandon(self) -> None:
         """The call itself failed: only threads that wait already have this handle."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,20 +13,26 @@ from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
-from fastckpt._api.save import NO_TENSORS, step_of
+from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import check_files
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
+from fastckpt._state.registry import Types
 from fastckpt._units import bytes_of
 
 from .job import Job
 from .pending import PendingSave
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastckpt._api.options import Engine
     from fastckpt._files import Files
     from fastckpt._paths import AnyPath
+    from fastckpt._state.registry import Registry
+
+    from .pending import OnError
 
 
 def save_async(  # noqa: PLR0913 - one more than save has
@@ -34,11 +41,14 @@ def save_async(  # noqa: PLR0913 - one more than save has
     *,
     lazy: bool = False,
     max_in_flight: int = 1,
+    on_error: OnError = "raise",
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
     io: Engine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
@@ -53,21 +63,32 @@ def save_async(  # noqa: PLR0913 - one more than save has
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If it is never asked for, the next ``save_async`` raises it and does nothing else; call again to save.
-    Without a next one, it is written to stderr when the process ends, also if multiprocessing forked that process.
+    ``result()``. If it is never asked for, the next ``save_async`` starts its own save and then raises it (see
+    ``on_error``). Without a next one, it is written to stderr when the process ends, also if multiprocessing forked
+    that process.
 
     Args:
         state: as for :func:`fastckpt.save`.
         path: as for :func:`fastckpt.save`. A save to the same path that is in flight is waited for.
-        lazy: return before torch tensors are copied; everything else is copied all the same. They must not
-            change until ``wait_staged()`` of the handle returns: see :func:`fastckpt.guard`. If they do, the
-            checkpoint holds a mixture of old and new values, and nothing detects that.
+        lazy: return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every
+            step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must
+            call ``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the
+            tensors. But changes that torch does not count go unseen, and the checkpoint holds a mixture of old
+            and new values: through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA
+            graph. For buffers that forward changes see :func:`fastckpt.guard`.
         max_in_flight: wait until fewer saves than this are in flight.
+        on_error: what becomes of a failure of this save that nobody asks for. ``raise``: the next ``save_async``
+            starts its own save, and then raises it, with the handle of its own save as attribute ``pending_save``.
+            ``warn``: the next one warns instead (RuntimeWarning). A function is called with the handle when the save
+            fails, in the thread that writes, and the failure counts as told; if the function raises, that is
+            logged, and the failure treated as with ``raise``.
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
         files: as for :func:`fastckpt.save`. Contents are taken at the call.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
+        default: as for :func:`fastckpt.save`.
+        registry: as for :func:`fastckpt.save`.
         io: as for :func:`fastckpt.save`.
         threads: threads that copy, then threads that write; by default as many as this process may use cores, within
             limits.
@@ -81,12 +102,17 @@ def save_async(  # noqa: PLR0913 - one more than save has
         A handle on the save.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
+            allows.
         FileExistsError: something has the name that may not be replaced.
         NotADirectoryError: a directory above ``path`` is a file.
         PermissionError: no directory can be made where ``path`` lies.
-        Exception: an earlier asynchronous save failed, and its result was never asked for; or the copy failed.
+        Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
+            ``pending_save`` of the exception is its handle. Or the copy failed.
         ValueError: an argument is out of range, or ``path`` is a URL.
+
+    Warns:
+        RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed.
     """
     began = time.perf_counter()
     target = path_of("save_async", path)
@@ -95,14 +121,17 @@ def save_async(  # noqa: PLR0913 - one more than save has
     limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
+    if not callable(on_error) and on_error not in {"raise", "warn"}:
+        raise ValueError(f'save_async: on_error must be "raise", "warn" or a function, not {on_error!r}')
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
-    in_flight.raise_unasked("this call did nothing: call again to save")
     more = check_files("save_async", files)
-    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS)
-    flat = flatten(state, operation="save_async")
+    types = Types("save_async", registry)
+    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
+    flat = flatten(state, operation="save_async", types=types, default=default)
+    warn_of_unnamed("save_async", flat, about)
     settings = {
-        "model_prefix": split_model("save_async", state, flat, model_key),
+        "model_prefix": split_model("save_async", flat, model_key),
         "overwrite": bool(overwrite),
         "files": more,
         "shard_size": file_bytes,
@@ -113,23 +142,34 @@ def save_async(  # noqa: PLR0913 - one more than save has
         "io_priority": io_priority,
         "step": step_of(metadata),
     }
-    pending = PendingSave(target, began)
-    job = Job(pending, flat, about.structure(), settings, progress=progress)
+    pending = PendingSave(target, began, on_error)
+    job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), progress=progress)
     pending._snapshot, pending._total = job.snapshot, job.snapshot.total
     del flat, about
-    _launch(job, max_in_flight, lazy=lazy)
+    _launch(job, max_in_flight)
+    try:
+        in_flight.tell_unasked(
+            f"save_async raised it because nobody had asked for its result; the save of this call, to {target}, goes "
+            "on: its handle is this error's pending_save",
+            but=pending,
+        )
+    except BaseException as error:
+        # An exception with slots cannot have it, nor can its note be true; there are none among Python's own.
+        with contextlib.suppress(AttributeError):
+            error.pending_save = pending  # type: ignore[attr-defined]
+        raise
     return pending
 
 
-def _launch(job: Job, max_in_flight: int, *, lazy: bool) -> None:
+def _launch(job: Job, max_in_flight: int) -> None:
     """Prepare the snapshot and start the thread that writes it."""
     pending = job.pending
     began = time.perf_counter()
     try:
         in_flight.admit(pending, max_in_flight)
         job.waited = time.perf_counter() - began
-        job.prepare(lazy=lazy)
-        if not lazy:
+        job.prepare()
+        if not job.late:
             pending._set_staged()
         pending._held += time.perf_counter() - pending._began
         if job.start():

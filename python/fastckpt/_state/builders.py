@@ -12,8 +12,10 @@ from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors.described import integers, text
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
-from . import registry as _registry
 from . import values as _values
+from .built_in import RESERVED
+from .registry import Types
+from .structural import Undecodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -75,13 +77,26 @@ class _Later(dt.tzinfo):
 
 
 class Validator:
-    """Checks tokens against the stored tensors and the registry, and notes the tensors; makes nothing."""
+    """Checks tokens against the stored tensors and the types, and notes the tensors; makes nothing.
 
-    def __init__(self, stored: Sequence[StoredTensor], *, strangers: bool = False) -> None:
+    Args:
+        stored: the tensors of the checkpoint.
+        types: the types that are known, and whether values of others are all right, too.
+        strangers: whether types that are not known are all right.
+
+    Attributes:
+        found: each token of a tensor, in order.
+        unknown: the names of the types that are not known.
+    """
+
+    plain = False
+
+    def __init__(self, stored: Sequence[StoredTensor], *, types: Types | None = None, strangers: bool = False) -> None:
         self.stored = stored
-        #: Whether types that nobody registered are all right.
-        self.strangers = strangers
+        self.types = types or Types("load")
+        self.strangers = strangers or self.types.plain
         self.found: list[list[Any]] = []
+        self.unknown: dict[str, None] = {}
 
     def tensor(self, token: list[Any]) -> Any:
         tag, index, *more = token
@@ -144,12 +159,13 @@ class Validator:
             raise ValueError("unknown flags, or no sizes")
         return Tensor("expanded")
 
-    def registered(self, name: str, _: Any) -> Any:
-        if not self.strangers and _registry.by_name(name) is None:
-            raise UnsupportedTypeError(
-                f"load: the checkpoint holds a value of the registered type {name!r}, unknown to this program: "
-                "call fastckpt.register_type with that name first"
-            )
+    def typed(self, name: str, _: Any, attributes: Any) -> Any:
+        if attributes is not None and type(attributes) is not dict:
+            raise ValueError("attributes that are not a dict")
+        if self.types.by_name(name) is None:
+            if not self.strangers:
+                raise _unknown(name)
+            self.unknown[name] = None
         return _Later()
 
     def zone(self, value: Any) -> dt.tzinfo | None:
@@ -164,10 +180,20 @@ class StateBuilder:
         tensors: what each token of a tensor stands for, in order.
         composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
             one that is to be made.
+        types: the types that are known, and whether values of others come back as what they are stored as.
     """
 
-    def __init__(self, framework: str, tensors: Iterable[Any] = (), composed: Iterable[Any] | None = None) -> None:
+    def __init__(
+        self,
+        framework: str,
+        tensors: Iterable[Any] = (),
+        composed: Iterable[Any] | None = None,
+        *,
+        types: Types | None = None,
+    ) -> None:
         self.framework = framework
+        self.types = types or Types("load", framework=framework)
+        self.plain = self.types.plain
         self._tensors = iter(tensors)
         self._composed: Iterator[Any] | None = None if composed is None else iter(composed)
 
@@ -198,14 +224,32 @@ class StateBuilder:
             )
         return getattr(torch_for(_WHAT[token[0]]), token[0])(token, parts)
 
-    def registered(self, name: str, value: Any) -> Any:
-        registered = _registry.by_name(name)
-        if registered is None:  # unregistered since the check
-            raise UnsupportedTypeError(f"load: no type is registered under {name!r}")
+    def typed(self, name: str, value: Any, attributes: Any) -> Any:
+        codec = self.types.by_name(name)
+        if codec is None:
+            if self.plain:
+                return value
+            raise _unknown(name)  # not known any more since the check
         try:
-            return registered.decode(value)
+            return codec.decode(value, attributes)
+        except (CheckpointError, *_values.MALFORMED):
+            raise
+        except Undecodable as error:
+            raise Undecodable(f"a value of the type {name!r}: {error}") from error.__cause__
         except Exception as error:
-            raise CheckpointError(f"load: the decode registered for {name!r} raised {error!r}") from error
+            raise ValueError(f"a value of the type {name!r}: {error!r}") from error
 
     def zone(self, value: Any) -> dt.tzinfo | None:
+        if self.plain and not isinstance(value, dt.tzinfo):
+            return None  # of a type that is not known: the check would have refused anything else
         return _values.zone(value)
+
+
+def _unknown(name: str) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        f"load: the checkpoint holds a value of the type {name!r}, which this program does not know: declare its class "
+        'before, with fastckpt.register_type or registry=, or load what it is made of with unknown="plain"'
+        if name not in RESERVED
+        else f"load: the checkpoint holds a value of the type {name!r}, which cannot be imported here: install it, or "
+        'load what it is made of with unknown="plain"'
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,17 +18,21 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors import records as _records
 from fastckpt._tensors.described import THROUGH, Describe, Part, Parts, Stored, Tensor, Unsupported, expansion, steps
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
-from . import registry as _registry
 from . import values as _values
+from .built_in import ATTRIBUTED
 from .collector import paused
 from .key_paths import KeyText, Place, Places, name_of, place_of, prefix_of, show
+from .registry import Types
+from .structural import Codec, codec_of
+from .structural import name_of as name_of_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 #: Nesting and size of a structure (docs/format.md, section 3.4).
 DEPTH_LIMIT = 10_000
@@ -62,9 +66,14 @@ class Flat:
             and optimizers the state is flattened, too.
         problems: with ``observe``, what could not be flattened, by place.
         places: with ``observe``, all of these places.
+        outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
+        unnamed: the names of the types whose module is the program itself, which no other program has.
     """
 
-    __slots__ = ("keep", "movers", "objects", "occurrences", "places", "problems", "tensors", "ties", "tokens")
+    __slots__ = (
+        *("keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
+        *("tensors", "ties", "tokens", "unnamed"),
+    )
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -76,6 +85,8 @@ class Flat:
         self.objects: list[tuple[Place, Any, str]] = []
         self.problems: list[tuple[Place, str]] = []
         self.places = Places()
+        self.outer: dict[Any, bool] | None = None
+        self.unnamed: list[str] = []
 
     def structure(self) -> str:
         """The tokens as one JSON array."""
@@ -98,7 +109,7 @@ def _dict(value: dict[Any, Any]) -> Parts:
 
 def _ordered(value: OrderedDict[Any, Any]) -> Parts:
     if vars(value):
-        return Parts(f'["type","{_registry.ATTRIBUTED}"]', ((THROUGH, _Attributed(value)),))
+        return Parts(f'["type","{ATTRIBUTED}"]', ((THROUGH, _Attributed(value)),))
     return _items(value)
 
 
@@ -125,12 +136,6 @@ def _attributed(value: _Attributed) -> Parts:
     return Parts('["tuple",2]', ((THROUGH, _Bare(value.value)), (THROUGH, vars(value.value))))
 
 
-def _counter(value: Counter[Any]) -> Parts:
-    if vars(value):
-        raise Unsupported("a Counter with attributes cannot be stored: convert it to a dict")
-    return Parts(f'["type","{_registry.COUNTER}"]', ((THROUGH, dict(value)),))
-
-
 def _default(value: defaultdict[Any, Any]) -> Parts:
     factory = value.default_factory
     name = "null"
@@ -146,15 +151,6 @@ def _default(value: defaultdict[Any, Any]) -> Parts:
 
 def _sequence(tag: str) -> Callable[[Any], Parts]:
     return lambda value: Parts(f'["{tag}",{len(value)}]', enumerate(value))
-
-
-def _members(tag: str) -> Callable[[Any], Parts]:
-    def describe(value: set[Any] | frozenset[Any]) -> Parts:
-        if _hashes.crowds(value, in_set=True):
-            raise Unsupported(_hashes.WHY)
-        return Parts(f'["{tag}",{len(value)}]', enumerate(value))
-
-    return describe
 
 
 def _slice(value: slice) -> Parts:
@@ -175,11 +171,10 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
     _Attributed: _attributed,
     _Bare: lambda value: _items(value.value),
     defaultdict: _default,
-    Counter: _counter,
     list: _sequence("list"),
     tuple: _sequence("tuple"),
-    set: _members("set"),
-    frozenset: _members("fset"),
+    set: _sequence("set"),
+    frozenset: _sequence("fset"),
     slice: _slice,
     dt.datetime: _datetime,
     dt.time: _time,
@@ -187,15 +182,14 @@ _PARTS: dict[type, Callable[[Any], Parts]] = {
 
 
 def _array(value: np.ndarray[Any, Any]) -> Stored | Parts:
-    reason = _numpy.why_not(value)
-    if reason is not None:
-        raise Unsupported(reason)
+    dtype = value.dtype
+    if dtype.kind not in _numpy.KINDS:
+        return _records.describe_array(value)
     whole = value.flags.c_contiguous
     if not whole and 0 in value.strides:
         expanded = expansion(value.shape, value.strides, "")
         if expanded is not None:
             return Parts(expanded.token, ((THROUGH, value[expanded.base]),))
-    dtype = value.dtype
     name, logical = _numpy.stored_dtype(dtype)
     shape: Sequence[int] = value.shape
     address = _memory.address_of(value)
@@ -229,41 +223,11 @@ def _bytes(tag: str) -> Callable[[Any], Stored | str]:
 
 _DESCRIBE: dict[type, Describe] = {
     **dict.fromkeys(_numpy.ARRAYS, _array),
+    **dict.fromkeys(_records.DTYPES, _records.describe_dtype),
     bytes: _bytes("bytes"),
     bytearray: _bytes("bytearray"),
     **_PARTS,
 }
-
-BUILT_IN = frozenset((*_values.ENCODERS, *_DESCRIBE)) - {_Attributed, _Bare}
-
-
-def _describe_of(kind: type) -> Describe:
-    """How to describe a type that is none of Python's or numpy's own."""
-    registered = _registry.by_class(kind)
-    if registered is not None:
-        return _registered(registered)
-    # Only what can never be registered may be remembered: _DESCRIBE is asked before the registry.
-    path = _values.path_encoder(kind)
-    if path is not None:
-        _DESCRIBE[kind] = path
-        return path
-    # A state can hold a tensor only where torch has been imported, by somebody.
-    if "torch" in sys.modules:
-        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
-
-        found = _torch.describe_of(kind)
-        if found is not None:
-            _DESCRIBE[kind] = found
-            return found
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    raise Unsupported(
-        f"type {name} is not supported: convert it, leave it out, or register it with fastckpt.register_type"
-    )
-
-
-def is_stateful(kind: type) -> bool:
-    """Whether instances give their state and take one."""
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
 def torch_kind(value: Any) -> str | None:
@@ -275,23 +239,53 @@ def torch_kind(value: Any) -> str | None:
     return _torch.kind_of(value)
 
 
-def _registered(registered: _registry.Registered) -> Describe:
-    token = f'["type",{quote(registered.name)}]'
+def _typed(codec: Codec) -> Describe:
+    """How to describe a value of a type with a name: what it is stored as, and its attributes."""
+    name = quote(codec.name)
+    alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 
     def describe(value: Any) -> Parts:
         try:
-            encoded = registered.encode(value)
+            encoded, attributes = codec.encode(value)
+        except Unsupported:
+            raise
         except Exception as error:
-            raise Unsupported(f"the encode registered for {registered.name} raised {error!r}") from error
-        return Parts(token, ((THROUGH, encoded),))
+            raise Unsupported(f"to encode it as {codec.name} raised {error!r}") from error
+        if attributes is None:
+            return Parts(alone, ((THROUGH, encoded),))
+        return Parts(with_attributes, ((THROUGH, encoded), (THROUGH, attributes)))
 
     return describe
+
+
+def _stateful(value: Any) -> Parts:
+    """What has ``state_dict()`` is stored as what that returns, without a trace of its own."""
+    try:
+        state = value.state_dict()
+    except Exception as error:
+        raise Unsupported(f"its state_dict() raised {error!r}") from error
+    return Parts("", ((THROUGH, state),))
+
+
+def _has_state(kind: Any) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def _other(value: Any) -> Parts:
+    """What nothing is known of."""
+    # Of an instance alone: one that passes on what another object has.
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return _stateful(value)
+    raise Unsupported(
+        f"type {name_of_class(type(value))} is not supported: leave it out, convert it with default=, or register it "
+        "with fastckpt.register_type"
+    )
 
 
 class _Frame:
     """A value whose children are being flattened. ``key`` leads to the child at hand; ``hold`` keeps its identity."""
 
-    __slots__ = ("hold", "items", "key", "keyed", "place", "prefix")
+    __slots__ = ("hold", "items", "key", "keyed", "members", "place", "prefix")
 
     def __init__(self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool) -> None:
         self.hold = hold
@@ -300,14 +294,60 @@ class _Frame:
         self.key: Any = THROUGH
         self.prefix: str | None = None
         self.place: Place | None = None
+        #: Of a set, which is put in order when all of its members are there.
+        self.members: _Members | None = None
+
+
+class _Members:
+    """The members of a set, and where the tokens of each begin."""
+
+    __slots__ = ("starts", "stored", "values")
+
+    def __init__(self, flat: Flat, values: Iterable[Any]) -> None:
+        self.values = list(values)
+        self.starts: list[int] = []
+        self.stored = len(flat.tensors) + len(flat.ties)
+
+    def iterate(self, tokens: list[str]) -> Iterator[tuple[int, Any]]:
+        """The members with their numbers; notes where each begins."""
+        for item in enumerate(self.values):
+            self.starts.append(len(tokens))
+            yield item
+
+    def arrange(self, flat: Flat) -> None:
+        """Put the tokens in the order of their texts, which no process changes.
+
+        Tensors and long bytes keep their order: it is in their numbers and their names.
+        """
+        tokens, starts = flat.tokens, self.starts
+        if len(starts) > 1 and self.stored == len(flat.tensors) + len(flat.ties):
+            ends = [*starts[1:], len(tokens)]
+            texts = [",".join(tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
+            order = sorted(range(len(starts)), key=texts.__getitem__)
+            tokens[starts[0] :] = [token for index in order for token in tokens[starts[index] : ends[index]]]
+            self.values = [self.values[index] for index in order]
+        if _hashes.crowds(self.values, in_set=True):
+            raise Unsupported(_hashes.WHY)
 
 
 class _Flattener:
-    def __init__(self, operation: str, refuse_tensors: str | None, *, observe: bool) -> None:
+    def __init__(
+        self,
+        operation: str,
+        refuse_tensors: str | None,
+        types: Types,
+        default: Callable[[Any], Any] | None,
+        *,
+        observe: bool,
+    ) -> None:
         self.operation = operation
         self.refuse_tensors = refuse_tensors
+        self.types = types
+        self.default = default
         self.observe = observe
         self.flat = Flat()
+        # What is learned of a type holds for this walk: it may be registered before the next one.
+        self.describe = dict(_DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
         self.ties: dict[Any, int] = {}
@@ -335,7 +375,7 @@ class _Flattener:
         """Emit the children that are leaves, up to one that has children itself: its frame, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
-        describe_of = _DESCRIBE.get
+        describe_of = self.describe.get
         keyed = frame.keyed
         for key, value in frame.items:
             kind = type(value)
@@ -350,19 +390,19 @@ class _Flattener:
             if encode is not None:
                 emit(encode(value))
                 continue
-            describe = describe_of(kind)
-            if describe is None:
-                if self.observe and is_stateful(kind) and _registry.by_class(kind) is None:
-                    describe = self.observed
-                else:
-                    describe = _describe_of(kind)
-            found = describe(value)
+            try:
+                found = (describe_of(kind) or self.describe_type(kind))(value)
+            except Unsupported as refusal:
+                found = self.replace(value, refusal)
             if type(found) is Stored:
                 self.store(frame, value, found)
             elif type(found) is str:
                 emit(found)
             else:
                 return self.open(value, found)  # type: ignore[arg-type]
+        if frame.members is not None:
+            members, frame.members, frame.key = frame.members, None, THROUGH
+            members.arrange(self.flat)
         return None
 
     def observed(self, value: Any) -> Parts | str:
@@ -370,7 +410,49 @@ class _Flattener:
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value, self.place_name(self.stack[-1])))
         # To ask for the state may change an object: a data loader starts its workers.
-        return Parts("", ((THROUGH, value.state_dict()),)) if torch_kind(value) else "null"
+        return _stateful(value) if torch_kind(value) else "null"
+
+    def describe_type(self, kind: type) -> Describe:
+        """How to describe a type that is none of Python's or numpy's own."""
+        found = self.look_up(kind)
+        if found is None:
+            return _other
+        self.describe[kind] = found
+        return found
+
+    def look_up(self, kind: type) -> Describe | None:
+        # What the program or fastckpt itself says of a type comes before what the type seems to be.
+        codec = self.types.by_class(kind)
+        if codec is None:
+            path = _values.path_encoder(kind)
+            if path is not None:
+                return path
+            # A state can hold a tensor only where torch has been imported, by somebody.
+            if "torch" in sys.modules:
+                from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+                found = _torch.describe_of(kind)
+                if found is not None:
+                    return found
+            if _has_state(kind):
+                return self.observed if self.observe else _stateful
+            codec = codec_of(kind)
+            if codec is None:
+                return None
+        if kind.__module__ == "__main__" and codec.name == name_of_class(kind):
+            self.flat.unnamed.append(codec.name)
+        return _typed(codec)
+
+    def replace(self, value: Any, refusal: Unsupported) -> Parts:
+        """What ``default`` makes of a value that cannot be saved; Unsupported where there is none, or it cannot."""
+        if self.default is None:
+            raise refusal
+        try:
+            return Parts("", ((THROUGH, self.default(value)),))
+        except TypeError as error:
+            raise Unsupported(f"{refusal}; and default refuses it: {error}") from error
+        except Exception as error:
+            raise Unsupported(f"{refusal}; and default raised {error!r}") from error
 
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
@@ -436,12 +518,30 @@ class _Flattener:
         if len(self.flat.tokens) > TOKEN_LIMIT:
             raise Unsupported(f"the state has more than {TOKEN_LIMIT} values")
         token, children, keyed = parts
+        flat = self.flat
         if token:
-            self.flat.tokens.append(token)
+            flat.tokens.append(token)
+        if keyed and len(self.stack) <= _OUTER and not self.keys_in_keys:
+            self.note_outer(value)
         if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
-            self.flat.occurrences.append(self.occurrence(value, None, token))
+            flat.occurrences.append(self.occurrence(value, None, token))
         self.active.add(id(value))
+        kind = type(value)
+        if kind is set or kind is frozenset:
+            members = _Members(flat, value)
+            opened = _Frame(value, members.iterate(flat.tokens), keyed=False)
+            opened.members = members
+            return opened
         return _Frame(value, iter(children), keyed=keyed)
+
+    def note_outer(self, value: Any) -> None:
+        """Note the outer mapping of the state, and which of its keys lead to mappings: one of them is the model."""
+        keys = [frame.key for frame in self.stack if frame.key is not THROUGH]
+        flat = self.flat
+        if not keys and flat.outer is None:
+            flat.outer = dict.fromkeys(value if type(value) is not _Bare else value.value, False)
+        elif len(keys) == 1 and flat.outer is not None and type(keys[0]) is not KeyText and keys[0] in flat.outer:
+            flat.outer[keys[0]] = True
 
     def key(self, key: Any) -> Any:
         """Emit a dictionary key that is not a string; returns it as places and names show it."""
@@ -460,9 +560,8 @@ class _Flattener:
             self.keys_in_keys += 1
             self.walk(key)
             self.keys_in_keys -= 1
-            plain = kind is tuple and all(type(item) in _PLAIN_KEYS for item in key)
             name = kind.__qualname__
-            if plain:
+            if kind is tuple and all(type(item) in _PLAIN_KEYS for item in key):
                 with suppress(ValueError):  # an integer of too many digits
                     name = str(key)
         return KeyText(name, ",".join(tokens[start:]))
@@ -476,11 +575,21 @@ class _Flattener:
         self.flat.tokens.append("null")
 
 
+#: No mapping deeper than this is the outer one, or one of those in it.
+_OUTER = 16
 _EXPORTED = frozenset((bytes, bytearray))
 _PLAIN_KEYS = frozenset((str, int, float, bool, type(None)))
 
 
-def flatten(state: Any, *, operation: str = "save", refuse_tensors: str | None = None, observe: bool = False) -> Flat:
+def flatten(
+    state: Any,
+    *,
+    operation: str = "save",
+    refuse_tensors: str | None = None,
+    observe: bool = False,
+    types: Types | None = None,
+    default: Callable[[Any], Any] | None = None,
+) -> Flat:
     """Flatten ``state``.
 
     Args:
@@ -488,11 +597,13 @@ def flatten(state: Any, *, operation: str = "save", refuse_tensors: str | None =
         operation: the word that error messages begin with.
         refuse_tensors: why there may be no tensors, where there may be none.
         observe: also note each tensor by its place, and note what cannot be flattened instead of raising.
+        types: the types with names that are known; by default those of the process.
+        default: makes something else of what cannot be saved.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.
     """
-    flattener = _Flattener(operation, refuse_tensors, observe=observe)
+    flattener = _Flattener(operation, refuse_tensors, types or Types(operation), default, observe=observe)
     flat = flattener.flat
     try:
         with paused():
@@ -510,4 +621,4 @@ def canonical(token: Any) -> str:
     return json.dumps(token, separators=(",", ":"))
 
 
-__all__ = ["BUILT_IN", "Flat", "Occurrence", "Parts", "Stored", "Unsupported", "canonical", "flatten"]
+__all__ = ["Flat", "Occurrence", "Parts", "Stored", "Unsupported", "canonical", "flatten"]

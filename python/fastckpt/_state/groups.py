@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from . import registry
 from .key_paths import prefix_of
 
 if TYPE_CHECKING:
@@ -19,15 +17,15 @@ _LISTED = 10
 _KEYS = (str, int, float)
 
 
-def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -> str:
+def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
     """Find the model, and give its names to tensors that it shares with the rest of the state.
 
     Args:
         operation: for the error: ``save``.
-        state: the state.
-        flat: the same, flattened. The names of tied tensors may change.
+        flat: the state, flattened. The names of tied tensors may change.
         model_key: the outer key of the model; ``auto`` for the first of :data:`CONVENTIONS` that leads to a mapping
-            with tensors in it, unless another outer key makes names that start like its own; None for no model apart.
+            with tensors in it (or to what is stored as one: a module), unless another outer key makes names that start
+            like its own; None for no model apart.
 
     Returns:
         What the names of the model's tensors start with; empty where the whole state counts as the model.
@@ -37,10 +35,9 @@ def split_model(operation: str, state: Any, flat: Flat, model_key: str | None) -
     """
     if model_key is None:
         return ""
-    # What a registered type is encoded as has keys of its own.
-    outer = state if isinstance(state, Mapping) and registry.by_class(type(state)) is None else {}
+    outer = flat.outer or {}
     if model_key == "auto":
-        keys = (key for key in CONVENTIONS if isinstance(outer.get(key), Mapping) and _holds(flat, _prefix(key)))
+        keys = (key for key in CONVENTIONS if outer.get(key) and _holds(flat, _prefix(key)))
         key = next(keys, None)
         if key is None or _clashing(outer, key) is not None:
             return ""
@@ -61,10 +58,10 @@ def _prefix(key: Any) -> str:
     return prefix_of((key,))
 
 
-def _refusal(outer: Mapping[Any, Any], key: Any) -> str | None:
+def _refusal(outer: dict[Any, bool], key: Any) -> str | None:
     """Why ``key`` does not name the model, or None."""
-    if key is None or not isinstance(outer[key], Mapping):
-        keys = [repr(key) for key, value in outer.items() if isinstance(value, Mapping)][:_LISTED]
+    if key is None or not outer[key]:
+        keys = [repr(key) for key, is_mapping in outer.items() if is_mapping][:_LISTED]
         remedy = f"give one of {', '.join(keys)}, or None" if keys else "give None"
         return f"the state has no mapping under that key: {remedy}"
     other = _clashing(outer, key)
@@ -73,7 +70,7 @@ def _refusal(outer: Mapping[Any, Any], key: Any) -> str | None:
     return f"tensors under the key {other!r} can have the same names as the model's: rename that key, or give None"
 
 
-def _clashing(outer: Mapping[Any, Any], key: Any) -> Any:
+def _clashing(outer: dict[Any, bool], key: Any) -> Any:
     """Another outer key below which names can start with the prefix of ``key``, or None."""
     prefix = _prefix(key)
     for other in outer:

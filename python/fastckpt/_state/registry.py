@@ -1,47 +1,194 @@
-"""Types that the user added: by class for saving, by name for loading. A file can name them, and never import them."""
+"""Types beyond the plain ones: what programs declare, and what an operation knows of all of them.
+
+Types are found by class for saving, and by name for loading. A file can name them, and never import them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import built_in
+from .structural import Codec, Encoded, Undecodable, codec_of, name_of
+from .values import PLAIN, path_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-class Registered(NamedTuple):
-    """A class with its name in files and its two conversions."""
-
-    cls: type
-    name: str
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
-
-
-_by_class: dict[type, Registered] = {}
-_by_name: dict[str, Registered] = {}
+#: Without importing torch to ask.
+_TORCH = frozenset(
+    {
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch", "Size"),
+        ("torch", "dtype"),
+        ("torch", "device"),
+    }
+)
 
 
-def by_class(cls: type) -> Registered | None:
-    """The registration of exactly ``cls``."""
-    return _by_class.get(cls)
+class Registry:
+    """Types that one call knows, beside those of :func:`fastckpt.register_type`, which it puts in second place.
+
+    For libraries: what they declare for their own checkpoints is no matter of the whole process.
+
+    Args:
+        classes: classes that need no encode and decode, see :meth:`register`.
+
+    Example:
+        >>> import fastckpt, tempfile, typing
+        >>> class Position(typing.NamedTuple):
+        ...     epoch: int
+        ...     batch: int
+        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> _ = fastckpt.save({"at": Position(3, 7)}, path)
+        >>> fastckpt.load(path, registry=fastckpt.Registry(Position))
+        {'at': Position(epoch=3, batch=7)}
+    """
+
+    def __init__(self, *classes: type) -> None:
+        self._by_class: dict[type, Codec] = {}
+        self._by_name: dict[str, Codec] = {}
+        for cls in classes:
+            self.register(cls)
+
+    def register(
+        self,
+        cls: type,
+        encode: Callable[[Any], Any] | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Declare a class, as :func:`fastckpt.register_type` does for the whole process.
+
+        Args:
+            cls: the class, matched exactly.
+            encode: makes of an instance any value that can be saved; it may hold tensors. None, together with
+                ``decode``, for a class that explains itself by what it is: a named tuple, a dataclass, an enum, a
+                subclass of a built-in container, of ``str``, ``int``, ``float``, ``bytes`` or of a namespace, a tensor
+                subclass that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
+            decode: makes of such a value an instance.
+            name: the name in the file; by default the module's and the class's, joined with a dot.
+
+        Raises:
+            TypeError: ``cls`` is not a class, or does not explain itself and ``encode`` or ``decode`` cannot be called.
+            ValueError: the type is supported without registration, or another class has that name.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register: {cls!r} is not a class")
+        if _supported(cls):
+            raise ValueError(f"register: {cls.__qualname__} can be saved without registration")
+        own = name
+        if name is None:
+            name = name_of(cls)
+        elif not isinstance(name, str):
+            raise TypeError(f"register: the name of {cls.__qualname__} must be a string, not {name!r}")
+        if name in built_in.RESERVED or (own is None and built_in.by_class(cls) is not None):
+            raise ValueError(
+                f"register: the name {name!r} is fastckpt's own, and {cls.__qualname__} can be saved without "
+                "registration: to store it in another way, give another name"
+            )
+        codec = codec_of(cls, name) if encode is None and decode is None else _given(cls, name, encode, decode)
+        if codec is None:
+            raise TypeError(
+                f"register: {cls.__qualname__} is no named tuple, dataclass, enum or subclass of a built-in type, and "
+                "has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
+            )
+        known = self._by_name.get(name)
+        # A class defined again, as notebooks do, takes the place of its former self.
+        if known is not None and known.cls is not cls and name_of(known.cls) != name_of(cls):
+            raise ValueError(f"register: the name {name!r} belongs to {name_of(known.cls)}: give another name")
+        for former in (known, self._by_class.get(cls)):
+            if former is not None:
+                self._by_class.pop(former.cls, None)
+                self._by_name.pop(former.name, None)
+        self._by_class[cls] = self._by_name[name] = codec
 
 
-def by_name(name: str) -> Registered | None:
-    """The registration under ``name``."""
-    return _by_name.get(name)
+def _supported(cls: type) -> bool:
+    """Whether values of ``cls`` are part of the structure, and never registered."""
+    return cls in PLAIN or path_encoder(cls) is not None or (cls.__module__, cls.__qualname__) in _TORCH
 
 
-#: Stands in a file for an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state.
-ATTRIBUTED = "collections.OrderedDict"
-#: Stands in a file for a Counter, as MultiStepLR's state has one.
-COUNTER = "collections.Counter"
-RESERVED = frozenset({ATTRIBUTED, COUNTER})
+def _given(cls: type, name: str, encode: Any, decode: Any) -> Codec:
+    """The codec of two functions of the user's."""
+    if not callable(encode) or not callable(decode):
+        raise TypeError(f"register: encode and decode of {cls.__qualname__} must both be callable")
+
+    def to(value: Any) -> Encoded:
+        return encode(value), None
+
+    def back(value: Any, attributes: Any) -> Any:
+        if attributes is not None:
+            raise Undecodable(
+                f"it has attributes, which the decode registered for {name!r} does not take: register the class "
+                "without encode and decode"
+            )
+        try:
+            return decode(value)
+        except Exception as error:
+            raise Undecodable(f"the decode registered for {name!r} raised {error!r}") from error
+
+    return Codec(cls, name, to, back)
 
 
-def add(registered: Registered) -> None:
-    """Add a registration; it takes the place of what had its class or its name."""
-    for former in (_by_name.get(registered.name), _by_class.get(registered.cls)):
-        if former is not None:
-            _by_class.pop(former.cls, None)
-            _by_name.pop(former.name, None)
-    _by_class[registered.cls] = _by_name[registered.name] = registered
+def _as_it_is(value: Any) -> Encoded:
+    return value, None
+
+
+#: That of :func:`fastckpt.register_type`.
+PROCESS = Registry()
+
+
+class Types:
+    """All types that one operation knows: of its own registry, of the process, ours, and what torch is told is safe.
+
+    Args:
+        operation: for the error: ``save``.
+        registry: the types of the call, or None.
+        framework: ``numpy`` where types of torch's are to be what they are stored as.
+        plain: whether values of types that are not known come back as what they are stored as.
+
+    Raises:
+        TypeError: ``registry`` is something else.
+    """
+
+    def __init__(self, operation: str, registry: Any = None, *, framework: str = "auto", plain: bool = False) -> None:
+        if registry is not None and not isinstance(registry, Registry):
+            raise TypeError(f"{operation}: registry must be a fastckpt.Registry, not {registry!r}")
+        self._registries = (PROCESS,) if registry is None else (registry, PROCESS)
+        self._numpy = framework == "numpy"
+        self.plain = plain
+        self._names: dict[str, Codec | None] = {}
+
+    def by_class(self, cls: type) -> Codec | None:
+        """The codec of exactly this class, if it is registered or one of ours."""
+        for registry in self._registries:
+            found = registry._by_class.get(cls)  # noqa: SLF001 - its own module
+            if found is not None:
+                return found
+        return built_in.by_class(cls)
+
+    def by_name(self, name: str) -> Codec | None:
+        """The codec under this name, if this program knows it."""
+        if name not in self._names:
+            self._names[name] = self._look_up(name)
+        return self._names[name]
+
+    def _look_up(self, name: str) -> Codec | None:
+        for registry in self._registries:
+            found = registry._by_name.get(name)  # noqa: SLF001 - its own module
+            if found is not None:
+                return found
+        if name in built_in.RESERVED:
+            if self._numpy and name.startswith("torch."):
+                return Codec(object, name, _as_it_is, lambda value, _: value)
+            return built_in.by_name(name)
+        # What the program lets torch.load(weights_only=True) make, it lets us make.
+        if "torch" in sys.modules:
+            from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+            for cls in _torch.safe_types():
+                if name_of(cls) == name:
+                    return codec_of(cls)
+        return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import suggest
 
-from . import registry as _registry
+from .built_in import ATTRIBUTED
 from .select import MAPPINGS, ends_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Renaming:
             position, lenient = todo.pop()
             token = tokens[position]
             tag = token[0] if type(token) is list else None
-            if tag == "type" and token[1] == _registry.ATTRIBUTED:
+            if tag == "type" and token[1] == ATTRIBUTED:
                 items, attributes = position + 2, ends[position + 2]
                 todo.append((items, lenient))
                 values = _children(attributes, ends, skip=1)[1::2]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._tensors.described import THROUGH, Part
 
-from . import registry as _registry
+from .built_in import ATTRIBUTED
 from .flatten import canonical
 from .key_paths import KeyText, name_of, part_of, prefix_of
+from .structural import wraps_tensors
 from .unflatten import Token, arity, is_tensor
 from .values import DECODERS
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
     from .key_paths import Place, Places
+    from .registry import Types
+    from .structural import Codec
 
 _COMPOSED = {
     "coo": ("indices", "values"),
@@ -109,7 +112,7 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
         yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
-        if tag == "type" and token[1] == _registry.ATTRIBUTED:
+        if tag == "type" and token[1] == ATTRIBUTED:
             # The pair of items and attributes leaves no trace in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
@@ -243,7 +246,7 @@ def _filled(token: Token) -> bool:
     if tag == "expanded":
         return True
     if tag == "type":
-        return bool(token[1] == _registry.ATTRIBUTED)
+        return bool(token[1] == ATTRIBUTED)
     return (tag in MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
@@ -274,14 +277,14 @@ def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[in
     return left
 
 
-def bound(tokens: list[Token]) -> set[int]:
+def bound(tokens: list[Token], types: Types) -> set[int]:
     """The numbers of tensors whose dtype belongs to what they are part of: a quantised tensor, a wrapper subclass."""
     ends = ends_of(tokens)
     out: set[int] = set()
     position = 0
     while position < len(tokens):
         token = tokens[position]
-        if _tag(token) == "quantized" or (_tag(token) == "type" and _wraps(token[1])):
+        if _tag(token) == "quantized" or (_tag(token) == "type" and _keeps_dtypes(types.by_name(token[1]))):
             out.update(part[1] for part in tokens[position : ends[position]] if is_tensor(part))
             position = ends[position]
         else:
@@ -289,15 +292,15 @@ def bound(tokens: list[Token]) -> set[int]:
     return out
 
 
-def _wraps(name: str) -> bool:
-    registered = _registry.by_name(name)
-    return registered is not None and hasattr(registered.cls, "__tensor_flatten__")
+def _keeps_dtypes(codec: Codec | None) -> bool:
+    """Whether tensors inside a value of this type are parts of a tensor; those of an unknown type may be."""
+    return codec is None or wraps_tensors(codec.cls)
 
 
 def _is_container(token: list[Any]) -> bool:
     """Whether items can be left out of it."""
     tag = token[0]
-    return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and token[1] == _registry.ATTRIBUTED)
+    return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and token[1] == ATTRIBUTED)
 
 
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
@@ -311,7 +314,7 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
         return map(Part, _SLICE)
     if tag in _COMPOSED:
         return map(Part, _COMPOSED[tag])
-    return iter((THROUGH,))
+    return iter((THROUGH,) * count)
 
 
 def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
@@ -337,7 +340,7 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
         position, whole = todo.pop()
         token = tokens[position]
         tag = _tag(token)
-        if not whole and tag == "type" and token[1] == _registry.ATTRIBUTED:
+        if not whole and tag == "type" and token[1] == ATTRIBUTED:
             items, attributes = position + 2, ends[position + 2]
             if leads(attributes):
                 out.extend(tokens[position:items])

@@ -6,19 +6,21 @@ Tokens are hostile until this loop has read them: whatever is wrong with them is
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from fastckpt._tensors.described import text
+from fastckpt._tensors.described import THROUGH, text
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from . import hashes as _hashes
-from . import registry as _registry
 from . import values as _values
+from .built_in import ATTRIBUTED
 from .collector import paused
 from .flatten import DEPTH_LIMIT
+from .key_paths import place_of, show
+from .structural import Undecodable
 from .values import MALFORMED
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ _BYTES = frozenset({"bytes", "bytearray"})
 class Builder(Protocol):
     """What the tokens that are not Python's own become."""
 
+    #: Whether values of types that are not known become what they are stored as, which need not be hashable.
+    plain: bool
+
     def tensor(self, token: list[Any]) -> Any:
         """A tensor, an array, or bytes that are stored as a tensor."""
 
@@ -46,8 +51,8 @@ class Builder(Protocol):
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
         """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
-    def registered(self, name: str, value: Any) -> Any:
-        """What a registered type encoded as ``value``."""
+    def typed(self, name: str, value: Any, attributes: Any) -> Any:
+        """What a type with a name is stored as, and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         """The time zone of a date and time or of a time of day; ValueError where ``value`` is none."""
@@ -95,9 +100,13 @@ def arity(token: list[Any]) -> int:
         return 2 * token[1] + 1  # type: ignore[no-any-return]
     if tag in {"list", "tuple", "set", "fset"}:
         return token[1]  # type: ignore[no-any-return]
+    if tag == "type" and len(token) == _WITH_ATTRIBUTES:
+        return 2
     return _ARITIES.get(tag, 0)
 
 
+#: Members of a token of a type whose value has attributes.
+_WITH_ATTRIBUTES = 3
 _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
 
@@ -149,6 +158,52 @@ _FINISH: dict[str, Finish] = {
 }
 
 
+def _hashable(value: Any) -> Any:
+    """What stands for a value of a type that is not known where only what is hashable can: as tuples and frozensets."""
+    kind = type(value)
+    if isinstance(value, dict):
+        return tuple((_hashable(key), _hashable(item)) for key, item in value.items())
+    if kind is list or kind is tuple:
+        return tuple(map(_hashable, value))
+    return frozenset(map(_hashable, value)) if kind is set else value
+
+
+def _with_plain(maker: Finish, every: int) -> Finish:
+    """``maker``, of which each ``every``-th part must be hashable, and may be of a type that is not known."""
+
+    def make(parts: list[Any]) -> Any:
+        skipped = len(parts) % every
+        parts[skipped::every] = list(map(_hashable, parts[skipped::every]))
+        try:
+            return maker(parts)
+        except ValueError as error:  # the check would have refused anything but what is equal by now
+            raise CheckpointError(
+                'load: unknown="plain": keys or members of types that this program does not know become equal '
+                f"({error}): declare the types, or leave these out with keys="
+            ) from error
+
+    return make
+
+
+_PLAIN_FINISH = {
+    "dict": _with_plain(_dict, 2),
+    "odict": _with_plain(_ordered, 2),
+    "ddict": _with_plain(_default, 2),
+    "set": _with_plain(_set, 1),
+    "fset": _with_plain(_frozenset, 1),
+}
+_MAKE_MAPPINGS = frozenset((_dict, _ordered, _default, *(_PLAIN_FINISH[tag] for tag in ("dict", "odict", "ddict"))))
+_MAKE_SEQUENCES = frozenset((_identity, tuple, _set, _frozenset, _PLAIN_FINISH["set"], _PLAIN_FINISH["fset"]))
+
+
+def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
+    """The key of the part that an open value waits for, for a place in a message."""
+    parts, needed, finish = frame
+    if finish in _MAKE_MAPPINGS:
+        return parts[-1] if parts and (needed - len(parts)) % 2 else THROUGH
+    return len(parts) if finish in _MAKE_SEQUENCES else THROUGH
+
+
 def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
     """An OrderedDict and its attributes, none of which may stand in for a method."""
     ((made, attributes),) = parts
@@ -159,13 +214,6 @@ def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
             raise ValueError(f"an attribute {name!r}")
     vars(made).update(attributes)
     return made
-
-
-def _counter(parts: list[Any]) -> Counter[Any]:
-    (made,) = parts
-    if type(made) is not dict:
-        raise ValueError("not the counts of a Counter")
-    return Counter(made)
 
 
 def unflatten(tokens: Sequence[Token], builder: Builder, *, operation: str = "load") -> Any:
@@ -222,6 +270,9 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
             raise ValueError("something follows its end")
     except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too
         raise
+    except Undecodable as error:
+        place = show(place_of(map(_key_of, stack[1:])))
+        raise CheckpointError(f"{operation}: cannot make {place}: {error}"[:1000]) from error.__cause__
     except MALFORMED as error:
         reason = f"{type(error).__name__}: {error}"
     except RuntimeError as error:  # torch's own checks of sizes and indices
@@ -273,6 +324,8 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
     tag = token[0]
     maker = _FINISH.get(tag)
     if maker is not None:
+        if builder.plain:
+            maker = _PLAIN_FINISH.get(tag, maker)
         if tag == "slice":
             (_,) = token
             return 3, maker
@@ -281,12 +334,12 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
             raise ValueError("not a count")
         return arity(token), maker
     if tag == "type":
-        _, name = token
-        if text(name) == _registry.ATTRIBUTED:
+        _, name, *more = token
+        if text(name) == ATTRIBUTED and not more:
             return 1, _attributed
-        if name == _registry.COUNTER:
-            return 1, _counter
-        return 1, partial(_registered, builder, name)
+        if more and (len(more) > 1 or type(more[0]) is not int or more[0] != 2):  # noqa: PLR2004 - value and attributes
+            raise ValueError("neither a value nor one with attributes")
+        return 1 + len(more), partial(_typed, builder, name)
     if tag == "datetime":
         return 1, partial(_values.decode_datetime, token, builder.zone)
     if tag == "time":
@@ -294,5 +347,6 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
     return _ARITIES[tag], partial(builder.composed, token)
 
 
-def _registered(builder: Builder, name: str, parts: list[Any]) -> Any:
-    return builder.registered(name, parts[0])
+def _typed(builder: Builder, name: str, parts: list[Any]) -> Any:
+    value, *attributes = parts
+    return builder.typed(name, value, attributes[0] if attributes else None)

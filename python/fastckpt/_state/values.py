@@ -11,6 +11,7 @@ import datetime as dt
 import re
 import struct
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -144,6 +145,17 @@ ENCODERS: dict[type, Callable[[Any], str]] = {
     dt.timezone: _timezone,
     **dict.fromkeys(_numpy.SCALARS, _numpy.encode_scalar),
 }
+
+
+#: Every type that is part of the structure itself, without torch's and those of paths.
+PLAIN = frozenset(
+    (
+        *ENCODERS,
+        *_numpy.ARRAYS,
+        *(dict, OrderedDict, defaultdict, list, tuple, set, frozenset, slice),
+        *(bytes, bytearray, dt.datetime, dt.time),
+    )
+)
 
 
 def _unpack(token: list[Any], size: int) -> list[Any]:

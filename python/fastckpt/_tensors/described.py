@@ -98,6 +98,8 @@ def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expan
 
 def steps(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Strides, as far as they lead anywhere: the base of an expanded array may have others than an equal array."""
+    if 1 not in sizes:
+        return tuple(strides)
     return tuple(step if size > 1 else 0 for size, step in zip(sizes, strides, strict=True))
 
 

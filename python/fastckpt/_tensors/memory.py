@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,9 @@ _HUGE_PAGE = 2 << 20
 _LARGE, _ALONE = 4 << 20, 32 << 20
 #: Address space that is mapped at a time for those between.
 _REGION = 256 << 20
+#: Where pages can be chosen and given back one by one, as only Linux does it.
+_LINUX = sys.platform == "linux"
+_DONTNEED = mmap.MADV_DONTNEED if sys.platform == "linux" else 0
 _DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
 #: Columns that are copied together: as many cache lines fit the smallest caches.
 _STRIP = 256
@@ -109,7 +113,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
     if nbytes < CONGRUENT or offset % itemsize:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
-    if nbytes >= _LARGE:
+    if _LINUX and nbytes >= _LARGE:
         # Where no region can be mapped, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)
@@ -132,9 +136,7 @@ class _Pages:
         self.nbytes = nbytes
 
     # Names of the module may have gone when the interpreter ends: what is needed is bound here.
-    def __del__(
-        self, *, advices: tuple[int, ...] = (mmap.MADV_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL
-    ) -> None:
+    def __del__(self, *, advices: tuple[int, ...] = (_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL) -> None:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)

@@ -38,7 +38,7 @@ NAMES = {
 DTYPES = {name: np.dtype(text) for text, name in NAMES.items()}
 
 #: Plain kinds: boolean, integers, floats, complex, times, text and bytes.
-_KINDS = frozenset("biufcmMSU")
+KINDS = frozenset("biufcmMSU")
 _DTYPE = (
     # Compiled at its first use.
     r"[<>|][biufcmMSU][0-9]{1,10}(\[[0-9]{0,10}[a-zA-Z\u03bc]{1,2}(/[0-9]{1,10})?\])?"
@@ -46,19 +46,9 @@ _DTYPE = (
 _PREFIX = "numpy."
 
 #: The scalar types that can be stored.
-SCALARS = tuple({kind for kind in np.sctypeDict.values() if np.dtype(kind).kind in _KINDS})
+SCALARS = tuple({kind for kind in np.sctypeDict.values() if np.dtype(kind).kind in KINDS})
 
 ARRAYS = (np.ndarray, np.memmap)
-
-
-def why_not(array: Array) -> str | None:
-    """Why ``array`` cannot be stored, or None."""
-    dtype = array.dtype
-    if dtype.kind in _KINDS:
-        return None
-    if dtype.kind == "O":
-        return "a numpy array of Python objects cannot be stored: convert it to a list or to a plain dtype"
-    return f"a numpy array of dtype {dtype} cannot be stored: only plain dtypes can; convert it, or take its fields"
 
 
 def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
@@ -80,10 +70,11 @@ def parse_dtype(text: str) -> np.dtype[Any]:
     """The dtype of a manifest's ``as``; ValueError for anything but a plain one."""
     if not text.startswith(_PREFIX):
         raise ValueError(f"{text!r} is not a numpy dtype")
-    return _plain_dtype(text[len(_PREFIX) :])
+    return plain_dtype(text[len(_PREFIX) :])
 
 
-def _plain_dtype(text: str) -> np.dtype[Any]:
+def plain_dtype(text: str) -> np.dtype[Any]:
+    """The plain dtype of numpy's ``text``; ValueError for anything else."""
     if re.fullmatch(_DTYPE, text) is None:
         raise ValueError(f"{text[:100]!r} is not a plain numpy dtype")
     dtype: np.dtype[Any] = np.dtype(text)
@@ -99,7 +90,7 @@ def encode_scalar(value: np.generic) -> str:
 
 def decode_scalar(text: str, data: bytes) -> np.generic:
     """The scalar of dtype ``text`` with the bytes ``data``; ValueError where they do not fit."""
-    dtype = _plain_dtype(text)
+    dtype = plain_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("a numpy scalar of another size")
     # An array would drop the zeros that end a text.

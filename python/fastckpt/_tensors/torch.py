@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fastckpt.exceptions import UnsupportedTypeError
 
 from . import device as _device
 from . import memory as _memory
@@ -127,7 +131,7 @@ def _is_whole(value: Tensor) -> bool:
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     """Whatever is not contiguous in host memory."""
     if value.is_nested:
-        raise Unsupported("a nested tensor cannot be stored: unbind it into a list")
+        return describe_nested(value)
     if value.is_meta:
         raise Unsupported("a meta tensor has no data: materialise it first, with to_empty() or by loading weights")
     layout = value.layout
@@ -156,18 +160,38 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
     return _describe_strided(value, flags)
 
 
+def describe_nested(value: Tensor) -> Parts:
+    """The token of a nested tensor, and what it is stored as."""
+    return Parts('["type","torch.nested.nested_tensor"]', ((THROUGH, encode_nested(value)),))
+
+
+def encode_nested(value: Tensor) -> dict[str, Any]:
+    """The tensors in a nested tensor: apart, or as one of which they are ranges along one dimension."""
+    whole: Any = value.detach()
+    if value.layout is _strided:
+        parts: dict[str, Any] = {"constituents": list(whole.unbind()), "dtype": value.dtype}
+    else:
+        parts = {
+            "values": whole._values,
+            "offsets": whole._offsets,
+            "lengths": whole._lengths,
+            "jagged_dim": whole._ragged_idx,
+        }
+    return {**parts, "flags": "p" * isinstance(value, torch.nn.Parameter) + "g" * value.requires_grad}
+
+
 def _describe_strided(value: Tensor, flags: str) -> Stored | Parts:
-    if 0 in value.stride():
-        expanded = expansion(value.shape, value.stride(), flags)
+    strides, shape = value.stride(), value.shape
+    if 0 in strides:
+        expanded = expansion(shape, strides, flags)
         if expanded is not None:
             return Parts(expanded.token, ((THROUGH, value.detach()[expanded.base]),))
     name, logical = _STORED[value.dtype]
-    shape = value.shape
     address = value.data_ptr()
     if not _is_whole(value):
         _no_address(value)
     tie = (
-        (address, value.dtype, shape, steps(shape, value.stride()), value.is_conj(), value.is_neg(), value.device)
+        (address, value.dtype, shape, steps(shape, strides), value.is_conj(), value.is_neg(), value.device)
         if address
         else _no_address(value)
     )
@@ -230,10 +254,14 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None; Unsupported for a tensor subclass, which may yet be registered."""
+    """How to describe a type of torch's, or None; Unsupported for a tensor subclass that cannot be taken apart."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
-        _refuse(kind)
+        reason = _why_not(kind)
+        if reason is not None:
+            raise Unsupported(reason)
+        if (kind.__module__, kind.__name__) == ("torch.nested._internal.nested_tensor", "NestedTensor"):
+            return describe_nested
     return found
 
 
@@ -249,16 +277,46 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _refuse(kind: type[Tensor]) -> NoReturn:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__name__ == "DTensor":
-        raise Unsupported("a DTensor is spread over processes: store its full_tensor(), or its to_local() per process")
-    if kind.__name__ == "FakeTensor":
-        raise Unsupported("a FakeTensor has no data")
-    wraps = hasattr(kind, "__tensor_flatten__")
-    raise Unsupported(
-        f"tensor subclass {name} is not known: register it with fastckpt.register_type"
-        f"({kind.__name__}, {'None, None' if wraps else 'encode, decode'})"
+def safe_types() -> list[type]:
+    """The classes that the program lets ``torch.load(weights_only=True)`` make, less those that no save stores."""
+    listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
+    return [
+        item
+        for item in listed
+        if isinstance(item, type) and not (issubclass(item, Tensor) and _why_not(item) is not None)
+    ]
+
+
+_SPREAD = (
+    "is spread over processes: store its full_tensor(), or its to_local() per process; of a whole state, "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives plain tensors, with "
+    "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+)
+_TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
+#: Tensor subclasses of torch's own that cannot be stored, by name, and why.
+_REFUSED = {
+    "DTensor": _SPREAD,
+    "ShardedTensor": _SPREAD.replace("its full_tensor(), or its to_local() per process", "what gather() gives"),
+    "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
+    "FakeTensor": "has no data",
+    "FunctionalTensor": _TRACED,
+    "ProxyTensor": _TRACED,
+    "UninitializedParameter": "has no shape yet: run the module once, so that it is initialised",
+    "UninitializedBuffer": "has no shape yet: run the module once, so that it is initialised",
+}
+
+
+def _why_not(kind: type[Tensor]) -> str | None:
+    """Why tensors of a subclass cannot be stored, or None where its own protocol takes them apart."""
+    for base in kind.__mro__:
+        if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
+            return f"a {base.__name__} {_REFUSED[base.__name__]}"
+    if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__"):
+        return None
+    return (
+        f"tensor subclass {kind.__module__}.{kind.__qualname__} has no __tensor_flatten__ and __tensor_unflatten__: "
+        f"leave it out, convert it with default=, or register it with fastckpt.register_type({kind.__name__}, encode, "
+        "decode)"
     )
 
 
@@ -370,6 +428,14 @@ def device_of(name: Any) -> torch.device | None:
 def is_device(value: Any) -> bool:
     """Whether this is a ``torch.device``, which can be called."""
     return isinstance(value, torch.device)
+
+
+def before_steps(function: Callable[[], None]) -> Callable[[], None]:
+    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
+    # Dynamo would trace it into compiled steps, with conditions on what other threads change meanwhile.
+    hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
+    undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+    return undo
 
 
 def changed(tensors: Sequence[Tensor]) -> None:
@@ -547,3 +613,94 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     elif stored.numel():
         _memory.at(tensor.data_ptr(), stored.numel())[:] = stored.numpy()
     return tensor.to(home)
+
+
+#: Values of these types that have a name.
+_NAMED: dict[type, dict[str, Any]] = {
+    kind: {str(value).removeprefix(TORCH_PREFIX): value for value in vars(torch).values() if type(value) is kind}
+    for kind in (torch.layout, torch.memory_format)
+}
+
+
+def encode_named(value: Any) -> str:
+    """The name of a ``torch.layout`` or ``torch.memory_format``."""
+    return str(value).removeprefix(TORCH_PREFIX)
+
+
+def decode_named(kind: type, name: Any) -> Any:
+    """What :func:`encode_named` gave the name of; UnsupportedTypeError where this torch has none of that name."""
+    found = _NAMED[kind].get(text(name))
+    if found is None:
+        raise UnsupportedTypeError(
+            f"load: the checkpoint holds the {kind.__name__} torch.{name[:100]}, which this version of torch does not "
+            'have: use a newer torch, choose other values with keys=, or load with framework="numpy"'
+        )
+    return found
+
+
+def encode_generator(value: torch.Generator) -> dict[str, Any]:
+    """The device and the state of a random generator."""
+    return {"device": str(value.device), "state": value.get_state()}
+
+
+def decode_generator(_: Any, value: Any) -> torch.Generator:
+    """The random generator of that device in that state; UnsupportedTypeError where the device is not here."""
+    device, state = value["device"], value["state"]
+    (state,) = _tensors([state])
+    state = state.cpu()
+    if len(value) != 2 or state.dtype is not torch.uint8 or state.dim() != 1:  # noqa: PLR2004 - device and state
+        raise ValueError("not the state of a random generator")
+    try:
+        made = torch.Generator(text(device))
+    except RuntimeError as error:
+        raise UnsupportedTypeError(
+            f"load: the checkpoint holds a random generator of the device {device[:100]!r}, which cannot be made here: "
+            f'{str(error).splitlines()[0]}; choose other values with keys=, or load with framework="numpy", which '
+            "gives its state"
+        ) from error
+    if made.device.type == "cpu":
+        _check_twister(state)
+    made.set_state(state)
+    return made
+
+
+def _check_twister(state: Tensor) -> None:
+    """Refuse a state of the CPU's generator that makes torch read beyond its numbers: it checks less."""
+    # The seed, how many numbers are left, whether it was seeded, and which is next; then the numbers.
+    _, left, _, following = struct.unpack_from("<QiiQ", state.numpy().tobytes())
+    if left < 1 or left + following > _NUMBERS + 1:
+        raise ValueError("a position outside the state of a random generator")
+
+
+#: Of the Mersenne twister.
+_NUMBERS = 624
+
+
+def decode_nested(_: Any, value: Any) -> Tensor:
+    """The nested tensor of its constituents, or of what they are ranges of."""
+    parts = dict(value)
+    flags = parts.pop("flags")
+    if "constituents" in parts:
+        constituents, dtype = parts.pop("constituents"), parts.pop("dtype")
+        if parts or type(constituents) is not list or not isinstance(dtype, torch.dtype):
+            raise ValueError("not the constituents of a nested tensor")
+        made = torch.nested.nested_tensor(list(_tensors(constituents)), dtype=dtype)
+    else:
+        made = _jagged(**parts)
+    if flags not in _TAILS:
+        raise ValueError("flags of a nested tensor")
+    return with_flags(made, flags)
+
+
+def _jagged(*, values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
+    _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
+    if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
+        raise ValueError("a jagged dimension that is not there")
+    # Kernels of torch believe them.
+    starts, ends = offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths
+    whole = (offsets.dim(), lengths is None or lengths.shape == starts.shape, offsets.is_floating_point())
+    if whole != (1, True, False) or not len(offsets):
+        raise ValueError("not the offsets of a nested tensor")
+    if bool(((starts < 0) | (ends < starts) | (ends > values.shape[jagged_dim - 1])).any()):
+        raise ValueError("offsets outside the values of a nested tensor")
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=jagged_dim)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+#: What ends a process; Windows has no SIGHUP.
+_ENDING = [signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 class _Ended(BaseException):
     """A signal arrived that ends the process."""
 
@@ -32,7 +36,7 @@ class Signals:
 
     def __enter__(self) -> Signals:  # noqa: PYI034 - Self is younger than Python 3.10
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in _ENDING:
                 before = signal.getsignal(number)
                 if before in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = before

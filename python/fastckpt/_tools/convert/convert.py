@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,10 @@ def convert(
             raise CheckpointError(
                 f"cannot convert {source} to {destination}: the result is a checkpoint, which is a "
                 f"directory; give a name without {destination.suffix}"
+            )
+        if sys.platform != "linux":
+            raise NotImplementedError(
+                f"cannot convert {source} to a checkpoint: fastckpt saves on Linux; convert it there"
             )
         state, metadata = read(source)
         report = fastckpt.save(state, destination, overwrite=overwrite, metadata=metadata)

@@ -79,12 +79,8 @@ def write(
     for position, name in enumerate(names):
         state += [name, ["tensor", position]]
     more = _files(source, files)
-    report = reader.save(
-        str(destination),
-        list(zip(chosen, names, strict=True)),
-        json.dumps(state),
-        _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=check_files("convert", more)),
-    )
+    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=check_files("convert", more))
+    report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
     return report["tensors"], report["bytes"], sorted(more)
 
 

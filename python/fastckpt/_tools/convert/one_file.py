@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +189,9 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _fsync(path: Path) -> None:
-    """Make one file or directory durable."""
+    """Make one file or directory durable; Windows opens no directories, and journals their changes."""
+    if sys.platform == "win32":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

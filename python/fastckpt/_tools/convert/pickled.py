@@ -7,11 +7,9 @@ its size may take.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pickle
-import resource
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -82,6 +80,8 @@ def _answer() -> BinaryIO:
     A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
     standard three, which the child replaces.
     """
+    import fcntl  # noqa: PLC0415 - Linux alone comes here
+
     low = os.memfd_create("fastckpt-answer")
     try:
         return os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3), "w+b")
@@ -120,17 +120,19 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def _limit(size: int) -> None:
+    import resource  # noqa: PLC0415 - Linux alone comes here
+
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no pathlib needed
         data = int(file.read().split()[5]) * resource.getpagesize()
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime + _SECONDS + size / _BYTES_OF_SECOND
-    _lower(resource.RLIMIT_CPU, int(seconds) + 1)
-    _lower(resource.RLIMIT_DATA, data + _MEMORY + _MEMORY_OF_BYTE * size)
+
+    def lower(what: int, value: int) -> None:
+        hard = resource.getrlimit(what)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(what, (limit, hard))
+
+    lower(resource.RLIMIT_CPU, int(seconds) + 1)
+    lower(resource.RLIMIT_DATA, data + _MEMORY + _MEMORY_OF_BYTE * size)
     # One that is ended by its limits sends nothing.
-    _lower(resource.RLIMIT_CORE, 0)
-
-
-def _lower(what: int, value: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (limit, hard))
+    lower(resource.RLIMIT_CORE, 0)

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import platform
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,16 @@ def _process(root: Path) -> dict[str, Any]:
         "seccomp": int(status.get("Seccomp", 0)),
         "seccomp_filters": int(status["Seccomp_filters"]) if "Seccomp_filters" in status else None,
         "lsm": _lsm(root),
-        "memlock": _limit(resource.RLIMIT_MEMLOCK),
-        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "memlock": _limit("RLIMIT_MEMLOCK"),
+        "open_files": _limit("RLIMIT_NOFILE"),
     }
 
 
-def _limit(which: int) -> dict[str, int | None]:
+def _limit(name: str) -> dict[str, int | None]:
     """Return a resource limit; None is unlimited."""
+    import resource  # noqa: PLC0415 - where it is missing, the probe has said so
+
+    which = getattr(resource, name)
     soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
     return {"soft": soft, "hard": hard}
 

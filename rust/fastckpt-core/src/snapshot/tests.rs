@@ -8,6 +8,7 @@ use crate::engine::path::IoPath;
 use crate::engine::report::Ran;
 use crate::format::geometry::PAGE;
 use crate::format::groups;
+use crate::format::limits::MAX_BYTES;
 use crate::read::Checkpoint;
 
 fn byte(tensor: usize, at: usize) -> u8 {
@@ -113,6 +114,22 @@ fn the_images_are_the_files_of_the_checkpoint() {
         }
         assert_eq!(seen, sizes.len());
     }
+}
+
+#[test]
+fn a_manifest_that_would_be_too_large_is_refused_before_the_copy() {
+    // The manifest holds 16 bytes for each block of a tensor. Nobody has to hold the tensor.
+    let outcome = |blocks: u64| {
+        let shape = vec![blocks * BLOCK_SIZE];
+        let tensors = vec![TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape, logical: None }];
+        let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
+        let state = State { tensors, contents: vec![pattern(0)], structure, metadata };
+        Snapshot::new(state, &groups::of(""), u64::MAX, &Options::default())
+    };
+    let most = MAX_BYTES / 16;
+    let error = outcome(most).unwrap_err();
+    assert!(matches!(&error, Error::TooLarge(what) if what.contains("its manifest would take")), "{error}");
+    outcome(most - 1000).unwrap();
 }
 
 #[test]

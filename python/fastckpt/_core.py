@@ -1,0 +1,71 @@
+"""In the place of the compiled core where an installation has none: Python prefers an extension module of this name.
+
+It has what reading, inspecting, verifying and converting take. All else is there by name, and refuses to be called.
+"""
+
+from importlib.metadata import version
+
+from fastckpt._portable.hashes import crowded
+from fastckpt._portable.limits import MAX_DIMENSIONS, MAX_TOKENS
+from fastckpt._portable.listing import list_checkpoints
+from fastckpt._portable.reader import Mappings, Reader
+from fastckpt._portable.records import (
+    DamagedRange,
+    ListedCheckpoint,
+    LogicalType,
+    ReadRequest,
+    StoredShard,
+    StoredTensor,
+)
+from fastckpt._portable.refusal import for_linux
+
+__all__ = [
+    "DEBUG_BUILD",
+    "MAX_DIMENSIONS",
+    "MAX_TOKENS",
+    "DamagedRange",
+    "Leftover",
+    "ListedCheckpoint",
+    "LogicalType",
+    "Mappings",
+    "Memory",
+    "Probe",
+    "ProbedFiles",
+    "ProbedRing",
+    "ReadRequest",
+    "Reader",
+    "SaveOptions",
+    "Snapshot",
+    "StoredShard",
+    "StoredTensor",
+    "__version__",
+    "check_target",
+    "crowded",
+    "leftovers",
+    "list_checkpoints",
+    "probe",
+    "remove",
+    "remove_leftover",
+    "save",
+    "set_target",
+    "try_priority",
+]
+
+__version__ = version("fastckpt-io")
+DEBUG_BUILD = False
+
+Leftover = for_linux("Leftover")
+Memory = for_linux("Memory")
+Probe = for_linux("Probe")
+ProbedFiles = for_linux("ProbedFiles")
+ProbedRing = for_linux("ProbedRing")
+SaveOptions = for_linux("SaveOptions")
+Snapshot = for_linux("Snapshot")
+check_target = for_linux("check_target")
+leftovers = for_linux("leftovers")
+probe = for_linux("probe")
+remove = for_linux("remove")
+remove_leftover = for_linux("remove_leftover")
+save = for_linux("save")
+set_target = for_linux("set_target")
+try_priority = for_linux("try_priority")

@@ -1,0 +1,299 @@
+"""Reads a manifest without trusting it: version, checksum, JSON, and the rules beyond its types (docs/format.md, 3)."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fastckpt._text import visible
+from fastckpt.exceptions import CorruptCheckpointError, FormatVersionError
+
+from . import checksum
+from .limits import (
+    BITS,
+    MAX_BLOCK,
+    MAX_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER,
+    MAX_SHARDS,
+    MAX_TENSORS,
+    PAGE,
+    RESERVED_NAME,
+    VERSION,
+)
+from .members import check_tokens, count, members, parse
+from .records import LogicalType, StoredShard, StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FIRST_LINE = re.compile(rb'\{"fastckpt":([0-9]+)(?:(,"crc64nvme":")([0-9a-f]{16})",\n)?')
+#: Longest name of a file, and the smallest header of a shard with its length field.
+_LONGEST_NAME, _SMALLEST_HEADER = 255, 10
+_64_BITS = 1 << 64
+_T = TypeVar("_T")
+_MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
+_WINDOWS = sys.platform == "win32"
+
+
+class Manifest(NamedTuple):
+    """A manifest that was checked."""
+
+    info: dict[str, Any]
+    block_size: int
+    shards: list[StoredShard]
+    tensors: list[StoredTensor]
+    structure: str
+    metadata: str
+
+
+def corrupt(path: str, what: object) -> CorruptCheckpointError:
+    """The error for damage of the file at ``path``."""
+    return CorruptCheckpointError(visible(f"corrupt checkpoint: `{path}`: {what}"))
+
+
+def decode(content: bytes, path: str) -> Manifest:
+    """Read and check the bytes of a manifest; ``path`` is for messages."""
+    return _decode(content, path, _whole)
+
+
+def decode_head(content: bytes, path: str) -> tuple[float, list[StoredShard]]:
+    """When the save began, and the shards; nothing else is checked but the checksum."""
+    return _decode(content, path, _head)
+
+
+def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -> _T:
+    line = _FIRST_LINE.match(content)
+    if line is None:
+        raise corrupt(path, "it does not begin as a manifest of fastckpt does")
+    version = line[1][:20].decode()
+    if version != str(VERSION):
+        raise FormatVersionError(
+            visible(
+                f"`{path}` has format version {version}, this release reads version {VERSION}: use a newer fastckpt"
+            )
+        )
+    if line[2] is None:
+        raise corrupt(path, "its first line is damaged")
+    # The first line opened the object.
+    text = b"{" + content[line.end() :]
+    found, written = checksum.to_hex(checksum.of(memoryview(text)[1:])), line[3].decode()
+    if found != written:
+        raise corrupt(path, f"its checksum is {found}, written was {written}")
+    try:
+        return make(members(text))
+    except (ValueError, RecursionError) as error:
+        raise corrupt(path, error) from error
+
+
+def _head(found: dict[str, bytes]) -> tuple[float, list[StoredShard]]:
+    values = _parsed({name: member for name, member in found.items() if name in ("created", "shards")})
+    return _number(_get(values, "created")), _shards(values)
+
+
+def _whole(found: dict[str, bytes]) -> Manifest:
+    values = _parsed(found)
+    block_size = _size(_get(values, "block_size"))
+    if block_size % PAGE or not PAGE <= block_size <= MAX_BLOCK:
+        raise ValueError(f"block_size {block_size} is no multiple of {PAGE} up to {MAX_BLOCK}")
+    shards = _shards(values)
+    tensors = [_tensor(entry, shards, block_size) for entry in _list(_get(values, "tensors"))]
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise ValueError("two tensors have one name")
+    _check_cover(tensors, shards)
+    return Manifest(
+        info=_info(values, block_size),
+        block_size=block_size,
+        shards=shards,
+        tensors=tensors,
+        structure=_get(values, "structure"),
+        metadata=_get(values, "metadata"),
+    )
+
+
+def _parsed(found: dict[str, bytes]) -> dict[str, Any]:
+    """The values of all members, unknown ones, too, which have to be JSON; of tokens the text."""
+    values = {}
+    for name, text in found.items():
+        tokens = name in ("structure", "metadata")
+        if tokens:
+            check_tokens(name, text)
+        elif name in _MOST and count(text) > _MOST[name]:
+            raise ValueError(f"it has more than {_MOST[name]} {name}")
+        value = parse(text)
+        values[name] = text.decode() if tokens else value
+    return values
+
+
+def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
+    writer, saved = _get(values, "writer"), _get(values, "saved")
+    fallback = _get(saved, "fallback", None)
+    return {
+        "version": VERSION,
+        "writer": {name: _text(_get(writer, name)) for name in ("name", "version")},
+        "created": _number(_get(values, "created")),
+        "saved": {
+            "engine": _text(_get(saved, "engine")),
+            "fallback": None if fallback is None else _text(fallback),
+            "threads": _size(_get(saved, "threads")),
+            "seconds": _number(_get(saved, "seconds")),
+            "gigabytes_per_second": _number(_get(saved, "gigabytes_per_second")),
+        },
+        "block_size": block_size,
+    }
+
+
+def _shards(values: dict[str, Any]) -> list[StoredShard]:
+    shards = [_shard(entry) for entry in _list(_get(values, "shards"))]
+    if len({shard.file for shard in shards}) != len(shards):
+        raise ValueError("two shards have one name")
+    return shards
+
+
+def _shard(entry: Any) -> StoredShard:
+    file = _text(_get(entry, "file"))
+    shard = StoredShard(
+        file=file,
+        nbytes=_size(_get(entry, "bytes")),
+        prefix=_text(_get(entry, "prefix", "")),
+        data_offset=_size(_get(entry, "data_offset")),
+        header_crc=_text(_get(entry, "header_crc")),
+        crc=_text(_get(entry, "crc")),
+    )
+    if not is_plain(file, windows=_WINDOWS):
+        raise ValueError(f"shard name {file!r} is not a plain file name")
+    most = min(shard.nbytes, MAX_HEADER + 8)
+    if shard.nbytes > MAX_BYTES or not _SMALLEST_HEADER <= shard.data_offset <= most:
+        raise ValueError(f"shard `{file}` has impossible sizes")
+    if not (checksum.are_digits(shard.header_crc, 1) and checksum.are_digits(shard.crc, 1)):
+        raise ValueError(f"shard `{file}` has no checksum")
+    return shard
+
+
+def is_plain(file: str, *, windows: bool) -> bool:
+    """Whether ``file`` names a file of a checkpoint, in its directory: to Windows a colon leads elsewhere."""
+    suffix = ".safetensors"
+    return (
+        file.endswith(suffix)
+        and file != suffix
+        and len(file.encode()) <= _LONGEST_NAME
+        and not file.startswith(".")
+        and not any(mark in file for mark in ("/", "\\", "\0", *(":" if windows else "")))
+    )
+
+
+def _tensor(entry: Any, shards: list[StoredShard], block_size: int) -> StoredTensor:
+    name = _text(_get(entry, "name"))
+    try:
+        return _tensor_called(name, entry, shards, block_size)
+    except ValueError as error:
+        raise ValueError(f"tensor `{name}`: {error}") from error
+
+
+def _tensor_called(name: str, entry: Any, shards: list[StoredShard], block_size: int) -> StoredTensor:
+    dtype, shape = _text(_get(entry, "dtype")), _shape(_get(entry, "shape"))
+    number, offset = _size(_get(entry, "shard")), _size(_get(entry, "offset"))
+    crc = _text(_get(entry, "crc"))
+    if dtype not in BITS:
+        raise ValueError(f"there is no dtype {dtype}")
+    if number >= len(shards):
+        raise ValueError("its shard does not exist")
+    shard = shards[number]
+    nbytes = _bytes(dtype, shape)
+    if offset + nbytes > shard.nbytes:
+        raise ValueError(f"it ends beyond shard `{shard.file}`")
+    if name == RESERVED_NAME or not name.startswith(shard.prefix) or name[len(shard.prefix) :] == RESERVED_NAME:
+        raise ValueError(f"its name does not belong into shard `{shard.file}`")
+    if offset < shard.data_offset:
+        raise ValueError(f"it begins inside the header of shard `{shard.file}`")
+    extents = extent_count(offset, nbytes, block_size)
+    if not checksum.are_digits(crc, extents):
+        raise ValueError(f"it needs the checksums of {extents} extents")
+    return StoredTensor(name, dtype, shape, number, offset, nbytes, _logical(entry, dtype, shape), crc)
+
+
+def _logical(entry: Any, dtype: str, shape: tuple[int, ...]) -> LogicalType | None:
+    found = _get(entry, "as", None)
+    if found is None:
+        return None
+    logical = LogicalType(_text(_get(found, "dtype")), _shape(_get(found, "shape")))
+    if dtype != "U8" or len(shape) != 1:
+        raise ValueError("only a vector of bytes can stand for another type")
+    if not all("!" <= char <= "~" for char in logical.dtype):
+        raise ValueError("the name of its logical dtype is not printable ASCII")
+    return logical
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    # A zero anywhere makes the tensor empty, however large the product of the other sizes.
+    bits = math.prod(shape) * BITS[dtype]
+    if bits >= _64_BITS or bits % 8 or bits // 8 > MAX_BYTES:
+        raise ValueError("impossible shape")
+    return bits // 8
+
+
+def extent_count(offset: int, nbytes: int, block_size: int) -> int:
+    """The number of blocks that a range of a file touches."""
+    return (offset + nbytes - 1) // block_size - offset // block_size + 1 if nbytes else 0
+
+
+def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None:
+    """Raise ValueError unless the tensors of each shard lie one after another, from its header to its end."""
+    ends = [shard.data_offset for shard in shards]
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        end = ends[tensor.shard]
+        if tensor.offset != end:
+            what = "overlap" if tensor.offset < end else "leave a hole"
+            raise ValueError(f"tensors in shard `{shards[tensor.shard].file}` {what} at byte {min(tensor.offset, end)}")
+        ends[tensor.shard] = end + tensor.nbytes
+    for shard, end in zip(shards, ends, strict=True):
+        if end != shard.nbytes:
+            raise ValueError(f"tensors in shard `{shard.file}` end at byte {end} of {shard.nbytes}")
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"an array is missing where {type(value).__name__} stands")
+    return value
+
+
+_REQUIRED = object()
+
+
+def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
+    if type(holder) is not dict:
+        raise ValueError(f"an object is missing where {type(holder).__name__} stands")
+    value = holder.get(name, default)
+    if value is _REQUIRED:
+        raise ValueError(f"it has no {name!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"a text is missing where {type(value).__name__} stands")
+    value.encode()  # half of a surrogate pair is no character
+    return value
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _64_BITS:
+        raise ValueError("an integer of 64 bits without a sign is missing")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"a number is missing where {type(value).__name__} stands")
+    return float(value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not list or len(value) > MAX_DIMENSIONS:
+        raise ValueError(f"a shape is an array of at most {MAX_DIMENSIONS} sizes")
+    return tuple(map(_size, value))

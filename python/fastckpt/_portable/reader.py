@@ -1,0 +1,564 @@
+"""An open checkpoint, read through the page cache by a few threads."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fastckpt._tensors.memory import address_of, at
+from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
+
+from . import checksum
+from .boxes import MERGE, Box
+from .files import failed, open_regular, read_at, read_manifest
+from .limits import MANIFEST
+from .manifest import corrupt, decode
+from .records import DamagedRange
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from .records import ReadRequest, StoredShard, StoredTensor
+
+    Tick: TypeAlias = Callable[[int, int], None]
+    Drain: TypeAlias = Callable[[int, int, int, int], None]
+
+#: Threads that read, unless the caller says how many; one of them reads what is smaller than this.
+_THREADS, _SMALL = 4, 2 << 20
+#: From this size on, a piece is read to where it belongs; smaller ones are read together, and copied.
+_STRAIGHT = 64 << 10
+#: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
+_HEADER_READ, _SEAL = 1 << 20, 64
+_TICK = 0.1
+_FALLBACK = "without the compiled core all goes through the page cache"
+
+
+class _Piece(NamedTuple):
+    """The part of a request that lies in one block: ``start`` counts in the tensor, ``offset`` in the file."""
+
+    tensor: int
+    offset: int
+    start: int
+    nbytes: int
+    crc: str | None
+    target: _Target
+
+
+class _Read(NamedTuple):
+    """What is read at once."""
+
+    shard: int
+    start: int
+    end: int
+    pieces: list[_Piece]
+
+
+class _Target:
+    """Where the bytes of a request go; nowhere, when they are only to be verified."""
+
+    #: The memory of the whole tensor, if its bytes lie there one after another.
+    memory: np.ndarray[Any, Any] | None = None
+
+    def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        """Take the tensor's bytes from ``start`` on."""
+
+
+class _Memory(_Target):
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        self.memory = memory
+
+
+class _Boxed(_Target):
+    def __init__(self, box: Box, memory: np.ndarray[Any, Any]) -> None:
+        self.box = box
+        self.into = memory
+
+    def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        self.box.deliver(self.into, start, data)
+
+
+class _Drained(_Target):
+    def __init__(self, request: int, drain: Drain) -> None:
+        self.request = request
+        self.drain = drain
+
+    def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        self.drain(self.request, start, address_of(data), len(data))
+
+
+class Mappings:
+    """Shards as private memory: what is written to it never reaches the files."""
+
+    def __init__(self) -> None:
+        self.shards: dict[int, np.ndarray[Any, Any]] = {}
+
+    def address(self, shard: int, offset: int, nbytes: int) -> int:
+        """Where ``nbytes`` of a shard's file begin, ``offset`` bytes in."""
+        memory = self.shards.get(shard)
+        if memory is None:
+            raise IndexError("this shard is not mapped")
+        if not 0 <= offset <= offset + nbytes <= len(memory):
+            raise IndexError("these bytes lie beyond the mapped shard")
+        return address_of(memory) + offset
+
+
+class Reader:
+    """An open checkpoint: manifest read and checked."""
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: bool = False) -> None:
+        # Shards are opened when they are read: on Windows an open file would keep the directory in its place.
+        del keep
+        self._path = os.fspath(path)
+        try:
+            os.scandir(self._path).close()
+        except OSError as error:
+            raise failed("open checkpoint", self._path, error) from error
+        content = read_manifest(self._path)
+        self._seal = content[:_SEAL]
+        self._manifest = decode(content, self._path_of(MANIFEST))
+        self._sound: set[int] = set()
+
+    def tensors(self) -> list[StoredTensor]:
+        """All tensors, in the order of the state."""
+        return list(self._manifest.tensors)
+
+    def shards(self) -> list[StoredShard]:
+        """All shards."""
+        return list(self._manifest.shards)
+
+    def structure(self) -> str:
+        """The structure, as JSON text."""
+        return self._manifest.structure
+
+    def metadata(self) -> str:
+        """The caller's metadata, as JSON text."""
+        return self._manifest.metadata
+
+    def info(self) -> dict[str, Any]:
+        """Format version, writer, created, saved, block_size."""
+        return self._manifest.info
+
+    def read(
+        self,
+        requests: Sequence[ReadRequest],
+        *,
+        verify: bool,
+        io: str,
+        threads: int | None,
+        drain: Drain | None,
+        tick: Tick | None,
+    ) -> dict[str, Any]:
+        """Read tensors and boxes of them."""
+        job = _Job(self, io, threads)
+        late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
+        try:
+            if verify:
+                self._check_headers(job.shards())
+            job.run(tick)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            self._settle(error)
+            raise
+        for hand_over in late:
+            hand_over()
+        return job.report()
+
+    def map(self, tensors: Sequence[int]) -> Mappings:
+        """Map the shards that hold ``tensors``, but for empty ones."""
+        mappings = Mappings()
+        for tensor in map(self._tensor, tensors):
+            if tensor.nbytes and tensor.shard not in mappings.shards:
+                shard = self._manifest.shards[tensor.shard]
+                with self.open_shard(tensor.shard) as file:
+                    mapped = mmap.mmap(file.fileno(), shard.nbytes, access=mmap.ACCESS_COPY)
+                mappings.shards[tensor.shard] = np.frombuffer(mapped, np.uint8)
+        return mappings
+
+    def check(
+        self, mappings: Mappings, tensors: Sequence[int], *, threads: int | None, tick: Tick | None
+    ) -> dict[str, Any]:
+        """Compare ``tensors``, where they are mapped, with their checksums."""
+        job = _Job(self, "buffered", threads, mappings.shards)
+        for number in tensors:
+            tensor = self._tensor(number)
+            if tensor.nbytes and tensor.shard not in mappings.shards:
+                raise ValueError("a tensor of this number is not mapped")
+            job.add(number, [(0, tensor.nbytes)], _Target(), verify=True)
+        try:
+            self._check_headers(job.shards())
+            job.run(tick)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            self._settle(error)
+            raise
+        return job.report()
+
+    def verify(self, *, io: str, threads: int | None, tick: Tick | None) -> dict[str, Any]:
+        """Compare every byte with its checksum; report all damage."""
+        damage: list[DamagedRange] = []
+        job = _Job(self, io, threads, damage=damage)
+        missing: dict[int, str] = {}
+        for number, shard in enumerate(self._manifest.shards):
+            path = self._path_of(shard.file)
+            try:
+                file, size = open_regular(path)
+            except CorruptCheckpointError as error:
+                missing[number] = str(error)
+                damage.append(DamagedRange(shard.file, 0, shard.nbytes, None, str(error)))
+                continue
+            with file:
+                if size != shard.nbytes:
+                    low, high = sorted((size, shard.nbytes))
+                    reason = f"it has {size} bytes, written were {shard.nbytes}"
+                    damage.append(DamagedRange(shard.file, low, high - low, None, reason))
+                damage += self._header_damage(shard, file) if size >= shard.data_offset else []
+        for number, tensor in enumerate(self._manifest.tensors):
+            if tensor.shard not in missing:
+                job.add(number, [(0, tensor.nbytes)], _Target(), verify=True)
+            elif tensor.nbytes:
+                file_ = self._manifest.shards[tensor.shard].file
+                damage.append(DamagedRange(file_, tensor.offset, tensor.nbytes, tensor.name, missing[tensor.shard]))
+        job.run(tick)
+        damage += self._wrong_sums()
+        if damage:
+            self._settle(None)
+        ordered = sorted(set(damage), key=lambda one: (one.file, one.offset, one.length, one.tensor or "", one.reason))
+        return {**job.report(), "damage": ordered}
+
+    # --- for the job ----------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a block."""
+        return self._manifest.block_size
+
+    def _tensor(self, number: int) -> StoredTensor:
+        if not 0 <= number < len(self._manifest.tensors):
+            raise IndexError(f"there is no tensor {number}")
+        return self._manifest.tensors[number]
+
+    tensor = _tensor
+
+    def open_shard(self, number: int, *, any_length: bool = False) -> io.FileIO:
+        """Open a shard, which has to have its length."""
+        shard = self._manifest.shards[number]
+        path = self._path_of(shard.file)
+        file, size = open_regular(path)
+        if size != shard.nbytes and not any_length:
+            file.close()
+            raise corrupt(path, f"it has {size} bytes, written were {shard.nbytes}")
+        return file
+
+    def raised(self, damage: DamagedRange) -> CorruptCheckpointError:
+        """The error for ``damage``."""
+        of = f" (tensor `{damage.tensor}`)" if damage.tensor is not None else ""
+        what = f"bytes {damage.offset} to {damage.offset + damage.length}{of}: {damage.reason}"
+        return corrupt(self._path_of(damage.file), what)
+
+    def read_failed(self, number: int, error: OSError) -> OSError:
+        """The error for a shard that cannot be read."""
+        return failed("read", self._path_of(self._manifest.shards[number].file), error)
+
+    def file_of(self, number: int) -> str:
+        """The name of a shard."""
+        return self._manifest.shards[number].file
+
+    def _path_of(self, file: str) -> str:
+        return str(Path(self._path, file))
+
+    def _check_headers(self, shards: Iterable[int]) -> None:
+        for number in shards:
+            if number not in self._sound:
+                with self.open_shard(number) as file:
+                    for damage in self._header_damage(self._manifest.shards[number], file):
+                        raise self.raised(damage)
+                self._sound.add(number)
+
+    def _header_damage(self, shard: StoredShard, file: io.FileIO) -> Iterator[DamagedRange]:
+        """What of a shard's header is not what was written."""
+        sum_, at_, field = checksum.of(b""), 0, 0
+        while at_ < shard.data_offset:
+            piece = bytearray(min(_HEADER_READ, shard.data_offset - at_))
+            try:
+                got = read_at(file, at_, piece)
+            except OSError as error:
+                raise failed("read", self._path_of(shard.file), error) from error
+            if not at_:
+                field = int.from_bytes(piece[:8], "little")
+            if not got:
+                break
+            sum_ = checksum.of(memoryview(piece)[:got], sum_)
+            at_ += got
+        # A forged manifest may vouch for a header to which other readers would give another length.
+        if at_ == shard.data_offset and field + 8 != at_:
+            reason = f"header: its length field puts the data elsewhere than at byte {at_}"
+            yield DamagedRange(shard.file, 0, 8, None, reason)
+        elif at_ < shard.data_offset or checksum.to_hex(sum_) != shard.header_crc:
+            reason = f"header: checksum is {checksum.to_hex(sum_)}, written was {shard.header_crc}"
+            yield DamagedRange(shard.file, 0, shard.data_offset, None, reason)
+
+    def _wrong_sums(self) -> Iterator[DamagedRange]:
+        """Shards whose checksum, by which copies elsewhere are checked, is not that of their parts."""
+        sums = [int(shard.header_crc, 16) for shard in self._manifest.shards]
+        size = self.block_size
+        for tensor in sorted(self._manifest.tensors, key=lambda tensor: tensor.offset):
+            parts = (
+                (int(tensor.crc[number * checksum.HEX :][: checksum.HEX], 16), end - start)
+                for number, (start, end) in enumerate(_cut(tensor.offset, tensor.offset + tensor.nbytes, size))
+            )
+            sums[tensor.shard] = checksum.joined(sums[tensor.shard], parts)
+        for shard, sum_ in zip(self._manifest.shards, sums, strict=True):
+            if checksum.to_hex(sum_) != shard.crc:
+                reason = "the manifest's checksum of the whole shard is not that of its parts"
+                yield DamagedRange(shard.file, 0, shard.nbytes, None, reason)
+
+    def _settle(self, error: BaseException | None) -> None:
+        """Raise ReplacedCheckpointError if the path has another manifest by now: then nothing was damaged."""
+        try:
+            if read_manifest(self._path)[:_SEAL] == self._seal:
+                return
+        except (OSError, CorruptCheckpointError):
+            pass
+        text = f"`{self._path}` was replaced or removed while it was read: open it again"
+        raise ReplacedCheckpointError(errno.ENOENT, text, self._path) from error
+
+
+def _cut(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """The parts of the range of a file that lie in one block each."""
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield start, stop
+        start = stop
+
+
+class _Job:
+    """What is to be read, and what was done.
+
+    Args:
+        reader: the checkpoint.
+        io: the engine that was asked for.
+        threads: how many; None for the default.
+        mapped: where shards are mapped: then nothing is read.
+        damage: where damage is noted; without it the first is an error.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        io: str,
+        threads: int | None,
+        mapped: dict[int, np.ndarray[Any, Any]] | None = None,
+        damage: list[DamagedRange] | None = None,
+    ) -> None:
+        if io == "direct":
+            raise OSError(errno.EINVAL, f'direct I/O was asked for, and {_FALLBACK}: give io="auto"')
+        self._began = time.perf_counter()
+        self._reader = reader
+        self._fallback = None if io in ("auto", "buffered") else _FALLBACK
+        self._threads = threads
+        self._mapped = mapped
+        self._damage = damage
+        self._pieces: list[_Piece] = []
+        self._reads: list[_Read] = []
+        self._wanted = self._total = self._copied = 0
+        self._moved: list[int] = [0]
+        self._stop = False
+
+    def ask(self, number: int, request: ReadRequest, drain: Drain | None, *, verify: bool) -> Callable[[], None]:
+        """Add a request; what is returned is to be called when all has been read.
+
+        Raises:
+            IndexError: there is no such tensor.
+            ValueError: its memory cannot take it.
+        """
+        tensor = self._reader.tensor(request.tensor)
+        address, capacity = request.address, request.capacity
+        whole = request.box is None and request.strides is None
+        box = None if whole else Box(tensor, request.box, request.strides)
+        nbytes = tensor.nbytes if box is None else box.nbytes
+        if not nbytes:
+            return _nothing
+        needed = nbytes if box is None or not address else box.reach
+        if needed > capacity:
+            raise ValueError(
+                f"read: request {number} is for {needed} bytes, and its memory has {capacity}: nothing was moved"
+            )
+        if not address and drain is None:
+            raise ValueError("read: address 0 needs a callback")
+        self._wanted += nbytes
+        hand_over = _nothing
+        target: _Target
+        if box is None:
+            target = _Memory(at(address, nbytes)) if address or drain is None else _Drained(number, drain)
+        else:
+            if not address and drain is not None:
+                packed = np.empty(nbytes, np.uint8)
+                box = Box(tensor, request.box, None)
+                address = address_of(packed)
+                taker = _Drained(number, drain)
+                hand_over = lambda: taker.deliver(0, packed)  # noqa: E731
+            try:
+                target = _Boxed(box, box.at(address))
+            except ValueError as error:
+                raise ValueError(f"read: request {number} {error}") from None
+        self.add(request.tensor, [(0, nbytes)] if box is None else box.ranges(), target, verify=verify)
+        return hand_over
+
+    def add(self, number: int, ranges: Iterable[tuple[int, int]], target: _Target, *, verify: bool) -> None:
+        """Add ranges of a tensor's bytes."""
+        tensor = self._reader.tensor(number)
+        size, offset, end = self._reader.block_size, tensor.offset, tensor.offset + tensor.nbytes
+        first = offset // size
+        for low, high in ranges:
+            for start, stop in _cut(offset + low, offset + high, size):
+                block = start // size
+                whole = start == max(offset, block * size) and stop == min(end, (block + 1) * size)
+                crc = tensor.crc[(block - first) * checksum.HEX :][: checksum.HEX] if verify and whole else None
+                self._pieces.append(_Piece(number, start, start - offset, stop - start, crc, target))
+
+    def shards(self) -> list[int]:
+        """The shards that are read from."""
+        return sorted({self._reader.tensor(piece.tensor).shard for piece in self._pieces})
+
+    def _plan(self) -> None:
+        """Join what lies close together in one block of a shard."""
+        size = self._reader.block_size
+        shard_of = {piece.tensor: self._reader.tensor(piece.tensor).shard for piece in self._pieces}
+        last: _Read | None = None
+        for piece in sorted(self._pieces, key=lambda piece: (shard_of[piece.tensor], piece.offset)):
+            shard, end = shard_of[piece.tensor], piece.offset + piece.nbytes
+            self._total += piece.nbytes
+            straight = piece.nbytes >= _STRAIGHT and piece.target.memory is not None
+            if (
+                last is not None
+                and not straight
+                and last.shard == shard
+                and last.start // size == piece.offset // size
+                and piece.offset <= last.end + MERGE
+            ):
+                last = self._reads[-1] = last._replace(end=max(last.end, end))
+                last.pieces.append(piece)
+                continue
+            self._reads.append(_Read(shard, piece.offset, end, [piece]))
+            last = None if straight else self._reads[-1]
+        self._pieces.clear()
+
+    def run(self, tick: Tick | None) -> None:
+        """Read everything."""
+        self._planned = time.perf_counter()
+        self._tensors = len({piece.tensor for piece in self._pieces})
+        self._shards = len(self.shards())
+        self._plan()
+        most = self._threads or min(_THREADS, os.cpu_count() or 1)
+        count = 1 if self._total < _SMALL else max(1, min(most, len(self._reads)))
+        self._moved = [0] * count
+        todo, lock = iter(self._reads), Lock()
+        with ThreadPoolExecutor(count, thread_name_prefix="fastckpt") as pool:
+            try:
+                left = {pool.submit(self._work, number, todo, lock) for number in range(count)}
+                while left:
+                    done, left = wait(left, _TICK, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    if tick is not None:
+                        tick(sum(self._moved), self._total)
+            finally:
+                self._stop = True
+
+    def _work(self, number: int, todo: Iterator[_Read], lock: Lock) -> None:
+        """Read what others have not yet taken; the file of the last shard stays open."""
+        file: io.FileIO | None = None
+        opened = -1
+        try:
+            while not self._stop:
+                with lock:
+                    read = next(todo, None)
+                if read is None:
+                    return
+                if self._mapped is None and opened != read.shard:
+                    if file is not None:
+                        file.close()
+                    file = self._reader.open_shard(read.shard, any_length=self._damage is not None)
+                    opened = read.shard
+                self._move(read, file)
+                self._moved[number] += sum(piece.nbytes for piece in read.pieces)
+        except BaseException:
+            self._stop = True
+            raise
+        finally:
+            if file is not None:
+                file.close()
+
+    def _move(self, read: _Read, file: io.FileIO | None) -> None:
+        """Read, compare and deliver."""
+        only = read.pieces[0]
+        memory = only.target.memory
+        straight = memory is not None and len(read.pieces) == 1
+        nbytes = read.end - read.start
+        if file is None:
+            assert self._mapped is not None  # noqa: S101 - then every shard is open
+            data, got, reason = self._mapped[read.shard][read.start : read.end], nbytes, ""
+        else:
+            data = memory[only.start :][:nbytes] if memory is not None and straight else np.empty(nbytes, np.uint8)
+            got, reason = self._fill(file, read, data)
+        for piece in read.pieces:
+            begin = piece.offset - read.start
+            if begin + piece.nbytes > got:
+                self._damaged(read.shard, piece, reason)
+                continue
+            part = data[begin : begin + piece.nbytes]
+            if not straight and piece.target.memory is not None:
+                there = piece.target.memory[piece.start :][: piece.nbytes]
+                there[:] = part
+                part = there
+            found = None if piece.crc is None else checksum.to_hex(checksum.of(part))
+            if found != piece.crc:
+                self._damaged(read.shard, piece, f"checksum is {found}, written was {piece.crc}")
+            piece.target.deliver(piece.start, part)
+
+    def _fill(self, file: io.FileIO, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:
+        """Read into ``data``: how many bytes came, and why not all."""
+        try:
+            return read_at(file, read.start, data), "the file is too short to hold it"
+        except OSError as error:
+            if self._damage is None:
+                raise self._reader.read_failed(read.shard, error) from error
+            return 0, str(error.strerror)
+
+    def _damaged(self, shard: int, piece: _Piece, reason: str) -> None:
+        name = self._reader.tensor(piece.tensor).name
+        damage = DamagedRange(self._reader.file_of(shard), piece.offset, piece.nbytes, name, reason)
+        if self._damage is None:
+            raise self._reader.raised(damage)
+        self._damage.append(damage)
+
+    def report(self) -> dict[str, Any]:
+        """What was done; see ``_core.pyi``."""
+        ended, count = time.perf_counter(), len(self._reads)
+        why = "no compiled core" if self._mapped is None else "mapped"
+        return {
+            "bytes": self._wanted or self._total,
+            "seconds": ended - self._began,
+            "phases": {"plan": self._planned - self._began, "read": ended - self._planned},
+            "threads": len(self._moved),
+            "engine": "buffered",
+            "fallback": self._fallback,
+            "warnings": (),
+            "thread_bytes": tuple(self._moved),
+            "blocks": {"zero-copy": 0, "staged": 0, "buffered": count},
+            "paths": {f"buffered: {why}": count} if count else {},
+            "copied": self._total if self._mapped is None else 0,
+            "shards": self._shards,
+            "tensors": self._tensors,
+        }
+
+
+def _nothing() -> None:
+    """For requests that need nothing more."""

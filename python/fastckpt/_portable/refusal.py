@@ -1,0 +1,24 @@
+"""What only the compiled core can do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+_WHERE = (
+    "build it with 'pip install --no-binary fastckpt-io fastckpt-io'"
+    if sys.platform == "linux"
+    else "save on Linux, and read the checkpoint here"
+)
+
+
+def for_linux(name: str) -> type:
+    """A class in the place of what is called ``name`` in the compiled core; a call of it says why it is not here."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "this installation of fastckpt has no compiled core, which is for Linux: it reads, inspects, verifies and "
+            f"converts checkpoints, and cannot save, remove, probe or measure; {_WHERE}"
+        )
+
+    return type(name, (), {"__new__": refuse, "__doc__": "Of the compiled core: Linux only.", "__module__": "fastckpt"})

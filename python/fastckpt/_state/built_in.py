@@ -1,0 +1,216 @@
+"""Types that fastckpt knows by itself, under names of its own: a file names one, and this table says what to import."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt._tensors.described import Unsupported, text
+
+from .structural import Codec, Encoded, Undecodable, codec_of, without
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Stands in a file for an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is
+#: no codec, but part of the structure: partial loads look into it.
+ATTRIBUTED = "collections.OrderedDict"
+
+#: A Fraction is reduced when it is made, in time that grows with the square of its digits.
+_FRACTION_BITS = 1 << 16
+
+
+class Own(NamedTuple):
+    """Two conversions: of a value, and of what that gave, for the class.
+
+    ``spelled`` is the name that the class gives itself, where its module and name in the file are others.
+    """
+
+    encode: Callable[[Any], Encoded]
+    decode: Callable[[Any, Any, Any], Any]
+    spelled: str | None = None
+
+
+def plain(encode: Callable[[Any], Any], decode: Callable[[Any, Any], Any], spelled: str | None = None) -> Own:
+    """The conversions of a type that has no attributes: to a value, and from the class and such a value."""
+
+    def back(cls: Any, value: Any, attributes: Any) -> Any:
+        without(attributes)
+        return decode(cls, value)
+
+    return Own(lambda value: (encode(value), None), back, spelled)
+
+
+def _of_text(cls: Any, value: Any) -> Any:
+    return cls(text(value))
+
+
+def _buffer(cls: Any, value: Any) -> Any:
+    if type(value) is not bytes:
+        raise ValueError("not the bytes of a buffer")
+    return cls(value)
+
+
+def _deque(value: Any) -> Encoded:
+    return list(value), None if value.maxlen is None else {"maxlen": value.maxlen}
+
+
+def _decode_deque(cls: Any, value: Any, attributes: Any) -> Any:
+    if type(value) is not list:
+        raise ValueError("not the members of a deque")
+    if attributes is None:
+        return cls(value)
+    longest = attributes["maxlen"]
+    if len(attributes) != 1 or type(longest) is not int or longest < len(value):
+        raise ValueError("not the attributes of a deque")
+    return cls(value, longest)
+
+
+def _fraction(value: Any) -> Any:
+    parts = value.numerator, value.denominator
+    if any(part.bit_length() > _FRACTION_BITS for part in parts):
+        raise Unsupported(f"a Fraction of more than {_FRACTION_BITS} bits cannot be stored: store its two integers")
+    return parts
+
+
+def _decode_fraction(cls: Any, value: Any) -> Any:
+    numerator, denominator = value
+    if any(type(part) is not int or part.bit_length() > _FRACTION_BITS for part in value) or denominator <= 0:
+        raise ValueError("not a fraction")
+    made = cls(numerator, denominator)
+    if made.denominator != denominator:
+        raise ValueError("a fraction that is not in lowest terms")
+    return made
+
+
+def _zone(value: Any) -> Any:
+    if value.key is None:
+        raise Unsupported("a time zone without a key cannot be stored: make it with zoneinfo.ZoneInfo(key)")
+    return value.key
+
+
+def _decode_zone(cls: Any, value: Any) -> Any:
+    from zoneinfo import ZoneInfoNotFoundError  # noqa: PLC0415 - the module of the class
+
+    # No dots: a key may become the name of a package of tzdata's.
+    if re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,9}", text(value)) is None:
+        raise ValueError("not the key of a time zone")
+    try:
+        return cls(value)
+    except (ZoneInfoNotFoundError, OSError) as error:
+        raise Undecodable(f"this machine has no time zone {value!r}: pip install tzdata"[:200]) from error
+
+
+def _decode_random(cls: Any, value: Any) -> Any:
+    version, numbers, gauss = value
+    if (
+        version != cls.VERSION
+        or type(numbers) is not tuple
+        or any(type(number) is not int or not 0 <= number < 1 << 32 for number in numbers)
+        or not (gauss is None or type(gauss) is float)
+    ):
+        raise ValueError("not the state of a random generator")
+    made = cls(0)
+    made.setstate((version, numbers, gauss))
+    return made
+
+
+# A DictConfig or ListConfig is its container with interpolations as they are written. Its flags (read-only, struct) are
+# attributes: for each configuration in it that has some, the keys that lead there, and they.
+
+
+def _configured(value: Any) -> Encoded:
+    from omegaconf import OmegaConf  # noqa: PLC0415 - the module of the class
+
+    flags: list[Any] = []
+    rest: list[tuple[list[Any], Any]] = [([], value)]
+    while rest:
+        path, node = rest.pop()
+        own = {name: flag for name, flag in (node._metadata.flags or {}).items() if flag is not None}  # noqa: SLF001
+        if own:
+            flags.append((path, own))
+        content = node._content  # noqa: SLF001 - as it is stored, whatever it refers to
+        if isinstance(content, dict):
+            rest.extend(([*path, key], child) for key, child in content.items() if OmegaConf.is_config(child))
+        elif isinstance(content, list):
+            rest.extend(([*path, key], child) for key, child in enumerate(content) if OmegaConf.is_config(child))
+    return OmegaConf.to_container(value, resolve=False), {"flags": flags} if flags else None
+
+
+def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
+    flags = [] if attributes is None else attributes["flags"]
+    # Objects are allowed where they are part of it.
+    made = cls(value, flags={"allow_objects": True})
+    made._set_flag("allow_objects", None)
+    for path, own in flags:
+        node = made
+        for key in path:
+            node = node._get_node(key)  # noqa: SLF001 - without following what it refers to
+        for name, flag in own.items():
+            if type(flag) is not bool:
+                raise ValueError("a flag that is neither true nor false")
+            node._set_flag(text(name), flag)  # noqa: SLF001
+    return made
+
+
+_CONFIGURED = Own(_configured, _decode_configured)
+
+#: By the name in files, which is also where the class is found: its module and its name there.
+TABLE: dict[str, Own] = {
+    "collections.deque": Own(_deque, _decode_deque),
+    "decimal.Decimal": plain(str, _of_text),
+    "fractions.Fraction": plain(_fraction, _decode_fraction),
+    "io.BytesIO": plain(lambda value: value.getvalue(), _buffer, "_io.BytesIO"),
+    "omegaconf.DictConfig": _CONFIGURED._replace(spelled="omegaconf.dictconfig.DictConfig"),
+    "omegaconf.ListConfig": _CONFIGURED._replace(spelled="omegaconf.listconfig.ListConfig"),
+    "random.Random": plain(lambda value: value.getstate(), _decode_random),
+    "torch.torch_version.TorchVersion": plain(str, _of_text),
+    "uuid.UUID": plain(str, _of_text),
+    "zoneinfo.ZoneInfo": plain(_zone, _decode_zone),
+}
+#: Types that are stored by what they are, as the classes of a program are, and which every reader knows.
+_STRUCTURAL = ("argparse.Namespace", "collections.Counter", "types.SimpleNamespace")
+
+RESERVED = frozenset({ATTRIBUTED, *TABLE, *_STRUCTURAL})
+_SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: name for name in _STRUCTURAL}
+
+
+def _known(codec: Codec | None) -> Codec | None:
+    """A codec whose class is the same everywhere: what does not fit it is malformed."""
+    if codec is None:
+        return None
+    back = codec.decode
+
+    def decode(value: Any, attributes: Any) -> Any:
+        try:
+            return back(value, attributes)
+        except Undecodable as error:
+            raise ValueError(str(error)) from error
+
+    return codec._replace(decode=decode)
+
+
+def by_class(cls: type) -> Codec | None:
+    """The codec of a class, if it is one of these."""
+    name = _SPELLED.get(f"{cls.__module__}.{cls.__qualname__}")
+    found = None if name is None else by_name(name)
+    return found if found is not None and found.cls is cls else None
+
+
+def by_name(name: str) -> Codec | None:
+    """The codec under a name; None for a name that is none of these, or whose module cannot be imported."""
+    own = TABLE.get(name)
+    if own is None and name not in _STRUCTURAL:
+        return None
+    module, _, attribute = name.rpartition(".")
+    try:
+        if module.startswith("torch"):
+            from fastckpt._tensors import torch as _torch  # noqa: F401, PLC0415 - it alone imports torch
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError):
+        return None
+    if own is None:
+        return _known(codec_of(cls, name))
+    decode = own.decode
+    return Codec(cls, name, own.encode, lambda value, attributes: decode(cls, value, attributes))

@@ -1,0 +1,432 @@
+"""Values of classes that are not plain, as plain values, and back, by what they are made of.
+
+A named tuple or a dataclass is its fields, an enum its name, a subclass of a built-in type the value of that and its
+attributes, a tensor subclass the parts that its own protocol names. Back: no ``__init__`` runs, and no other method of
+the class, but the ``__tensor_unflatten__`` of tensors and the factories of a dataclass's defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+
+from fastckpt._tensors.described import Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: What a value is stored as, and its attributes, if it has any beside that.
+Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
+
+
+class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the loop over the tokens adds the place
+    """A value that the class in this program cannot be made of, and why."""
+
+
+class Codec(NamedTuple):
+    """A class with its name in files and its two conversions.
+
+    ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
+    fit, and anything else where the file is malformed.
+    """
+
+    cls: type
+    name: str
+    encode: Callable[[Any], Encoded]
+    decode: Callable[[Any, Any], Any]
+
+
+def name_of(cls: type) -> str:
+    """The name of a class in files, unless it is registered under another."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def codec_of(cls: type, name: str | None = None) -> Codec | None:
+    """The codec of a class that explains itself by what it is; None for any other."""
+    for kind in (_enum, _wrapper, _named_tuple, _namespace, _derived, _dataclass):
+        found = kind(cls)
+        if found is not None:
+            return Codec(cls, name or name_of(cls), *found)
+    return None
+
+
+_Pair: TypeAlias = "tuple[Callable[[Any], Encoded], Callable[[Any, Any], Any]] | None"
+
+
+def without(attributes: Any) -> None:
+    """Refuse attributes of a kind that has none."""
+    if attributes is not None:
+        raise ValueError("attributes of what has none")
+
+
+# Enums.
+
+
+def _enum(cls: Any) -> _Pair:
+    if not issubclass(cls, enum.Enum):
+        return None
+    is_flag = issubclass(cls, enum.Flag)
+
+    def encode(value: Any) -> Encoded:
+        return (int(value.value) if is_flag else value.name), None
+
+    def decode(value: Any, attributes: Any) -> Any:
+        without(attributes)
+        if type(value) is not (int if is_flag else str):
+            raise ValueError("neither the name nor the flags of an enum")
+        if not is_flag:
+            member = cls.__members__.get(value)
+            if member is None:
+                raise Undecodable(f"the class has no member {value!r}"[:200])
+            return member
+        try:
+            return cls(value)
+        except ValueError as error:
+            raise Undecodable(f"the class has no such flags: {error}") from error
+
+    return encode, decode
+
+
+# Tensor subclasses that wrap others.
+
+
+def wraps_tensors(cls: type) -> bool:
+    """Whether a tensor subclass says itself what it is made of."""
+    return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+
+
+def _wrapper(cls: Any) -> _Pair:
+    if not wraps_tensors(cls):
+        return None
+
+    def encode(value: Any) -> Encoded:
+        names, context = value.__tensor_flatten__()
+        inner = {name: getattr(value, name) for name in names}
+        # torch itself recognises a Parameter by this.
+        flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
+        outer = (inner, context, value.size(), tuple(value.stride()))
+        return ((*outer, flags) if flags else outer), None
+
+    def decode(value: Any, attributes: Any) -> Any:
+        without(attributes)
+        inner, context, size, stride, *flags = value
+        if type(inner) is not dict or flags not in ([], ["p"], ["g"], ["pg"]):
+            raise ValueError("not the parts of a tensor")
+        try:
+            tensor = cls.__tensor_unflatten__(inner, context, size, stride)
+        except Exception as error:
+            raise Undecodable(f"its __tensor_unflatten__ raised {error!r}") from error
+        if flags:
+            from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - it is there: the class is one of its tensors
+
+            tensor = _torch.with_flags(tensor, flags[0])
+        return tensor
+
+    return encode, decode
+
+
+# Attributes.
+
+
+def _classes(cls: type) -> list[type]:
+    """The classes that a class is made of, up to the first that is not made at run time."""
+    return list(itertools.takewhile(lambda base: base.__flags__ & _HEAP, cls.__mro__))
+
+
+#: Of a type that is made at run time, as all classes that are written in Python (``Py_TPFLAGS_HEAPTYPE``).
+_HEAP = 1 << 9
+
+
+def _own_dict(value: Any) -> dict[Any, Any] | None:
+    """The dictionary of an object's attributes, also where the class has a property of that name."""
+    found = _dict_slot(type(value))
+    return None if found is None else found.__get__(value)
+
+
+def _dict_slot(cls: type) -> Any:
+    for base in cls.__mro__:
+        slot = base.__dict__.get("__dict__")
+        if isinstance(slot, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+            return slot
+    return None
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object beside its built-in value; None if it has none."""
+    found: dict[str, Any] = {}
+    cls = type(value)
+    for base in _classes(cls):
+        for name, slot in base.__dict__.items():
+            if type(slot) is types.MemberDescriptorType:
+                try:
+                    found[name] = slot.__get__(value)
+                except AttributeError:  # not set
+                    continue
+    own = _own_dict(value)
+    if own is value:
+        # A dict that is its own attributes, so that its keys can be reached like these.
+        found[_ITSELF] = None
+    elif own:
+        for name in own:
+            if type(name) is not str:
+                raise Unsupported(f"it has an attribute {name!r}, which is not a string")
+            if _stands_in(cls, name):
+                raise Unsupported(f"its attribute {name!r} hides a method or a property of the class")
+        found.update(own)
+    return found or None
+
+
+_ITSELF = "__dict__"
+
+
+def _stands_in(cls: type, name: str) -> bool:
+    """Whether an attribute of that name would hide what the class does."""
+    if name.startswith("__") and name.endswith("__"):
+        return True
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            there = base.__dict__[name]
+            return callable(there) or isinstance(there, (property, classmethod, staticmethod))
+    return False
+
+
+def set_attributes(made: Any, attributes: Any) -> Any:
+    """Give ``made`` the attributes that a file names; returns it."""
+    if attributes is None:
+        return made
+    if type(attributes) is not dict:
+        raise ValueError("attributes that are not a dict")
+    cls = type(made)
+    own: dict[Any, Any] | None = None
+    for name, value in attributes.items():
+        if type(name) is not str:
+            raise ValueError("the name of an attribute is not a string")
+        slot = _slot(cls, name)
+        if slot is not None:
+            slot.__set__(made, value)
+            continue
+        if name == _ITSELF and value is None and isinstance(made, dict) and _dict_slot(cls) is not None:
+            _dict_slot(cls).__set__(made, made)
+            continue
+        if _stands_in(cls, name):
+            raise Undecodable(f"its attribute {name!r} would hide a method or a property of the class"[:200])
+        own = _own_dict(made) if own is None else own
+        if own is None:
+            raise Undecodable(f"the class has no attribute {name!r}"[:200])
+        own[name] = value
+    return made
+
+
+def _slot(cls: type, name: str) -> Any:
+    for base in _classes(cls):
+        slot: Any = base.__dict__.get(name)
+        if type(slot) is types.MemberDescriptorType:
+            return slot
+    return None
+
+
+# Named tuples.
+
+
+def _named_tuple(cls: Any) -> _Pair:
+    names = getattr(cls, "_fields", None)
+    if not issubclass(cls, tuple) or type(names) is not tuple or not all(type(name) is str for name in names):
+        return None
+
+    def encode(value: Any) -> Encoded:
+        return dict(zip(names, tuple.__iter__(value), strict=True)), _attributes(value)
+
+    def decode(value: Any, attributes: Any) -> Any:
+        _check_fields(value, names)
+        defaults = getattr(cls, "_field_defaults", {})
+        for name in names:
+            if name not in value and name not in defaults:
+                _missing(name)
+        made = tuple.__new__(cls, [value[name] if name in value else defaults[name] for name in names])
+        return set_attributes(made, attributes)
+
+    return encode, decode
+
+
+def _check_fields(value: Any, known: Any) -> None:
+    if type(value) is not dict or not all(type(name) is str for name in value):
+        raise ValueError("not the fields of an object")
+    for name in value:
+        if name not in known:
+            raise Undecodable(f"the class has no field {name!r}"[:200])
+
+
+def _missing(name: str) -> NoReturn:
+    raise Undecodable(f"the field {name!r} of the class is not in the checkpoint, and has no default")
+
+
+# Dataclasses.
+
+
+def _dataclass(cls: Any) -> _Pair:
+    # Only what object makes can be made without the class.
+    if not hasattr(cls, "__dataclass_fields__") or _classes(cls)[-1].__base__ is not object:
+        return None
+    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}
+
+    def encode(value: Any) -> Encoded:
+        # One that is not an argument of __init__ need not be set.
+        return {name: getattr(value, name) for name in fields if hasattr(value, name)}, None
+
+    def decode(value: Any, attributes: Any) -> Any:
+        without(attributes)
+        _check_fields(value, fields)
+        made: Any = object.__new__(cls)
+        parts = {name: _default_of(field) for name, field in fields.items() if name not in value} | value
+        for name, part in parts.items():
+            if part is not dataclasses.MISSING:
+                _set_field(made, name, part)
+        return made
+
+    return encode, decode
+
+
+def _default_of(field: Any) -> Any:
+    """The default of a dataclass's field; MISSING where there need be none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    if field.default is dataclasses.MISSING and field.init:
+        _missing(field.name)
+    return field.default
+
+
+def _set_field(made: Any, name: str, value: Any) -> None:
+    try:
+        object.__setattr__(made, name, value)
+    except AttributeError as error:
+        raise Undecodable(f"the field {name!r} of the class cannot be set: {error}") from error
+
+
+# Namespaces: nothing but attributes.
+
+
+def _namespace(cls: Any) -> _Pair:
+    argparse: Any = sys.modules.get("argparse")
+    if not issubclass(cls, types.SimpleNamespace) and not (argparse and issubclass(cls, argparse.Namespace)):
+        return None
+
+    def encode(value: Any) -> Encoded:
+        return _attributes(value) or {}, None
+
+    def decode(value: Any, attributes: Any) -> Any:
+        without(attributes)
+        if type(value) is not dict:
+            raise ValueError("not the attributes of a namespace")
+        base = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
+        return set_attributes(base.__new__(cls), value)
+
+    return encode, decode
+
+
+# Subclasses of built-in types.
+
+
+def _ordered(value: Any) -> Any:
+    return OrderedDict((key, dict.__getitem__(value, key)) for key in OrderedDict.__iter__(value))
+
+
+def _make_ordered(cls: Any, value: Any) -> Any:
+    made = OrderedDict.__new__(cls)
+    for key, item in value.items():
+        OrderedDict.__setitem__(made, key, item)
+    return made
+
+
+def _counter(value: Any) -> Any:
+    return _make_dict(Counter, dict.copy(value))
+
+
+def _make_dict(cls: Any, value: Any) -> Any:
+    made = dict.__new__(cls)
+    dict.update(made, value)
+    return made
+
+
+def _default(value: Any) -> Any:
+    return defaultdict(_FACTORY.__get__(value), dict.copy(value))
+
+
+def _make_default(cls: Any, value: Any) -> Any:
+    made = defaultdict.__new__(cls)
+    _FACTORY.__set__(made, value.default_factory)
+    dict.update(made, value)
+    return made
+
+
+_FACTORY: Any = defaultdict.__dict__["default_factory"]
+
+
+def _make_list(cls: Any, value: Any) -> Any:
+    made = list.__new__(cls)
+    list.extend(made, value)
+    return made
+
+
+def _make_set(cls: Any, value: Any) -> Any:
+    made = set.__new__(cls)
+    set.update(made, value)
+    return made
+
+
+def _make_deque(cls: Any, value: Any) -> Any:
+    made = deque.__new__(cls)
+    deque.__init__(made, value, value.maxlen)
+    return made
+
+
+def _make_bytearray(cls: Any, value: Any) -> Any:
+    made = bytearray.__new__(cls)
+    bytearray.extend(made, value)
+    return made
+
+
+_ALL = slice(None)
+#: Built-in types: what makes a plain value of an instance of a subclass, without its methods, and what undoes that.
+_BASES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    OrderedDict: (_ordered, _make_ordered),
+    defaultdict: (_default, _make_default),
+    Counter: (_counter, _make_dict),
+    dict: (dict.copy, _make_dict),
+    deque: (lambda value: deque(deque.__iter__(value), value.maxlen), _make_deque),
+    list: (list.copy, _make_list),
+    tuple: (lambda value: tuple(tuple.__iter__(value)), tuple.__new__),
+    set: (lambda value: set(set.__iter__(value)), _make_set),
+    frozenset: (lambda value: frozenset(frozenset.__iter__(value)), frozenset.__new__),
+    str: (str.__str__, str.__new__),
+    int: (int.__int__, int.__new__),
+    float: (float.__float__, float.__new__),
+    complex: (complex.__pos__, complex.__new__),
+    bytes: (lambda value: bytes.__getitem__(value, _ALL), bytes.__new__),
+    bytearray: (lambda value: bytearray.__getitem__(value, _ALL), _make_bytearray),
+}
+
+
+def _derived(cls: Any) -> _Pair:
+    base = next((base for base in cls.__mro__[1:] if base in _BASES), None)
+    if base is None:
+        return None
+    take, make = _BASES[base]
+
+    def encode(value: Any) -> Encoded:
+        return take(value), _attributes(value)
+
+    def decode(value: Any, attributes: Any) -> Any:
+        if type(value) is not base:
+            raise Undecodable(f"it was made of a {type(value).__name__}, and the class is a {base.__name__}")
+        try:
+            made = make(cls, value)
+        except TypeError as error:  # of a type written in C that has a way of its own
+            raise Undecodable(str(error)) from error
+        return set_attributes(made, attributes)
+
+    return encode, decode

@@ -1,0 +1,357 @@
+"""A thousand drawn interleavings of lazy saves with training: what is saved is what was there at the call."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt import PendingSave
+from fastckpt._background import guard as _guard
+from fastckpt._background import job as _job
+from harness import needs
+from harness.same import same
+
+TURNS = 1000
+pytestmark = [
+    pytest.mark.usefixtures("alone", "matrices_late"),
+    pytest.mark.filterwarnings("ignore:.*Profiler record function:UserWarning"),
+]
+
+
+@pytest.fixture
+def matrices_late(monkeypatch):
+    """The matrices below are large enough to be copied late; biases, statistics, steps and rates are not."""
+    monkeypatch.setattr(_guard, "SMALL", 128)
+
+
+class Gates:
+    """The late copy of each save in drawn pieces, each of which waits for a permit."""
+
+    def __init__(self, monkeypatch, rng):
+        self.rng = rng
+        self.changed = threading.Condition()
+        self.permits = 0
+        self.open = True
+        #: Pieces of this save that are not copied; None before the copy begins.
+        self.left = 0
+        real_stage, real_wait = _job.Job.stage, PendingSave.wait_staged
+
+        def stage(job, wanted, *, last):
+            if not last or not job.late:
+                real_stage(job, wanted, last=last)
+                return
+            pieces = [*self.pieces(wanted), bytes(len(wanted))]
+            with self.changed:
+                self.left = len(pieces)
+                self.changed.notify_all()
+            for number, piece in enumerate(pieces, 1):
+                self.enter()
+                real_stage(job, piece, last=number == len(pieces))
+                self.done()
+
+        def wait_staged(pending, timeout=None):
+            self.let_all()
+            real_wait(pending, timeout)
+
+        monkeypatch.setattr(_job.Job, "stage", stage)
+        monkeypatch.setattr(PendingSave, "wait_staged", wait_staged)
+
+    def pieces(self, wanted):
+        """The wanted tensors in a drawn order, some of them together."""
+        order = [index for index, byte in enumerate(wanted) if byte]
+        self.rng.shuffle(order)
+        while order:
+            count = self.rng.choice([1, 1, 2, 4])
+            part, order = order[:count], order[count:]
+            yield bytes(index in part for index in range(len(wanted)))
+
+    def enter(self):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.open or self.permits, 60)
+            self.permits -= not self.open
+
+    def done(self):
+        with self.changed:
+            self.left -= 1
+            self.changed.notify_all()
+
+    def close(self):
+        with self.changed:
+            self.open, self.permits, self.left = False, 0, None
+
+    def let(self, count):
+        """Let the copy make ``count`` pieces of progress, and wait until it has made them."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.left is not None, 60)
+            left = 0 if self.open else max(0, self.left - count)
+            self.permits += 0 if self.open else self.left - left
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.open or self.left <= left, 60)
+
+    def let_all(self):
+        with self.changed:
+            self.open = True
+            self.changed.notify_all()
+
+
+def model_of(width=8):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, width)
+    )
+
+
+class Training:
+    """A model and the optimizer of one kind; ``step`` is all that changes parameters."""
+
+    def __init__(self, make, **options):
+        self.model = model_of()
+        self.optimizer = make(self.model.parameters(), **options)
+        self.step_once = self.optimizer.step
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 8)).square().mean().backward()
+
+    def step(self):
+        self.step_once()
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+class InThread(Training):
+    """Another thread steps."""
+
+    def step(self):
+        thread = threading.Thread(target=self.optimizer.step)
+        thread.start()
+        thread.join(60)
+
+
+class InBackward(Training):
+    """An optimizer for each parameter, which steps as soon as there is a gradient."""
+
+    def __init__(self, make, **options):
+        super().__init__(make, **options)
+        self.each = {parameter: make([parameter], **options) for parameter in self.model.parameters()}
+        for parameter in self.each:
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, parameter):
+        self.each[parameter].step()
+        self.each[parameter].zero_grad()
+
+    def step(self):
+        pass
+
+    def state(self):
+        return {"model": self.model.state_dict(), "each": [each.state_dict() for each in self.each.values()]}
+
+
+class Compiled(Training):
+    """The step is compiled before anybody has saved lazily."""
+
+    def __init__(self, make, **options):
+        super().__init__(make, **options)
+        self.step_once = torch.compile(self.optimizer.step, backend="eager")
+
+
+class Closure(Training):
+    def step(self):
+        self.optimizer.step(lambda: self.model(torch.ones(4, 8)).square().mean())
+
+
+class Scaled(Training):
+    def __init__(self, make, **options):
+        super().__init__(make, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(torch.randn(4, 8)).square().mean()).backward()
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def state(self):
+        return {**super().state(), "scaler": self.scaler.state_dict()}
+
+
+class Averaged(Training):
+    """An average of the weights follows each step."""
+
+    def __init__(self, make, **options):
+        super().__init__(make, **options)
+        self.average = copy.deepcopy(self.model)
+
+    def step(self):
+        super().step()
+        with torch.no_grad():
+            for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                # Nobody counts this; but the step before has waited.
+                mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+
+    def state(self):
+        return {**super().state(), "average": self.average.state_dict()}
+
+
+class Adversaries(Training):
+    """Two optimizers, each with half of what is saved, and they step in turns."""
+
+    def __init__(self, make, **options):
+        super().__init__(make, **options)
+        self.other = Training(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.turn = 0
+
+    def backward(self):
+        super().backward()
+        self.other.backward()
+
+    def step(self):
+        self.turn += 1
+        pair = (self.other, super())
+        pair[self.turn % 2].step()
+        pair[1 - self.turn % 2].step()
+
+    def state(self):
+        return {"generator": self.other.state(), "discriminator": super().state()}
+
+
+class OfOnesOwn(torch.optim.Optimizer):
+    """Writes through ``data``, which torch does not count."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+KINDS = {
+    "SGD": lambda: Training(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+    "SGD foreach": lambda: Training(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda: Training(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda: Training(torch.optim.AdamW, foreach=False, amsgrad=True),
+    "AdamW foreach": lambda: Training(torch.optim.AdamW, foreach=True),
+    "AdamW fused": lambda: Training(torch.optim.AdamW, fused=True),
+    "AdamW fused, rate in a tensor": lambda: Training(torch.optim.AdamW, lr=torch.tensor(0.01), fused=True),
+    "Adagrad fused": lambda: Training(torch.optim.Adagrad, fused=True),
+    "of one's own": lambda: Training(OfOnesOwn),
+    "with a closure": lambda: Closure(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "in another thread": lambda: InThread(torch.optim.AdamW, fused=True),
+    "in backward": lambda: InBackward(torch.optim.AdamW, fused=True),
+    "compiled": lambda: Compiled(torch.optim.AdamW, foreach=True),
+    "scaled": lambda: Scaled(torch.optim.AdamW, fused=True),
+    "with an average": lambda: Averaged(torch.optim.AdamW, fused=True),
+    "two": lambda: Adversaries(torch.optim.AdamW, fused=True),
+}
+
+
+def train(directory, gates, rng, trainings, turns):
+    """Save at drawn moments, train on beside the copy, and compare; the kinds whose values differ, or that failed."""
+    wrong = []
+    for turn in range(turns):
+        name = rng.choice(list(trainings))
+        training = trainings[name]
+        state = training.state()
+        expected = copy.deepcopy(state)
+        gates.close()
+        path = directory / str(turn % 3)
+        pending = fastckpt.save_async(state, path, lazy=True, io="buffered", threads=1, on_error=lambda _: None)
+        try:
+            for _ in range(rng.choice([1, 1, 2])):
+                gates.let(rng.choice([0, 0, 1, 3]))
+                training.backward()
+                gates.let(rng.choice([0, 0, 1, 5]))
+                training.step()
+        finally:
+            gates.let_all()
+        if pending.exception(60) is not None or not same(fastckpt.load(path, verify=False), expected):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.fixture
+def memory():
+    """A directory that costs no sync: what is durable is not the question here."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch's threads spin for each other, for tensors of 256 bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def trainings():
+    torch._dynamo.reset()
+    made = {name: make() for name, make in KINDS.items()}
+    for training in made.values():
+        training.backward()
+        training.step()
+    return made
+
+
+@pytest.mark.slow
+def test_what_is_saved_is_what_was_there_at_the_call(memory, monkeypatch, trainings):
+    """No training program here calls ``guard``, or knows that it is saved."""
+    rng = random.Random(0)
+    gates = Gates(monkeypatch, rng)
+    assert train(memory, gates, rng, trainings, TURNS) == []
+
+
+def test_without_the_hook_values_differ(memory, monkeypatch, trainings):
+    """So the test above can fail, with every kind of optimizer."""
+    rng = random.Random(0)
+    gates = Gates(monkeypatch, rng)
+    monkeypatch.setattr(_guard, "hold_steps", lambda: None)
+    for name, training in trainings.items():
+        assert set(train(memory, gates, rng, {name: training}, 6)) == {name}
+
+
+def accelerated(model, optimizer):
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def fabric(model, optimizer):
+    lightning = pytest.importorskip("lightning.fabric")
+    return lightning.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+
+
+@pytest.mark.parametrize(("package", "wrap"), [("accelerate", accelerated), ("lightning", fabric)])
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_optimizers_that_frameworks_wrap_wait(memory, monkeypatch, package, wrap):
+    try:
+        __import__(package)
+    except ImportError:
+        needs.missing(f"needs {package}")
+
+    class Wrapped(Training):
+        def __init__(self):
+            super().__init__(torch.optim.AdamW, fused=True)
+            self.model, self.optimizer = wrap(self.model, self.optimizer)
+            self.step_once = self.optimizer.step
+
+    rng = random.Random(0)
+    gates = Gates(monkeypatch, rng)
+    training = Wrapped()
+    training.backward()
+    training.step()
+    assert train(memory, gates, rng, {package: training}, 20) == []

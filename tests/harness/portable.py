@@ -1,0 +1,58 @@
+"""In this process fastckpt reads with the portable reader, as on a laptop, and saves with the compiled core.
+
+``FASTCKPT_TEST_PORTABLE=1 PYTHONPATH=tests python -m pytest -p harness.portable tests/...`` runs tests of reading so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader
+from pathlib import Path
+
+NAME = "fastckpt._core"
+#: Tests of what the compiled core alone does, by what that is.
+OTHERS = {
+    "keeps shards open": (
+        "test_an_open_checkpoint_stays_readable",
+        "test_an_open_checkpoint_leaves_no_descriptors",
+        "test_a_forked_child_opens_its_own_shards",
+    ),
+    "has several engines": ("test_a_load_returns_its_report",),
+}
+
+
+class Finder:
+    """Finds the Python module in the place of the compiled one, as if that were missing."""
+
+    @staticmethod
+    def find_spec(name, path, _target=None):
+        return spec_of(SourceFileLoader, Path(path[0], "_core.py")) if name == NAME else None
+
+
+def spec_of(loader, path):
+    return importlib.util.spec_from_file_location(NAME, path, loader=loader(NAME, str(path)))
+
+
+def install():
+    if NAME in sys.modules:
+        raise AssertionError("fastckpt was imported too early")
+    sys.meta_path.insert(0, Finder)
+    import fastckpt
+    from fastckpt._api import save
+
+    (compiled,) = Path(fastckpt.__file__).parent.glob("_core*.so")
+    spec = spec_of(ExtensionFileLoader, compiled)
+    save._core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(save._core)
+    assert fastckpt._core.__file__.endswith("_core.py")
+
+
+def pytest_collection_modifyitems(config, items):
+    names = {name for some in OTHERS.values() for name in some}
+    others = [item for item in items if getattr(item, "originalname", None) in names]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+install()

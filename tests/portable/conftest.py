@@ -1,0 +1,44 @@
+"""The package as a laptop has it: the same files without the compiled core."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastckpt
+
+pytest.importorskip("anycrc")
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory):
+    """A directory that has the package, without the core."""
+    directory = tmp_path_factory.mktemp("portable")
+    unwanted = shutil.ignore_patterns("_core*.so", "__pycache__")
+    shutil.copytree(Path(fastckpt.__file__).parent, directory / "fastckpt", ignore=unwanted)
+    return directory
+
+
+@pytest.fixture
+def laptop(package):
+    """Run a program where the package has no core; what it printed."""
+
+    def run(program, *arguments, status=0):
+        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout
+
+    return run

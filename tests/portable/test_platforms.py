@@ -1,0 +1,143 @@
+"""Windows and macOS as far as they can be had here: what their Python lacks is taken away before the import."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import fastckpt
+
+torch = pytest.importorskip("torch")
+
+#: Modules and names that each lacks. What others need of them has been imported by then.
+LACKS = """
+import argparse, ctypes, importlib, importlib.metadata, inspect, json, logging, mmap, multiprocessing.connection, os
+import pathlib, shutil, signal, subprocess, sys, tempfile, threading
+import anycrc, numpy, safetensors.torch, torch, tqdm.auto
+
+MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "syslog", "pty"}
+NAMES = {
+    os: ["sched_getaffinity", "memfd_create", "O_DIRECT", "posix_fadvise", "preadv", "pread", "statvfs"],
+    mmap: [name for name in dir(mmap) if name in ("MADV_HUGEPAGE", "MADV_POPULATE_READ", "MADV_DONTFORK")],
+}
+platform = sys.argv[1]
+if platform == "darwin":
+    MODULES = set()
+else:
+    NAMES[os] += ["register_at_fork", "fork", "getuid", "getegid", "getgroups", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"]
+    NAMES[mmap] = [name for name in dir(mmap) if name.startswith(("MADV_", "MAP_", "PROT_"))]
+    NAMES[signal] = ["SIGHUP", "pthread_sigmask"]
+
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in MODULES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing)
+for name in MODULES:
+    sys.modules.pop(name, None)
+for module, names in NAMES.items():
+    for name in names:
+        delattr(module, name)
+sys.platform = platform
+
+import fastckpt
+from fastckpt._tools import cli
+
+path, parent = sys.argv[2], os.path.dirname(sys.argv[2])
+assert fastckpt._core.__file__.endswith("_core.py")
+"""
+PLATFORMS = ["win32", "darwin"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    state = {
+        "model": {"w": torch.arange(3_000_000.0).reshape(1000, 3000), "tie": None, "b": torch.ones(5)},
+        "array": np.arange(12, dtype=">i4").reshape(3, 4).T,
+        "bytes": b"x" * 5000,
+        "step": 7,
+    }
+    state["model"]["tie"] = state["model"]["b"]
+    fastckpt.save(state, tmp_path / "step-7", metadata={"step": 7})
+    return tmp_path / "step-7"
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_is_for_laptops_works(laptop, saved, platform):
+    program = """
+state = fastckpt.load(path)
+assert state["model"]["w"][999, 2999] == 2_999_999 and state["model"]["tie"] is state["model"]["b"]
+assert state["array"].tolist() == numpy.arange(12).reshape(3, 4).T.tolist() and state["bytes"] == b"x" * 5000
+into = {**state, "model": {name: torch.zeros_like(one).t() .contiguous().t() for name, one in state["model"].items()}}
+into["model"]["tie"] = into["model"]["b"]
+fastckpt.load(path, into=into)
+assert torch.equal(into["model"]["w"], state["model"]["w"])
+assert torch.equal(fastckpt.load(path, mmap=True)["model"]["w"], state["model"]["w"])
+assert fastckpt.load(path, framework="numpy", keys="model.b")["model"]["b"].tolist() == [1] * 5
+with fastckpt.open(path) as checkpoint:
+    assert checkpoint.metadata == {"step": 7}
+    assert checkpoint.slice("model.w", (slice(None, None, 500), 7)).tolist() == [7, 1_500_007]
+    assert "model.w" in checkpoint.keys() and checkpoint.structure["step"] == 7
+report = fastckpt.verify(path)
+assert report.ok and report.engine == "buffered" and report.bytes > 12_000_000
+assert [one.name for one in fastckpt.list(parent)] == ["step-7"]
+for command in ("info", "ls", "verify"):
+    assert cli.main([command, path]) == 0, command
+assert cli.main(["convert", path, path + ".safetensors", "--keys", "model.*"]) == 0
+assert torch.equal(safetensors.torch.load_file(path + ".safetensors")["model.w"], state["model"]["w"])
+for name in fastckpt.__all__:
+    getattr(fastckpt, name)
+"""
+    assert "converted" in laptop(LACKS + program, platform, saved)
+
+
+REFUSED = {
+    "save": "fastckpt.save({'a': 1}, path + 'x')",
+    "save_async": "fastckpt.save_async({'a': 1}, path + 'x')",
+    "remove": "fastckpt.remove(path)",
+    "probe": "fastckpt.probe(parent)",
+    "leftovers": "fastckpt.leftovers(parent)",
+    "doctor": "fastckpt.doctor(parent)",
+    "set_target": "fastckpt.set_target('high')",
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_is_for_linux_says_so(laptop, saved, platform):
+    program = f"""
+said = {{}}
+for name, code in {REFUSED!r}.items():
+    try:
+        exec(code)
+    except NotImplementedError as error:
+        said[name] = str(error)
+import contextlib, io
+for command in (["doctor", parent], ["bench", parent], ["clean", parent], ["convert", path + ".pt", path + "y"]):
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        assert cli.main(command) == 2, command
+    said["fastckpt " + command[0]] = text.getvalue()
+print(json.dumps([said, sorted(os.listdir(parent))]))
+"""
+    torch.save({"a": torch.ones(3)}, f"{saved}.pt")
+    said, names = json.loads(laptop(LACKS + program, platform, saved))
+    assert said.keys() == {*REFUSED, *(f"fastckpt {name}" for name in ("doctor", "bench", "clean", "convert"))}
+    assert all("Linux" in text for text in said.values()), said
+    assert names == ["step-7", "step-7.pt"]
+
+
+def test_names_that_lead_elsewhere_on_windows():
+    from fastckpt._portable.manifest import is_plain
+
+    assert is_plain("model.safetensors", windows=True)
+    for name in ("C:model.safetensors", "model.bin:x.safetensors"):
+        assert is_plain(name, windows=False)
+        assert not is_plain(name, windows=True)
+
+
+def test_without_the_package_for_checksums_the_import_says_what_to_install(laptop):
+    program = "import sys; sys.modules['anycrc'] = None\ntry: import fastckpt\nexcept ImportError as e: print(e)"
+    assert "pip install anycrc" in laptop(program)

@@ -1,0 +1,239 @@
+"""The portable reader beside the compiled core, in one process: what both read, and what only it must get right."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _core
+from fastckpt._portable import checksum, hashes, listing, reader
+from fastckpt._portable.boxes import MERGE
+from fastckpt._portable.members import check_tokens, members
+from fastckpt._portable.records import ReadRequest
+from harness import manifest
+
+OPTIONS = {"io": "auto", "drain": None, "tick": None}
+
+
+def test_sums_are_those_of_the_format():
+    data = random.Random(1).randbytes(10_000)
+    for cut in (0, 1, 4096, 9999, 10_000):
+        first, second = data[:cut], data[cut:]
+        assert checksum.of(second, checksum.of(first)) == manifest.crc64(data) == checksum.of(data)
+        assert checksum.joined(checksum.of(first), [(checksum.of(second), len(second))]) == checksum.of(data)
+    assert checksum.of(b"123456789") == 0xAE8B14860A799888
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("c") / "c"
+    dice = np.random.default_rng(0)
+    state = {f"small.{number}": dice.integers(0, 256, number, np.uint8) for number in range(300)}
+    state["large"] = dice.integers(0, 1 << 30, (70, 90, 301), np.int32)
+    state["cut"] = dice.integers(0, 256, (700, 3001, 3), np.uint8).view("S3").reshape(700, 3001)
+    state["odd"] = dice.random((321, 77))
+    state["wide"] = dice.integers(0, 1 << 30, (5, 1_000_000), np.int32)
+    fastckpt.save(state, path, shard_size=9_000_000)
+    return path, state
+
+
+def both(path, saved_number, nbytes, **asked):
+    """The same request to both readers."""
+    found = []
+    for kind, request in ((_core.Reader, _core.ReadRequest), (reader.Reader, ReadRequest)):
+        memory = np.zeros(nbytes, np.uint8)
+        address = memory.__array_interface__["data"][0]
+        report = kind(str(path)).read(
+            [request(saved_number, address, nbytes, **asked)], verify=True, threads=2, **OPTIONS
+        )
+        found.append((memory.tobytes(), report["bytes"], report["tensors"], report["shards"]))
+    assert found[0] == found[1]
+    return found[0][0]
+
+
+def test_all_that_a_manifest_says(saved):
+    path, _ = saved
+    compiled, portable = _core.Reader(str(path)), reader.Reader(str(path))
+    fields = ("name", "dtype", "shape", "shard", "offset", "nbytes")
+    for theirs, ours in zip(compiled.tensors(), portable.tensors(), strict=True):
+        assert all(getattr(theirs, field) == getattr(ours, field) for field in fields)
+    assert [(one.file, one.nbytes) for one in compiled.shards()] == [
+        (one.file, one.nbytes) for one in portable.shards()
+    ]
+    assert (compiled.structure(), compiled.metadata()) == (portable.structure(), portable.metadata())
+    # The two round a number's last digit differently.
+    theirs, ours = compiled.info(), portable.info()
+    assert theirs.pop("saved") == pytest.approx(ours.pop("saved"))
+    assert theirs.pop("created") == pytest.approx(ours.pop("created"))
+    assert theirs == ours
+    assert len(compiled.shards()) > 1
+
+
+def test_drawn_boxes(saved):
+    """In any steps, to memory of any order, over blocks and in one row."""
+    path, state = saved
+    dice = random.Random(2)
+    names = list(state)
+    for _ in range(150):
+        name = dice.choice(["large", "odd", "wide", "small.299", "cut"])
+        array = state[name]
+        box = []
+        for size in array.shape:
+            start, stop = sorted((dice.randint(0, size), dice.randint(0, size)))
+            box.append((start, stop, dice.choice([1, 1, 1, 2, 7, 100_000])))
+        part = array[tuple(slice(*along) for along in box)]
+        order = dice.sample(range(part.ndim), part.ndim)
+        layout = np.empty([part.shape[axis] for axis in order], part.dtype).transpose(np.argsort(order))
+        strides = dice.choice([None, layout.strides])
+        if not part.size:
+            continue
+        read = both(path, names.index(name), part.nbytes, box=box, strides=strides)
+        whole = np.ndarray(part.shape, part.dtype, read, strides=strides)
+        assert np.array_equal(whole, part), (name, box, strides)
+
+
+def test_a_box_reads_no_large_gaps(saved, monkeypatch):
+    path, state = saved
+    read = []
+    fill = reader.read_at
+    monkeypatch.setattr(reader, "read_at", lambda file, offset, to: read.append(len(to)) or fill(file, offset, to))
+    number = list(state).index("wide")
+    memory = np.zeros(5, np.int32)
+    request = ReadRequest(number, memory.ctypes.data, memory.nbytes, [(0, 5, 1), (7, 8, 1)])
+    reader.Reader(path).read([request], verify=False, threads=1, **OPTIONS)
+    assert memory.tolist() == state["wide"][:, 7].tolist()
+    assert read == [4] * 5
+    assert MERGE < 4_000_000
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "longer", "header", "whole sum"])
+def test_damage_is_what_the_core_finds(saved, tmp_path, damage):
+    import shutil
+
+    path = tmp_path / "c"
+    shutil.copytree(saved[0], path)
+    shard = sorted(path.glob("*.safetensors"))[1]
+    content = bytearray(shard.read_bytes())
+    if damage == "flipped":
+        content[5_000_000] ^= 1
+    elif damage == "cut":
+        del content[6_000_000:]
+    elif damage == "longer":
+        content += b"x"
+    elif damage == "header":
+        content[100] ^= 1
+    else:
+        body = manifest.body_of(path)
+        body["shards"][1]["crc"] = "0" * 16
+        manifest.forge(path, body)
+    shard.write_bytes(content)
+    if damage == "missing":
+        shard.unlink()
+    found = []
+    for kind in (_core.Reader, reader.Reader):
+        verified = kind(str(path)).verify(io="auto", threads=2, tick=None)
+        found.append({(one.file, one.offset, one.length, one.tensor) for one in verified["damage"]})
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_replaced_while_it_is_read(tmp_path):
+    fastckpt.save({"a": np.arange(1000)}, tmp_path / "c")
+    opened = reader.Reader(tmp_path / "c")
+    memory = np.zeros(1000, np.int64)
+    request = ReadRequest(0, memory.ctypes.data, memory.nbytes)
+    fastckpt.save({"a": np.arange(1, 1001)}, tmp_path / "c")
+    with pytest.raises(fastckpt.ReplacedCheckpointError, match="open it again"):
+        opened.read([request], verify=True, threads=1, **OPTIONS)
+    fastckpt.remove(tmp_path / "c")
+    with pytest.raises(fastckpt.ReplacedCheckpointError):
+        opened.read([request], verify=True, threads=1, **OPTIONS)
+
+
+def test_an_error_of_a_callback_ends_the_read(saved):
+    path, state = saved
+    number = list(state).index("wide")
+    memory = np.empty(state["wide"].nbytes, np.uint8)
+    request = ReadRequest(number, memory.ctypes.data, memory.nbytes)
+
+    def fail(*_):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        reader.Reader(path).read([request], verify=True, threads=2, **{**OPTIONS, "tick": fail})
+    lost = ReadRequest(number, 0, memory.nbytes)
+    with pytest.raises(KeyError, match="mine"):
+        reader.Reader(path).read([lost], verify=True, threads=2, **{**OPTIONS, "drain": fail})
+
+
+def test_listed_as_by_the_core(tmp_path):
+    for name in ("step-1", "step-2", "step-3"):
+        fastckpt.save({"a": np.arange(10)}, tmp_path / name)
+    (tmp_path / "step-2" / "model.safetensors").unlink()
+    (tmp_path / "step-3" / "fastckpt.json").write_bytes(b"no")
+    (tmp_path / "latest").symlink_to("step-1")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / ".step-4.tmp-host-0000000000000001-1-1-1-00000000").mkdir()
+    (tmp_path / ".step-4.tmp-host-0000000000000001-1-1-1-00000000" / "fastckpt.json").write_bytes(b"")
+    for ours, theirs in zip(listing.list_checkpoints(str(tmp_path)), fastckpt.list(tmp_path), strict=True):
+        assert ours._replace(created=None, damage=None)[:5] == (
+            theirs.name,
+            theirs.path,
+            None,
+            theirs.bytes,
+            theirs.aside,
+        )
+        assert ours.created == pytest.approx(theirs.created) if theirs.created else ours.created is None
+        assert (ours.damage is None) == (theirs.damage is None), (ours, theirs)
+    with pytest.raises(FileNotFoundError, match="cannot list"):
+        listing.list_checkpoints(str(tmp_path / "nowhere"))
+
+
+def test_keys_that_crowd():
+    """The verdicts are the core's, for what people use and for what was made to collide."""
+    period = (1 << 61) - 1
+    families = {
+        "numbers": range(5000),
+        "strides": range(0, 1 << 40, 1 << 26),
+        "names": [f"layer.{number}.weight" for number in range(5000)],
+        "powers": [1 << number for number in range(5000)],
+        "floats": [number / 7 for number in range(5000)],
+        "forged": [number * period for number in range(5000)],
+        "half forged": [*range(5000), *(number * period for number in range(2000))],
+    }
+    verdicts = {}
+    for (name, keys), neighbours in itertools.product(families.items(), (0, 9)):
+        verdicts[name, neighbours] = hashes.crowded(list(keys), neighbours=neighbours)
+        assert verdicts[name, neighbours] == _core.crowded(list(keys), neighbours=neighbours), (name, neighbours)
+    assert set(verdicts.values()) == {True, False}
+
+
+def test_members_are_told_apart_wherever_the_text_is_cut(monkeypatch):
+    text = rb'{"a\"]\\":[1,{"b":"]}\\\\\""}] , "c":"\\\\\\\"{[,:","d":{"e":[]},"f":[[],["x",[1,2]]]}' + b" \n"
+    found = members(text)
+    assert list(found) == ['a"]\\', "c", "d", "f"]
+    for size in range(1, 40):
+        monkeypatch.setattr("fastckpt._portable.members._CHUNK", size)
+        assert members(text) == found
+        check_tokens("it", found["f"])
+        for bad in (b'[["x",[1],[2]]]', b'[["x",[[]]]]', b'[{"a":1}]', b"1"):
+            with pytest.raises(ValueError, match="it "):
+                check_tokens("it", bad)
+    for bad in (
+        b"",
+        b"{}",
+        b"[]",
+        b'{"a":1}}',
+        b'{"a":1}{',
+        b'{"a":1,"a":2}',
+        b'{"a":1',
+        b"{1:2}",
+        b'{"a" 1}',
+        b'{"a":1},',
+    ):
+        with pytest.raises(ValueError, match=r"it |follows"):
+            members(bad)
