@@ -73,6 +73,7 @@ class SaveOptions:
     """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
 
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
+    ``files`` are further files for the directory, by plain names that are not fastckpt's own.
     """
 
     def __new__(
@@ -81,6 +82,7 @@ class SaveOptions:
         shard_size: int,
         model_prefix: str = "",
         overwrite: bool = True,
+        files: Sequence[tuple[str, bytes]] = (),
         io: str = "auto",
         threads: int | None = None,
         bandwidth_limit: int | None = None,
@@ -108,7 +110,10 @@ def save(
     """
 
 def check_target(path: str, overwrite: bool) -> None:
-    """Raise what a save to ``path`` would: its parent is missing, or something has the name that stays."""
+    """Raise what a save to ``path`` would, as far as a look shows; make nothing.
+
+    Something has the name and must not be replaced, or no directory can be made there.
+    """
 
 @final
 class ListedCheckpoint:

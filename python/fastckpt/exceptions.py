@@ -10,7 +10,14 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A file of the checkpoint is not what was written: damaged, cut short, missing, or never one of ours."""
+    """A file of the checkpoint is not what was written: damaged, cut short, or missing."""
+
+
+class NotACheckpointError(CheckpointError):
+    """What is at the path was not written by fastckpt: a file, or a directory without a manifest (``fastckpt.json``).
+
+    The message says what it looks like, and names ``fastckpt convert`` where that makes a checkpoint of it.
+    """
 
 
 class ReplacedCheckpointError(CheckpointError, FileNotFoundError):

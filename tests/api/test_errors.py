@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import torch
 
 import fastckpt
-from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError
+from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError, UnsupportedTypeError, _core
+from fastckpt._tools import convert as _convert
 from harness import manifest, mounts, needs, strace, zygote
 from harness.states import numbered, same, which
 
@@ -213,11 +219,13 @@ def test_read_only_directory(children):
     with mounts.public_directory() as directory:
         locked = directory / "locked"
         locked.mkdir(mode=0o555)
-        raised = children.run("refused", path=str(locked / "step"), user=True)
-        assert isinstance(raised, zygote.Raised)
-        assert raised.kind == "PermissionError", raised
-        assert raised.errno == errno.EACCES
-        assert str(locked) in raised.filename
+        for operation in ("save", "save_async"):
+            for name in ("step", "a/b/step"):
+                raised = children.run("refused", path=str(locked / name), user=True, operation=operation)
+                assert isinstance(raised, zygote.Raised)
+                assert raised.kind == "PermissionError", raised
+                assert raised.errno == errno.EACCES
+                assert str(locked) in raised.filename
         assert manifest.listing(locked) == []
 
 
@@ -246,9 +254,9 @@ def test_read_only_mount():
     with mounts.mount("tmpfs") as point:
         fastckpt.save(numbered(1), point / "step")
         with mounts.read_only(point):
-            for name in ("step", "other"):
+            for name, save in itertools.product(("step", "other", "a/b"), (fastckpt.save, fastckpt.save_async)):
                 with pytest.raises(OSError) as caught:
-                    fastckpt.save(numbered(2), point / name)
+                    save(numbered(2), point / name)
                 assert caught.value.errno == errno.EROFS
                 assert str(point) in os.fsdecode(caught.value.filename)
             assert which(fastckpt.load(point / "step")) == 1, "reading asks for nothing"
@@ -256,20 +264,26 @@ def test_read_only_mount():
         assert visible(point) == ["step"]
 
 
-def test_missing_parent(tmp_path):
-    path = tmp_path / "missing" / "step"
-    with pytest.raises(FileNotFoundError) as caught:
-        fastckpt.save(numbered(1), path)
-    assert str(tmp_path / "missing") in os.fsdecode(caught.value.filename)
+def test_missing_parents_are_made_by_the_save_and_by_nothing_else(tmp_path):
+    path = tmp_path / "a" / "b" / "step"
+    _core.check_target(str(path), False)
+    with pytest.raises(UnsupportedTypeError):
+        fastckpt.save(object(), path)
     assert manifest.listing(tmp_path) == []
+    fastckpt.save_async(numbered(1), path).result()
+    assert which(fastckpt.load(path)) == 1
+    fastckpt.save(numbered(2), tmp_path / "a" / "c" / "step", overwrite=False)
+    assert manifest.listing(tmp_path / "a") == ["b", "c"]
 
 
 def test_parent_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
-    for operation in (lambda path: fastckpt.save(numbered(1), path), fastckpt.load, fastckpt.open, fastckpt.verify):
-        with pytest.raises(NotADirectoryError) as caught:
-            operation(tmp_path / "file" / "step")
-        assert str(tmp_path / "file") in os.fsdecode(caught.value.filename)
+    saves = (lambda path: fastckpt.save(numbered(1), path), lambda path: fastckpt.save_async(numbered(1), path))
+    for operation in (*saves, fastckpt.load, fastckpt.open, fastckpt.verify):
+        for name in ("step", "more/step"):
+            with pytest.raises(NotADirectoryError) as caught:
+                operation(tmp_path / "file" / name)
+            assert str(tmp_path / "file") in os.fsdecode(caught.value.filename)
 
 
 def test_name_too_long(tmp_path):
@@ -286,23 +300,95 @@ def test_nothing_there(tmp_path, operation):
     assert str(tmp_path / "step") in os.fsdecode(caught.value.filename)
 
 
-@pytest.mark.parametrize("operation", ["load", "open", "verify"])
-def test_directory_without_a_manifest(tmp_path, operation):
-    """Not one of ours, or half copied: either way the manifest is what is missing, by name."""
-    (tmp_path / "step").mkdir()
-    (tmp_path / "step" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError) as caught:
-        getattr(fastckpt, operation)(tmp_path / "step")
-    assert str(tmp_path / "step") in str(caught.value)
-    assert manifest.NAME in str(caught.value)
+# --- not ours --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["load", "open", "verify"])
-def test_file_in_place_of_a_directory(tmp_path, operation):
-    (tmp_path / "step").write_bytes(b"PK\x03\x04")
-    with pytest.raises(NotADirectoryError) as caught:
-        getattr(fastckpt, operation)(tmp_path / "step")
-    assert str(tmp_path / "step") in str(caught.value)
+def _torch_file(path, **options):
+    torch.save({"w": torch.ones(3)}, path, **options)
+
+
+def _old_torch_file(path):
+    _torch_file(path, _use_new_zipfile_serialization=False)
+
+
+def _safetensors_file(path):
+    path.write_bytes(safetensors.numpy.save({"w": np.ones(3)}))
+
+
+def _shard(path):
+    fastckpt.save(numbered(1), path)
+    return path / "model.safetensors"
+
+
+def _hugging_face(path):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    _safetensors_file(path / "model.safetensors")
+
+
+def _lost_manifest(path):
+    fastckpt.save({"model": numbered(1), "other": np.ones(2)}, path)
+    (path / manifest.NAME).unlink()
+
+
+def _distributed(path):
+    path.mkdir()
+    (path / ".metadata").write_bytes(b"")
+    (path / "__0_0.distcp").write_bytes(b"")
+
+
+def _several(path):
+    for step in (9, 10):
+        fastckpt.save(numbered(step), path / f"step-{step}")
+    (path / ".step-11.tmp").mkdir()
+    (path / ".step-11.tmp" / manifest.NAME).write_bytes(b"{")
+
+
+#: How each is made; what the message says of it, and whether fastckpt convert reads it.
+FOREIGN = {
+    "torch": (_torch_file, "a file of torch.save", True),
+    "torch before 1.6": (_old_torch_file, "a file of torch.save", True),
+    "safetensors": (_safetensors_file, "a file of safetensors", True),
+    "text": (lambda path: path.write_text("notes"), "a checkpoint is a directory", False),
+    "fifo": (os.mkfifo, "neither a directory nor a file", False),
+    "shard": (_shard, "give its directory", False),
+    "empty": (Path.mkdir, "an empty directory", False),
+    "Hugging Face": (_hugging_face, "a model of Hugging Face", True),
+    "lost manifest": (_lost_manifest, "lost its manifest", False),
+    "distributed": (_distributed, "torch.distributed.checkpoint", False),
+    "several": (_several, "step-10 is the newest", False),
+    "other": (lambda path: (path / "logs").mkdir(parents=True), f"it holds no {manifest.NAME}", False),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_ours_is_named(tmp_path, kind):
+    make, what, converts = FOREIGN[kind]
+    made = make(tmp_path / "it's")
+    path = made if kind == "shard" else tmp_path / "it's"
+    before = manifest.listing(tmp_path)
+    for operation in (fastckpt.load, fastckpt.open, fastckpt.verify):
+        with pytest.raises(fastckpt.NotACheckpointError) as caught:
+            operation(path)
+        assert str(path) in str(caught.value)
+        assert what in str(caught.value)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+        command = re.search(r"'(fastckpt convert .*) NEW_DIRECTORY' makes", str(caught.value))
+        assert (command is not None) == converts
+        if command is not None:
+            *_, source = shlex.split(command[1])
+            assert source == str(path)
+            _convert.convert(path, tmp_path / f"made by {operation.__name__}", keys=None, overwrite=False)
+    assert [name for name in manifest.listing(tmp_path) if not name.startswith("made by")] == before
+
+
+def test_a_manifest_that_is_damaged_is_damage_whatever_lies_beside_it(tmp_path):
+    path = tmp_path / "step"
+    fastckpt.save(numbered(1), path, files={"config.json": "{}"})
+    (path / manifest.NAME).write_bytes(b"")
+    for operation in (fastckpt.load, fastckpt.open, fastckpt.verify):
+        with pytest.raises(CorruptCheckpointError, match=manifest.NAME):
+            operation(path)
 
 
 def test_out_of_descriptors(children, tmp_path):
@@ -589,12 +675,15 @@ def test_errors_leave_the_process_fit(damaged, tmp_path):
     def fail():
         # Not pytest.raises: it keeps the traceback, and with it the reader, alive.
         ends = []
-        for operation in (fastckpt.load, lambda where: fastckpt.save(numbered(1, 4096), where / "missing" / "step")):
+        for operation in (
+            fastckpt.load,
+            lambda where: fastckpt.save(numbered(1, 4096), where / manifest.NAME / "step"),
+        ):
             try:
                 operation(path)
             except (OSError, CheckpointError) as error:
                 ends.append(type(error).__name__)
-        assert ends == ["CorruptCheckpointError", "FileNotFoundError"]
+        assert ends == ["CorruptCheckpointError", "NotADirectoryError"]
 
     fail()
     before = len(os.listdir("/proc/self/fd"))

@@ -179,8 +179,6 @@ def test_paths_of_every_sort(tmp_path, monkeypatch):
         fastckpt.save(1, "")
     with pytest.raises(ValueError, match="null"):
         fastckpt.save(1, "a\0b")
-    with pytest.raises(FileNotFoundError):
-        fastckpt.save(1, tmp_path / "no" / "parent")
 
 
 def test_options_are_keywords(tmp_path):
@@ -259,3 +257,69 @@ def test_the_state_is_not_changed(tmp_path):
     assert w._version == version
     assert w.grad_fn is None
     assert state["t"].grad_fn is not None
+
+
+# Files.
+
+
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_files_come_with_the_checkpoint(tmp_path, save):
+    path, source = tmp_path / "c", tmp_path / "tokenizer.json"
+    source.write_bytes(b"\0\xff" * 5000)
+    binary = bytearray(b"\x80bin")
+    files = {"config.json": '{"é": 1}', "raw.bin": binary, "view": memoryview(b"v"), source.name: source, "none": b""}
+    pending = save({"w": np.ones(3)}, path, files=files, overwrite=False)
+    if save is fastckpt.save_async:
+        # What was given at the call counts.
+        binary[:] = b"late"
+        source.unlink()
+        pending.result()
+    contents = {name: (path / name).read_bytes() for name in files}
+    expected = {"config.json": '{"é": 1}'.encode(), "raw.bin": b"\x80bin", "view": b"v", "none": b""}
+    assert contents == expected | {source.name: b"\0\xff" * 5000}
+    assert fastckpt.verify(path).ok
+    save({"w": np.zeros(3)}, path, files={"config.json": "new"})
+    if save is fastckpt.save_async:
+        fastckpt.drain()
+    assert names_in(path) == sorted([*files, "fastckpt.json", "model.safetensors"])
+    assert (path / "config.json").read_text() == "new"
+    assert (path / "raw.bin").read_bytes() == b"\x80bin"
+    assert fastckpt.load(path)["w"].tolist() == [0, 0, 0]
+    with pytest.raises(OSError, match=r"holds `.*`, which is no part of the checkpoint"):
+        fastckpt.remove(path)
+    fastckpt.remove(path, everything=True)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_files_that_are_none(tmp_path, save):
+    os.mkfifo(tmp_path / "fifo")
+    wrong_names = ("", ".", "..", ".hidden", "a/b", "/a", "a\0", "n" * 256, "\udcff", "fastckpt.json")
+    for name in (*wrong_names, "model.safetensors.index.json", "model.safetensors", "lora.safetensors"):
+        with pytest.raises(ValueError, match=f"{save.__name__}: files: "):
+            save(1, tmp_path / "c", files={name: "x"})
+    for error, files in (
+        (TypeError, ["config.json"]),
+        (TypeError, {b"config.json": "x"}),
+        (TypeError, {"config.json": 1}),
+        (TypeError, {"config.json": {"dict": 1}}),
+        (ValueError, {"config.json": "\ud800"}),
+        (ValueError, {"config.json": tmp_path / "fifo"}),
+        (FileNotFoundError, {"config.json": tmp_path / "missing"}),
+        ((ValueError, IsADirectoryError), {"config.json": tmp_path}),
+    ):
+        with pytest.raises(error, match=r"config.json|files must be|missing"):
+            save(1, tmp_path / "c", files=files)
+    assert names_in(tmp_path) == ["fifo"]
+
+
+def test_transformers_finds_the_files_that_came_with_a_save(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="NOT TESTED HERE: needs transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    state = {"model": model.state_dict(), "step": 3}
+    fastckpt.save(state, tmp_path / "runs" / "step-3", files={"config.json": config.to_json_string()})
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "step-3")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in state["model"].items())

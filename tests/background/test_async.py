@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,9 @@ def nothing_left():
 
 
 @pytest.fixture
-def late(monkeypatch):
-    """A parent that goes between the call, which looks at it, and the save in the background."""
+def late(monkeypatch, tmp_path):
+    """``no`` leads nowhere, as if it came to that between the call, which looks at it, and the background save."""
+    (tmp_path / "no").symlink_to("nowhere")
     monkeypatch.setattr(_core, "check_target", lambda *_: None)
 
 
@@ -345,16 +347,16 @@ def test_threads_that_save_at_once_share_the_flights(tmp_path):
 
 
 def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, caplog, late):
-    target = tmp_path / "later" / "c"
+    target = tmp_path / "no" / "c"
     for lazy in (False, True):
         pending = fastckpt.save_async(numbered(1), target, lazy=lazy)
-        with pytest.raises(FileNotFoundError, match="create it first"):
+        with pytest.raises(FileNotFoundError, match="leads nowhere"):
             pending.result(60)
         assert isinstance(pending.exception(), FileNotFoundError)
         assert pending.progress().phase == "failed"
         pending.wait_staged(0)
     wait_until(lambda: [record.levelname for record in caplog.records] == ["ERROR", "ERROR"])
-    target.parent.mkdir()
+    target.parent.unlink()
     fastckpt.save_async(numbered(1), target).result(60)
     assert which(fastckpt.load(target)) == 1
 
@@ -367,13 +369,84 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
     with pytest.raises(FileNotFoundError) as caught:
-        fastckpt.save_async(numbered(2), tmp_path / "c")
+        fastckpt.save_async(numbered(3), tmp_path / "c")
     if sys.version_info >= (3, 11):
         text = "".join(traceback.format_exception(caught.value))
-        assert f"asynchronous save to {broken.path}; this call did nothing" in text
-    assert not (tmp_path / "c").exists()
+        assert f"asynchronous save to {broken.path}; save_async raised it because nobody had asked" in text
+        assert f"the save of this call, to {tmp_path / 'c'}, goes on" in text
+    # It saved first, and its handle is not lost.
+    assert caught.value.pending_save.path == str(tmp_path / "c")
+    assert caught.value.pending_save.result(60).bytes > 0
+    assert which(fastckpt.load(tmp_path / "c")) == 3
     fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
     assert which(fastckpt.load(tmp_path / "c")) == 2
+
+
+def fail(path, **options):
+    """A save that fails, as ``late`` lets it, and is over."""
+    pending = fastckpt.save_async(numbered(1), path / "no" / "c", **options)
+    pending.finished.wait(60)
+    return pending
+
+
+def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
+    # A loop that saves on, whatever happens: every other save fails, and all others are durable.
+    errors = []
+    for turn in range(6):
+        bad = tmp_path / "no" / "c" if turn % 2 else None
+        try:
+            pending = fastckpt.save_async(numbered(turn), bad or tmp_path / str(turn))
+        except FileNotFoundError as error:
+            errors.append(error)
+            pending = error.pending_save
+        pending.finished.wait(60)
+    assert len(errors) == 2
+    with pytest.raises(FileNotFoundError):
+        fastckpt.drain()
+    assert entries(tmp_path) == ["0", "2", "4"]
+
+
+def test_a_failure_can_be_a_warning(tmp_path, late):
+    fail(tmp_path, on_error="warn")
+    with pytest.warns(RuntimeWarning, match="no/c failed") as told:
+        fastckpt.drain()
+    assert told[0].filename == __file__
+    fail(tmp_path, on_error="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="no/c failed") as caught:
+            fastckpt.save_async(numbered(2), tmp_path / "c")
+    assert caught.value.pending_save.result(60).bytes > 0
+    assert fail(tmp_path, on_error="warn").exception() is not None
+    fastckpt.drain()
+
+
+def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog):
+    told = []
+
+    def on_error(pending):
+        told.append((threading.current_thread().name, pending, pending.exception()))
+
+    broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=on_error)
+    wait_until(lambda: told)
+    assert told[0][:2] == ("fastckpt-save", broken)
+    assert isinstance(told[0][2], FileNotFoundError)
+    fastckpt.drain()
+    fastckpt.save_async(numbered(2), tmp_path / "c", on_error=on_error).result(60)
+    cancelled = fastckpt.save_async(numbered(2), tmp_path / "d", on_error=on_error, bandwidth_limit=SLOWLY)
+    assert cancelled.cancel()
+    assert len(told) == 1
+
+    def raises(_):
+        raise RuntimeError("the messenger")
+
+    fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=raises)
+    wait_until(lambda: "the messenger" in caplog.text and _in_flight.unasked())
+    with pytest.raises(FileNotFoundError):
+        fastckpt.drain()
+    for wrong in ("ignore", None, 3):
+        with pytest.raises(ValueError, match='on_error must be "raise", "warn" or a function'):
+            fastckpt.save_async(numbered(2), tmp_path / "c", on_error=wrong)
 
 
 def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
@@ -416,7 +489,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     import torch
 
-    state = {"t": torch.arange(12.0).view(3, 4).t()}
+    state = {"t": torch.arange(20_000.0).view(200, 100).t()}
 
     def broken(*_):
         raise RuntimeError("cannot copy")
@@ -429,7 +502,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     pending.wait_staged(60)
     with pytest.raises(RuntimeError, match="cannot copy"):
         pending.result(60)
-    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 48)
+    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 80_000)
     assert entries(tmp_path) == []
     monkeypatch.undo()
     fastckpt.save_async(state, tmp_path / "c").result(60)
@@ -536,7 +609,8 @@ def hold():
     return gate
 
 def late():
-    # As if the parent went between the call, which looks at it, and the save in the background.
+    # As if it came to that between the call, which looks at it, and the save in the background.
+    os.path.lexists(target + "-no") or os.symlink("nowhere", target + "-no")
     from fastckpt import _core
     _core.check_target = lambda *_: None
 """
@@ -593,10 +667,10 @@ def test_exit_handlers_may_save(tmp_path, before):
 
 @pytest.mark.parametrize(("ending", "status"), [("", 0), ("sys.exit(7)", 7), ("raise RuntimeError('boom')", 1)])
 def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, status):
-    done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '/no/c')\n{ending}", expected=status)
+    done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '-no/c')\n{ending}", expected=status)
     assert "asynchronous save to " in done.stderr
-    assert "/no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
-    asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '/no/c').exception()")
+    assert "-no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
+    asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '-no/c').exception()")
     assert "nobody asked" not in asked.stderr
 
 
@@ -681,7 +755,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         gate = hold()
         pending = fastckpt.save_async(state, target)
         late()
-        failed = fastckpt.save_async(state, target + "/no/c", max_in_flight=2)
+        failed = fastckpt.save_async(state, target + "-no/c", max_in_flight=2)
         failed.finished.wait()
         child = os.fork()
         if not child:
@@ -897,14 +971,19 @@ def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
     assert which(fastckpt.load(tmp_path / "c")) == 1
 
 
-@pytest.mark.parametrize("obstacle", ["parent", "file", "existing"])
+@pytest.mark.parametrize("obstacle", ["parent", "link", "file", "directory", "existing"])
 def test_a_bad_path_is_told_at_the_call(tmp_path, obstacle):
-    path = tmp_path / "missing" / "step" if obstacle == "parent" else tmp_path / "step"
-    if obstacle == "file":
+    path, expected = tmp_path / "step", FileExistsError
+    if obstacle in ("parent", "file"):
         path.write_text("the only copy")
-    elif obstacle == "existing":
+    elif obstacle == "link":
+        path.symlink_to("nowhere")
+    elif obstacle == "directory":
+        (path / "sub").mkdir(parents=True)
+    else:
         fastckpt.save({"a": 1}, path)
-    expected = FileNotFoundError if obstacle == "parent" else FileExistsError
+    if obstacle == "parent":
+        path, expected = path / "a" / "b", NotADirectoryError
     with pytest.raises(expected, match=re.escape(str(tmp_path))):
         fastckpt.save_async({"a": np.zeros(3)}, path, overwrite=obstacle != "existing")
     fastckpt.save_async({"a": 2}, tmp_path / "other").result()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,7 +232,7 @@ class OfOnesOwn(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})
 
-    def step(self, closure=None):  # noqa: ARG002 - what optimizers have
+    def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.add_(parameter.grad.data, alpha=-0.1)
@@ -256,7 +258,7 @@ KINDS = {
 }
 
 
-def train(tmp_path, gates, rng, trainings, turns):
+def train(directory, gates, rng, trainings, turns):
     """Save at drawn moments, train on beside the copy, and compare; the kinds whose values differ, or that failed."""
     wrong = []
     for turn in range(turns):
@@ -265,7 +267,7 @@ def train(tmp_path, gates, rng, trainings, turns):
         state = training.state()
         expected = copy.deepcopy(state)
         gates.close()
-        path = tmp_path / str(turn % 3)
+        path = directory / str(turn % 3)
         pending = fastckpt.save_async(state, path, lazy=True, io="buffered", threads=1, on_error=lambda _: None)
         try:
             for _ in range(rng.choice([1, 1, 2])):
@@ -281,6 +283,22 @@ def train(tmp_path, gates, rng, trainings, turns):
 
 
 @pytest.fixture
+def memory():
+    """A directory that costs no sync: what is durable is not the question here."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch's threads spin for each other, for tensors of 256 bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def trainings():
     torch._dynamo.reset()
     made = {name: make() for name, make in KINDS.items()}
@@ -291,20 +309,20 @@ def trainings():
 
 
 @pytest.mark.slow
-def test_what_is_saved_is_what_was_there_at_the_call(tmp_path, monkeypatch, trainings):
+def test_what_is_saved_is_what_was_there_at_the_call(memory, monkeypatch, trainings):
     """No training program here calls ``guard``, or knows that it is saved."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
-    assert train(tmp_path, gates, rng, trainings, TURNS) == []
+    assert train(memory, gates, rng, trainings, TURNS) == []
 
 
-def test_without_the_hook_values_differ(tmp_path, monkeypatch, trainings):
+def test_without_the_hook_values_differ(memory, monkeypatch, trainings):
     """So the test above can fail, with every kind of optimizer."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
     monkeypatch.setattr(_guard, "hold_steps", lambda: None)
     for name, training in trainings.items():
-        assert set(train(tmp_path, gates, rng, {name: training}, 6)) == {name}
+        assert set(train(memory, gates, rng, {name: training}, 6)) == {name}
 
 
 def accelerated(model, optimizer):
@@ -319,7 +337,7 @@ def fabric(model, optimizer):
 
 @pytest.mark.parametrize(("package", "wrap"), [("accelerate", accelerated), ("lightning", fabric)])
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_optimizers_that_frameworks_wrap_wait(tmp_path, monkeypatch, package, wrap):
+def test_optimizers_that_frameworks_wrap_wait(memory, monkeypatch, package, wrap):
     try:
         __import__(package)
     except ImportError:
@@ -336,4 +354,4 @@ def test_optimizers_that_frameworks_wrap_wait(tmp_path, monkeypatch, package, wr
     training = Wrapped()
     training.backward()
     training.step()
-    assert train(tmp_path, gates, rng, {package: training}, 20) == []
+    assert train(memory, gates, rng, {package: training}, 20) == []

@@ -81,7 +81,7 @@ def traced_save(children, path, log, *, index, inject=(), **options):
         return end, trace.calls()
 
 
-def check_order(calls, path, *, exchanged):
+def check_order(calls, path, *, exchanged, files=()):
     parent, name = str(path.parent), path.name
     work = re.compile(rf"{re.escape(parent)}/\.{re.escape(name)}\.tmp-[^/]+")
     # The commit: the rename whose target is the final name.
@@ -121,8 +121,8 @@ def check_order(calls, path, *, exchanged):
     manifest_sync = synced(target)[-1]
     assert any(call.name == "fsync" for call in synced(target)), "a file that has grown needs fsync, not fdatasync"
     assert max(call.end for call in writes) < manifest_sync.start
-    index = f"{temporary}/model.safetensors.index.json"
-    assert synced(index)[-1].end < commit.start
+    for file in ("model.safetensors.index.json", *files):
+        assert synced(f"{temporary}/{file}")[-1].end < commit.start
     directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
     made = [call for call in calls if call.name.startswith("open") and call.opened().startswith(f"{temporary}/")]
     assert all(
@@ -153,11 +153,67 @@ def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, e
     assert not isinstance(end, zygote.Raised), end
     assert end["engine"] == engine
     check_order(calls, path, exchanged=False)
-    end, calls = traced_save(children, path, tmp_path / "second.log", index=2, io=engine, **SHARDS)
+    files = {"config.json": "{}"}
+    end, calls = traced_save(children, path, tmp_path / "second.log", index=2, io=engine, files=files, **SHARDS)
     assert not isinstance(end, zygote.Raised), end
-    check_order(calls, path, exchanged=True)
+    check_order(calls, path, exchanged=True, files=files)
     assert whole(path, SHARDS["nbytes"]) == 2
     assert manifest.listing(parent) == ["step"]
+
+
+def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_path):
+    """Mutants: no sync of what holds a new directory; only the lowest one synced."""
+    path = parent / "a" / "b" / "step"
+    end, calls = traced_save(children, path, tmp_path / "log", index=1, **SHARDS)
+    assert not isinstance(end, zygote.Raised), end
+    check_order(calls, path, exchanged=False)
+    commit = next(call for call in calls if call.name in RENAMES and call.ok and call.paths()[1:] == [str(path)])
+    for made in (parent / "a", parent / "a" / "b"):
+        making = [call for call in calls if call.name.startswith("mkdir") and call.ok and call.paths() == [str(made)]]
+        assert len(making) == 1, made
+        synced = [
+            call
+            for call in calls
+            if call.name in SYNCS
+            and call.ok
+            and call.fd_paths() == [str(made.parent)]
+            and making[0].end < call.start
+            and call.end < commit.start
+        ]
+        assert synced, f"{made} may not survive a power cut"
+
+
+def test_parents_that_others_make_at_the_same_time(children, parent):
+    """Mutant: a directory that somebody else has just made is an error."""
+    for turn in range(10):
+        savers = [
+            children.start("save_held", path=str(parent / f"{turn}" / "a" / "b" / str(rank)), index=rank, nbytes=SMALL)
+            for rank in range(4)
+        ]
+        for saver in savers:
+            assert saver.next() == "ready"
+        for saver in savers:
+            saver.go()
+        for rank, saver in enumerate(savers):
+            end = saver.outcome()
+            assert not isinstance(end, zygote.Raised), end
+            assert whole(parent / f"{turn}" / "a" / "b" / str(rank), SMALL) == rank
+
+
+@pytest.mark.parametrize("call", ["mkdirat", "fsync"])
+def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call):
+    """Mutant: a failed sync of a new directory's parent is passed over."""
+    path = parent / "a" / "step"
+    child = children.start("save_held", path=str(path), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
+    child.next()
+    with strace.attached(child.pid, tmp_path / "log", call, strace.injection(call, "error=EIO", 1)):
+        child.go()
+        end = child.outcome()
+    assert isinstance(end, zygote.Raised)
+    assert (end.kind, end.errno) == ("OSError", errno.EIO)
+    assert end.filename == str(parent / "a")
+    assert manifest.listing(parent) == ([] if call == "mkdirat" else ["a"]), "a failed save may leave empty parents"
+    assert not path.exists()
 
 
 # --- kills ---------------------------------------------------------------------------------------------------------
@@ -315,6 +371,39 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
             first_kills += 1
         assert manifest.listing(parent) == ["step"]
     print(f"{engine}: and {first_kills} of first saves")
+
+
+def test_kill_with_files_at_every_system_call(children, parent, tmp_path):
+    """Mutants: a file written after the commit, or under the final name; the old one carried over the new one."""
+    path = parent / "step"
+
+    def files(index):
+        return {"config.json": f"{index}" * 9000, f"note-{index % 2}": str(index)}
+
+    options = {"io": "threads", "threads": 1}
+    fastckpt.save(numbered(0, SMALL), path, files=files(0))
+    index, notes = 0, {"note-0": "0"}
+    kills = 0
+    for call in ("openat", "write", "linkat", "fsync", "renameat", "renameat2", "unlinkat"):
+        for when in itertools.count(1):
+            index += 1
+            more = options | {"files": files(index)}
+            killed = kill_at(children, path, tmp_path / "kill.log", call, when, index, **more)
+            found = whole(path, SMALL)
+            assert found in ((index - 1, index) if killed else (index,)), (call, when)
+            if found == index:
+                notes[f"note-{index % 2}"] = str(index)
+            index = found
+            # What was given and what was carried over, as of the save that the tensors are of.
+            assert (path / "config.json").read_text() == files(index)["config.json"], (call, when)
+            assert {name: (path / name).read_text() for name in notes} == notes, (call, when)
+            if not killed:
+                assert manifest.listing(parent) == ["step"], (call, when)
+                break
+            kills += 1
+            assert when < 60, f"{call} is called without end"
+    assert kills > 20
+    assert set(notes) == {"note-0", "note-1"}
 
 
 # --- faults --------------------------------------------------------------------------------------------------------

@@ -439,14 +439,15 @@ def fork_and_save(channel: Channel, *, directory: str, io: str) -> dict[str, Any
 
 
 def refused(channel: Channel, *, path: str, user: bool = False, index: int = 1, operation: str = "save") -> None:
-    """Try to save (or load) as somebody who may not."""
+    """Try to save (or load) as somebody who may not. An asynchronous save is refused at the call."""
     state = numbered(index)
+    call = getattr(fastckpt, operation)
     if user:
         drop_privileges()
-    if operation == "save":
-        fastckpt.save(state, path)
+    if operation == "load":
+        call(path)
     else:
-        fastckpt.load(path)
+        call(state, path)
 
 
 def mutations(

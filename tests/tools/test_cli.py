@@ -126,8 +126,11 @@ def test_what_is_no_checkpoint_is_an_error(capsys: pytest.CaptureFixture[str], t
         status, out, err = call(capsys, command, path)
         assert (status, out) == (2, "")
         assert str(path) in err
-    # Shards without a manifest are what is left of a checkpoint: damage.
+    # Shards without a manifest may be anybody's.
     (tmp_path / "directory" / "model.safetensors").touch()
+    status, document = call_json(capsys, command, tmp_path / "directory")
+    assert (status, document["type"]) == (2, "NotACheckpointError")
+    (tmp_path / "directory" / "fastckpt.json").touch()
     assert call(capsys, command, tmp_path / "directory")[0] == 1
 
 

@@ -14,7 +14,7 @@ from fastckpt._state.registry import Types
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine
+from .options import check_bandwidth, check_engine, check_files
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from fastckpt._state.flatten import Flat
     from fastckpt._state.registry import Registry
 
-    from .options import Engine
+    from .options import Engine, Files
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
 
-def save(
+def save(  # noqa: PLR0913 - all by name
     state: Any,
     path: AnyPath,
     *,
     overwrite: bool = True,
     metadata: Any = None,
+    files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
@@ -56,10 +57,14 @@ def save(
             tuples, dataclasses, enums and the like; what has ``state_dict()`` (modules, optimizers) is stored as that.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
             once and come back tied.
-        path: the checkpoint's directory, not a URL. Its parent must exist. An asynchronous save to it in flight is
-            waited for.
+        path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
+            that fails leaves them. An asynchronous save to it in flight is waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
+        files: further files for the directory, by name: a str is the text of the file (UTF-8), bytes are its content,
+            and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
+            with the checkpoint. Later saves to ``path`` carry them over, unless they give one of the same name. They
+            are read into memory.
         shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
@@ -86,10 +91,11 @@ def save(
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
             allows; nothing was written.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
-        FileNotFoundError: the parent directory does not exist.
+        NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
-        ValueError: an argument is out of range, ``path`` is a URL, or ``model_key`` leads to no mapping.
+        ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, or a name in
+            ``files`` is not a plain file name, or one of fastckpt's own.
 
     Warns:
         RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
@@ -100,6 +106,7 @@ def save(
     check_engine("save", io, threads)
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
+    more = check_files("save", files)
     types = Types("save", registry)
     about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
     flat = flatten(state, types=types, default=default)
@@ -107,6 +114,7 @@ def save(
     options = _core.SaveOptions(
         model_prefix=split_model("save", flat, model_key),
         overwrite=bool(overwrite),
+        files=more,
         shard_size=file_bytes,
         io=io,
         threads=threads,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
+from fastckpt._api.options import check_bandwidth, check_engine, check_files, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._paths import path_of
@@ -26,7 +26,7 @@ from .pending import PendingSave
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastckpt._api.options import Engine
+    from fastckpt._api.options import Engine, Files
     from fastckpt._paths import AnyPath
     from fastckpt._state.registry import Registry
 
@@ -42,6 +42,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     on_error: OnError = "raise",
     overwrite: bool = True,
     metadata: Any = None,
+    files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
@@ -81,6 +82,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
             logged, and the failure treated as with ``raise``.
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
+        files: as for :func:`fastckpt.save`. Contents are taken at the call.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
         default: as for :func:`fastckpt.save`.
@@ -100,8 +102,9 @@ def save_async(  # noqa: PLR0913 - one more than save has
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
             allows.
-        FileNotFoundError: the parent of ``path`` is missing.
         FileExistsError: something has the name that may not be replaced.
+        NotADirectoryError: a directory above ``path`` is a file.
+        PermissionError: no directory can be made where ``path`` lies.
         Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
             ``pending_save`` of the exception is its handle. Or the copy failed.
         ValueError: an argument is out of range, or ``path`` is a URL.
@@ -120,6 +123,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         raise ValueError(f'save_async: on_error must be "raise", "warn" or a function, not {on_error!r}')
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
+    more = check_files("save_async", files)
     types = Types("save_async", registry)
     about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
     flat = flatten(state, operation="save_async", types=types, default=default)
@@ -127,6 +131,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     settings = {
         "model_prefix": split_model("save_async", flat, model_key),
         "overwrite": bool(overwrite),
+        "files": more,
         "shard_size": file_bytes,
         "io": io,
         "threads": threads,

@@ -38,7 +38,7 @@ _WIDTH = 100
 
 _REMEDIES = {
     errno.ENOENT: "check the path",
-    errno.ENOTDIR: "a checkpoint is a directory; for .safetensors and .pt files see 'fastckpt convert --help'",
+    errno.ENOTDIR: "a part of the path is a file",
     errno.EACCES: "check the permissions of it and of the directories above it",
     errno.EPERM: "check the permissions of it and of the directories above it",
     errno.ENOSPC: "free space there, or choose another destination",
@@ -269,8 +269,6 @@ def _message(error: Exception, operation: str, path: Path) -> str:
     message = cause if where in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
     plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
-    if error.errno == errno.ENOTDIR and path.is_file():  # only we know of the command that takes files
-        plain = True
     return f"{message}; {remedy}" if remedy and plain else message
 
 
@@ -286,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
-        status = DAMAGED if isinstance(error, CorruptCheckpointError) and not _foreign(path) else FAILED
+        status = DAMAGED if isinstance(error, CorruptCheckpointError) else FAILED
         message = _message(error, operation, path)
         document, lines = {"error": message, "type": type(error).__name__}, []
         if not as_json:
@@ -314,11 +312,6 @@ def _print(text: str, stream: TextIO) -> None:
     """Print ``text``; what the locale cannot encode is escaped."""
     encoding = stream.encoding or "ascii"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
-
-
-def _foreign(path: Path) -> bool:
-    """Whether ``path`` is a directory without anything of a checkpoint in it: nothing of ours that could be damaged."""
-    return path.is_dir() and not (path / "fastckpt.json").exists() and not any(path.glob("*.safetensors"))
 
 
 def _discard_output() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastckpt
+from fastckpt._foreign import file_format
 from fastckpt._paths import refuse_url
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
@@ -105,14 +106,15 @@ def _read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
     if source.is_dir():
         return _read_hugging_face(source)
     _regular(source)
-    if source.suffix == ".safetensors":
+    written_by = file_format(source)
+    if written_by == "safetensors" or (written_by is None and source.suffix == ".safetensors"):
         return _read_safetensors(source)
-    if source.suffix in PICKLED:
+    if written_by == "torch.save" or source.suffix in PICKLED:
         return _read_pickled(source), None
     known = ", ".join((".safetensors", *PICKLED))
     raise CheckpointError(
-        f"cannot convert {source}: its kind is unknown; a file needs one of the endings {known}, and a checkpoint is "
-        f"a directory with {MANIFEST}"
+        f"cannot convert {source}: its kind is unknown; it neither begins like a file of torch.save or safetensors, "
+        f"nor has one of the endings {known}, and a checkpoint is a directory with {MANIFEST}"
     )
 
 

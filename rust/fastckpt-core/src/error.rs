@@ -27,6 +27,14 @@ pub enum Error {
         /// What was found.
         what: String,
     },
+    /// What is at the path was not written by fastckpt.
+    #[error("`{}` is not a checkpoint of fastckpt: {}", Visible(&path.display()), Visible(why))]
+    Foreign {
+        /// The path that was given.
+        path: PathBuf,
+        /// What makes it none.
+        why: String,
+    },
     /// The checkpoint was replaced or removed while it was read.
     #[error("`{}` was replaced or removed while it was read: open it again", path.display())]
     Replaced {
@@ -150,7 +158,7 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// The operation whose failure means that the parent of the target path is missing.
+/// The operation whose failure means that the parent of the target path is missing and cannot be made.
 pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 
 /// The operation whose failure means that direct I/O was demanded and is not available.
@@ -171,7 +179,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EINVAL) if operation == DIRECT => {
             ": its file system refuses it; io=\"auto\" goes through the page cache there"
         }
-        Some(libc::ENOENT) if operation == OPEN_PARENT => ": create it first",
+        Some(libc::ENOENT) if operation == OPEN_PARENT => ": it may be a symbolic link that leads nowhere",
         Some(libc::ENOTDIR) => ": a part of the path is a file",
         Some(libc::EACCES) => ": see who owns it, and its mode",
         Some(libc::ENOSPC) => ": free space or save elsewhere; nothing of this save was kept",

@@ -17,9 +17,10 @@
 //! **Variants**: with and without `RENAME_EXCHANGE`; up to two kills; death that cannot be proven; one wrong judgement
 //! of death, as locks can lie; look-ups that answer what was true before (NFS).
 //!
-//! **Not modelled**: power cuts (the fault campaign replays them; the model takes each rename as durable), failing
-//! operations, locks as such (a judgement is right or wrong), the 30 s and 5 s deadlines (they may pass at any moment),
-//! look-ups that are stale by more than one generation, listings that tear.
+//! **Not modelled**: the directories above, which a save makes before its first step; files that a save was given, which
+//! it seals like shards and does not carry over; power cuts (the fault campaign replays them; the model takes each
+//! rename as durable), failing operations, locks as such (a judgement is right or wrong), the 30 s and 5 s deadlines
+//! (they may pass at any moment), look-ups that are stale by more than one generation, listings that tear.
 //!
 //! **Accepted**, as each takes several coincidences:
 //! - A saver adopts an old checkpoint whose owner lives and publishes, is killed before it notices, and the user

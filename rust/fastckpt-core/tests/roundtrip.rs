@@ -54,6 +54,7 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
         contents: Contents::Tensors(&contents, &groups::of(""), 10 << 20),
         structure: "[null]",
         metadata: "[null]",
+        files: &[],
         overwrite: true,
     };
     save(&request, options, &mut |_, _| true)
@@ -244,6 +245,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
         contents: Contents::Tensors(&[Content::Pull(slow)], &groups::of(""), u64::MAX),
         structure: "[null]",
         metadata: "[null]",
+        files: &[],
         overwrite: true,
     };
     let outcome = save(&request, &options(Io::Threads), &mut |_, _| {
@@ -304,6 +306,7 @@ fn more_shards_than_open_files() {
         contents: Contents::Tensors(&contents, &groups::of(""), 64),
         structure: "[null]",
         metadata: "[null]",
+        files: &[],
         overwrite: true,
     };
     let report = save(&request, &Options::default(), &mut |_, _| true).unwrap();

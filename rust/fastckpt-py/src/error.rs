@@ -1,5 +1,6 @@
 //! Maps errors of the core to Python exceptions, built-in ones where Python has one.
 
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use fastckpt_core::Error;
@@ -26,6 +27,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
             }
         }
         Error::Corrupt { .. } => CorruptCheckpointError::new_err(text),
+        Error::Foreign { path, .. } => foreign(path).unwrap_or_else(|error| error),
         Error::Replaced { path } => {
             ReplacedCheckpointError::new_err((error.errno(), text, path.clone().into_os_string()))
         }
@@ -35,6 +37,14 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
         Error::Interrupted => PyKeyboardInterrupt::new_err(text),
         Error::Misused(_) | Error::Callback(_) | Error::Panic(_) => PyRuntimeError::new_err(text),
     }
+}
+
+/// The exception that says what lies at `path`.
+fn foreign(path: &Path) -> PyResult<PyErr> {
+    Python::attach(|py| {
+        let error = py.import("fastckpt._foreign")?.call_method1("not_a_checkpoint", (path,))?;
+        Ok(PyErr::from_value(error))
+    })
 }
 
 /// The exception that a callback or a signal handler raised while the core ran.

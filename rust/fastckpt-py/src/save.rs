@@ -11,7 +11,7 @@ use fastckpt_core::snapshot::State;
 use fastckpt_core::telemetry;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
+use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::PyDict;
 
 use crate::buffers;
@@ -68,20 +68,28 @@ pub(crate) struct SaveOptions {
     pub(crate) groups: Vec<Group>,
     pub(crate) shard_size: u64,
     pub(crate) overwrite: bool,
+    files: Vec<(String, PyBackedBytes)>,
     pub(crate) core: Options,
+}
+
+impl SaveOptions {
+    pub(crate) fn files(&self) -> Vec<(&str, &[u8])> {
+        self.files.iter().map(|(name, content)| (name.as_str(), &**content)).collect()
+    }
 }
 
 #[pymethods]
 impl SaveOptions {
     #[new]
-    #[pyo3(signature = (*, shard_size, model_prefix="", overwrite=true, io="auto", threads=None, bandwidth_limit=None,
-        nice=None, io_priority=None, step=None))]
+    #[pyo3(signature = (*, shard_size, model_prefix="", overwrite=true, files=Vec::new(), io="auto", threads=None,
+        bandwidth_limit=None, nice=None, io_priority=None, step=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
         shard_size: u64,
         model_prefix: &str,
         overwrite: bool,
+        files: Vec<(String, PyBackedBytes)>,
         io: &str,
         threads: Option<usize>,
         bandwidth_limit: Option<u64>,
@@ -91,7 +99,7 @@ impl SaveOptions {
     ) -> PyResult<Self> {
         let priority = priority(nice, io_priority)?;
         let core = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
-        Ok(Self { groups: groups::of(model_prefix), shard_size, overwrite, core })
+        Ok(Self { groups: groups::of(model_prefix), shard_size, overwrite, files, core })
     }
 }
 
@@ -117,6 +125,7 @@ fn save<'py>(
             contents: Contents::Tensors(&state.contents, &options.groups, options.shard_size),
             structure: &state.structure,
             metadata: &state.metadata,
+            files: &options.files(),
             overwrite: options.overwrite,
         };
         core_save(&request, &options.core, &mut self::tick(tick.as_ref(), &raised))

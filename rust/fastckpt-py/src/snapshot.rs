@@ -103,7 +103,7 @@ impl Snapshot {
     ) -> PyResult<Bound<'py, PyDict>> {
         let report = py.detach(|| {
             let mut tick = self::tick(tick.as_ref(), &self.raised);
-            self.core.save(&path, options.overwrite, &options.core, &mut tick)
+            self.core.save(&path, &options.files(), options.overwrite, &options.core, &mut tick)
         });
         to_dict(py, &report.map_err(|error| to_python(&error, &self.raised))?)
     }

@@ -22,7 +22,7 @@ _TROUBLES = {
     "ENOENT": (
         "directory-missing",
         "the directory does not exist",
-        "make it: fastckpt.save makes the checkpoint's own directory, not its parent",
+        "make it, so that a save there can be tried",
     ),
     "ENOTDIR": ("not-a-directory", "it is not a directory", "name the directory that holds the checkpoints"),
     "EACCES": ("not-writable", "this user may not write there", "change its owner or mode, or choose another"),

@@ -18,13 +18,13 @@ use crate::format::groups::is_shard_name;
 
 impl Workspace {
     /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
-    /// survive. Returns whether any of them was missing here or has changed since.
+    /// survive, unless this save was given another. Returns whether any of them was missing here or has changed since.
     pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
         let path = &self.target;
         let mut brought = false;
         for (file, kind) in entries(old).map_err(Error::io("list", path))? {
             let ours = is_ours(file.to_bytes()) || is_remnant(file.to_bytes());
-            if ours || kind != FileType::RegularFile {
+            if ours || self.was_given(file.to_bytes()) || kind != FileType::RegularFile {
                 continue;
             }
             match self.bring(old, &file) {
@@ -34,6 +34,12 @@ impl Workspace {
             }
         }
         Ok(brought)
+    }
+
+    /// Whether the caller gave this save a file called `name`.
+    fn was_given(&self, name: &[u8]) -> bool {
+        let sealed = self.own.as_ref().and_then(|own| own.sealed.as_ref());
+        sealed.is_some_and(|files| files.iter().any(|(file, _)| file.as_bytes() == name))
     }
 
     /// Carries over one file. It replaces an older version of the file.

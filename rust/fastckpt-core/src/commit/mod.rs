@@ -6,8 +6,8 @@
 //! by the save), index, manifest, the directory, the rename, the parent. Nothing changes under the final name before
 //! the rename.
 //!
-//! The modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `content`; `recovery` and
-//! `leftovers`; `target`; `workspace`, `carry`, `takeover`; and, for users, `clean`, `remove`, `list`.
+//! The modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `parents`, `content`;
+//! `recovery` and `leftovers`; `target`; `workspace`, `carry`, `takeover`; and, for users, `clean`, `remove`, `list`.
 
 mod carry;
 mod clean;
@@ -18,6 +18,7 @@ mod list;
 mod locks;
 mod names;
 mod owner;
+mod parents;
 mod recovery;
 mod remove;
 mod takeover;
@@ -39,7 +40,6 @@ pub use self::workspace::Workspace;
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
-    use std::io;
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::{Path, PathBuf};
 
@@ -57,7 +57,7 @@ mod tests {
 
     pub(super) fn seal(workspace: &mut Workspace, shards: &[(&str, u64)], text: &str) -> Result<()> {
         let shards = shards.iter().map(|&(file, bytes)| (file.to_owned(), bytes)).collect();
-        workspace.seal(shards, None, format!("{{\"fastckpt\":1,{text}").as_bytes(), || Ok(()))
+        workspace.seal(shards, &[], format!("{{\"fastckpt\":1,{text}").as_bytes(), || Ok(()))
     }
 
     pub(super) fn checkpoint(parent: &Path, name: &str, text: &str) -> PathBuf {
@@ -132,6 +132,36 @@ mod tests {
     }
 
     #[test]
+    fn a_given_file_stays_until_another_save_gives_one_of_its_name() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let save = |files: &[(&str, &[u8])]| {
+            let mut workspace = Workspace::create(&path, true).unwrap();
+            workspace.seal(Vec::new(), files, b"{\"fastckpt\":1,", || Ok(())).unwrap();
+            workspace.publish().unwrap();
+        };
+        let text = |name: &str| std::fs::read_to_string(path.join(name)).unwrap();
+        save(&[("config.json", b"1"), ("notes", b"")]);
+        assert_eq!(names(&path), ["config.json", "fastckpt.json", "notes"]);
+        save(&[]);
+        assert_eq!((text("config.json"), text("notes")), ("1".to_owned(), String::new()));
+        save(&[("config.json", b"22")]);
+        assert_eq!((text("config.json"), text("notes")), ("22".to_owned(), String::new()));
+        // A rival's file of the same name is not taken over from what it published meanwhile.
+        let mut late = Workspace::create(&path, true).unwrap();
+        late.seal(Vec::new(), &[("notes", b"late")], b"{\"fastckpt\":1,", || Ok(())).unwrap();
+        save(&[("notes", b"rival"), ("config.json", b"333")]);
+        assert!(late.publish().unwrap().rival);
+        assert_eq!((text("config.json"), text("notes")), ("333".to_owned(), "late".to_owned()));
+        // One that somebody removed from the workspace is missed.
+        let mut spoilt = Workspace::create(&path, true).unwrap();
+        spoilt.seal(Vec::new(), &[("notes", b"4444")], b"{\"fastckpt\":1,", || Ok(())).unwrap();
+        std::fs::remove_file(spoilt.path_of("notes")).unwrap();
+        assert!(spoilt.publish().unwrap_err().to_string().contains("notes"));
+        assert_eq!(text("notes"), "late");
+    }
+
+    #[test]
     fn a_replaced_checkpoint_passes_its_mode_on() {
         let parent = tempfile::tempdir().unwrap();
         let path = checkpoint(parent.path(), "c", "one");
@@ -182,10 +212,17 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_parent_is_named() {
-        let error = Workspace::create(Path::new("/nowhere/at/all/c"), true).unwrap_err();
-        assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
-        assert!(matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound));
+    fn a_save_makes_missing_parents_and_a_check_makes_none() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("a/b/c");
+        check(&path, false).unwrap();
+        assert_eq!(names(root.path()), [""; 0]);
+        let workspace = Workspace::create(&path, false).unwrap();
+        drop(Workspace::join(&path, workspace.temporary()).unwrap());
+        drop(workspace);
+        assert_eq!(names(&root.path().join("a/b")), [""; 0]);
+        let error = Workspace::join(&root.path().join("d/c"), OsStr::new("c")).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOENT), "who joins a save makes nothing: {error}");
     }
 
     #[test]

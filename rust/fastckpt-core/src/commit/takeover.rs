@@ -52,8 +52,8 @@ impl Workspace {
     /// Gives the sealed checkpoint its final name, and makes that name durable.
     pub fn publish(mut self) -> Result<Published> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
-        let shards = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
-        self.check_files(shards)?;
+        let files = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
+        self.check_files(files)?;
         let (before, mode) = (own.before, own.mode);
         let mut done = Published::default();
         let mut attempt = 0;

@@ -1,7 +1,7 @@
 //! What exists at the target path, and whether a save may take its place.
 
 use std::ffi::{OsStr, OsString};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, FileType};
@@ -9,9 +9,9 @@ use rustix::io::Errno;
 
 use super::content::{has_magic, is_ours};
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh, split};
+use super::parents::open_or_judge;
 use super::recovery::{Free, is_free, taken_aside};
-use crate::error::{Error, OPEN_PARENT, Result};
-use crate::sys::file::open_directory;
+use crate::error::{Error, Result};
 
 /// A directory that a save may replace.
 #[derive(Debug)]
@@ -24,21 +24,22 @@ pub(super) struct Old {
     pub(super) mode: u32,
 }
 
-/// Opens the parent of the target path. Returns it with its path and the final name.
-pub(super) fn open_parent(target: &Path) -> Result<(OwnedFd, PathBuf, OsString)> {
-    let (path, name) = split(target).ok_or_else(|| Error::Exists {
+/// The parent of the target path, and the final name.
+pub(super) fn split_target(target: &Path) -> Result<(PathBuf, OsString)> {
+    split(target).ok_or_else(|| Error::Exists {
         path: target.to_path_buf(),
         why: "the path must end in the checkpoint's own name".to_owned(),
-    })?;
-    let parent = open_directory(&path).map_err(Error::io(OPEN_PARENT, &path))?;
-    Ok((parent, path, name))
+    })
 }
 
-/// Checks whether a save to `target` would be refused now: its parent is missing, or something has the name and must
-/// not be replaced.
+/// Checks whether a save to `target` would be refused now: something has the name and must not be replaced, or no
+/// directory can be made there. Changes nothing.
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
-    let (parent, _, name) = open_parent(target)?;
-    look_at_name(parent.as_fd(), &name, target, overwrite).map(drop)
+    let (parent, name) = split_target(target)?;
+    match open_or_judge(&parent)? {
+        Some(parent) => look_at_name(parent.as_fd(), &name, target, overwrite).map(drop),
+        None => Ok(()),
+    }
 }
 
 /// Returns what is current under the name `name`: nothing, a directory that may be replaced, or an error.

@@ -14,10 +14,11 @@ use rustix::io::{Errno, retry_on_intr};
 use super::directory::{Id, OWNER, TURNS, id, id_of, open_child, refresh};
 use super::leftovers::{remove, sweep};
 use super::names::{Kind, Temporary, workspace_name};
-use super::target::{Old, look, open_parent};
+use super::parents::open_or_make;
+use super::target::{Old, look, split_target};
 use crate::error::{Error, Result, Visible};
-use crate::format::{index, manifest};
-use crate::sys::file::start_write_back;
+use crate::format::manifest;
+use crate::sys::file::{open_directory, start_write_back};
 use crate::sys::fork::Note;
 use crate::sys::lock;
 
@@ -50,14 +51,16 @@ pub(super) struct Own {
     pub(super) mode: Option<u32>,
     /// The process that removes the workspace if it is never published. A forked child does not.
     process: u32,
-    /// The shards and their sizes, once the workspace is sealed.
+    /// The files beside the manifest and their sizes, once the workspace is sealed.
     pub(super) sealed: Option<Vec<(String, u64)>>,
 }
 
 impl Workspace {
-    /// Checks the target path, sweeps what dead writers left beside it, and creates the temporary directory.
+    /// Makes the parents of the target path, checks the path, sweeps what dead writers left beside it, and creates the
+    /// temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
-        let (parent, parent_path, name) = open_parent(target)?;
+        let (parent_path, name) = split_target(target)?;
+        let parent = open_or_make(&parent_path)?;
         let old = look(parent.as_fd(), &name, target, overwrite)?;
         sweep(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
@@ -104,7 +107,8 @@ impl Workspace {
     /// Opens the workspace called `temporary` (see [`Workspace::temporary`]) that another process made for `target`, to
     /// write files into it. A process that joined can neither seal nor publish it, and dropping it removes nothing.
     pub fn join(target: &Path, temporary: &OsStr) -> Result<Self> {
-        let (parent, parent_path, name) = open_parent(target)?;
+        let (parent_path, name) = split_target(target)?;
+        let parent = open_directory(&parent_path).map_err(Error::io("join a save in", &parent_path))?;
         let path = parent_path.join(temporary);
         let refused =
             |why: &str| Error::Invalid(format!("cannot join `{}`: {why}", Visible(&path.display())));
@@ -167,13 +171,13 @@ impl Workspace {
     }
 
     /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
-    /// durable. The index and the manifest are written and made durable here. `meanwhile` runs while both are on their
-    /// way to the disk. What it makes durable then costs one flush less on a file system that flushes once for
-    /// everything.
+    /// durable. The manifest and the other `files`, by name and content, are written and made durable here. `meanwhile`
+    /// runs while they are on their way to the disk. What it makes durable then costs one flush less on a file system
+    /// that flushes once for everything.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,
-        index: Option<&[u8]>,
+        files: &[(&str, &[u8])],
         manifest: &[u8],
         meanwhile: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -184,30 +188,31 @@ impl Workspace {
             return Err(self.refused("seal", "it is sealed"));
         }
         self.check_files(&shards)?;
-        let index_path = self.path_of(index::FILE);
-        let index = index.map(|bytes| {
-            let file = create(self.directory(), index::FILE);
-            let file = file.map_err(Error::io("create", &index_path))?;
-            fill(&file, &index_path, bytes).map(|()| file)
-        });
-        let index = index.transpose()?;
+        let mut written = Vec::with_capacity(files.len());
+        for (name, content) in files {
+            let path = self.path_of(name);
+            let file = create(self.directory(), name).map_err(Error::io("create", &path))?;
+            fill(&file, &path, content)?;
+            written.push((file, path));
+        }
         fill(file, &path, manifest)?;
         meanwhile()?;
-        for (file, path) in index.iter().map(|index| (index, &index_path)).chain([(file, &path)]) {
+        for (file, path) in written.iter().map(|(file, path)| (file, path)).chain([(file, &path)]) {
             retry_on_intr(|| fs::fsync(file)).map_err(Error::io("sync", path))?;
         }
         if let Some(own) = &mut self.own {
-            own.sealed = Some(shards);
+            let files = files.iter().map(|(name, content)| ((*name).to_owned(), content.len() as u64));
+            own.sealed = Some(shards.into_iter().chain(files).collect());
         }
         Ok(())
     }
 
-    /// Checks that all `shards` exist with their lengths: a clean-up may have removed files from the workspace.
-    pub(super) fn check_files(&self, shards: &[(String, u64)]) -> Result<()> {
-        for (file, bytes) in shards {
+    /// Checks that all `files` exist with their lengths: a clean-up may have removed some from the workspace.
+    pub(super) fn check_files(&self, files: &[(String, u64)]) -> Result<()> {
+        for (file, bytes) in files {
             let path = self.path_of(file);
             let stat = fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW)
-                .map_err(Error::io("find the finished shard", &path))?;
+                .map_err(Error::io("find the finished file", &path))?;
             if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
                 || u64::try_from(stat.st_size) != Ok(*bytes)
             {

@@ -205,18 +205,13 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
 /// How many bytes longer than expected a manifest may become, depending on how the save went.
 const LEEWAY: u64 = 4096;
 
-/// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `expected` makes the
-/// manifest with arbitrary checksums. It is called only if `at_most`, a cheap upper bound, does not settle the
-/// question.
-pub fn check_size(at_most: u64, most: u64, expected: impl FnOnce() -> Body) -> Result<()> {
-    if at_most <= most {
-        return Ok(());
-    }
-    let body = expected();
+/// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `body` is the manifest
+/// with arbitrary checksums.
+pub fn check_size(body: &Body, most: u64) -> Result<()> {
     let mut count = Count(LEEWAY);
-    serde_json::to_writer(&mut count, &body)
+    serde_json::to_writer(&mut count, body)
         .map_err(|error| Error::Invalid(format!("cannot write the manifest: {error}")))?;
-    if count.0 > most { Err(too_large(count.0, most, &body)) } else { Ok(()) }
+    if count.0 > most { Err(too_large(count.0, most, body)) } else { Ok(()) }
 }
 
 /// An upper bound for the size of a manifest of these tensors and texts, in bytes.

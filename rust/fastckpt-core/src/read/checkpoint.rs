@@ -69,7 +69,7 @@ impl Checkpoint {
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
                 // call to the next.
-                Err(Error::Corrupt { .. })
+                Err(Error::Corrupt { .. } | Error::Foreign { .. })
                     if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
                 other => return other,
             }
@@ -79,8 +79,12 @@ impl Checkpoint {
 
     fn open_once(path: &Path, keep: bool) -> Result<Self> {
         let replaced = || Error::Replaced { path: path.to_path_buf() };
+        let foreign = |why: &str| Error::Foreign { path: path.to_path_buf(), why: why.to_owned() };
         let directory = match commit::open_checkpoint(path) {
             Err(error) if error.errno() == Some(libc::ESTALE) => return Err(replaced()),
+            Err(error) if error.errno() == Some(libc::ENOTDIR) && path.exists() => {
+                return Err(foreign("it is not a directory"));
+            }
             other => other?,
         };
         let manifest = path.join(manifest::FILE);
@@ -89,8 +93,7 @@ impl Checkpoint {
                 if is_stale(&error) || has_other_name(&directory, path) {
                     return Err(replaced());
                 }
-                let what = format!("it holds no `{}`, so it is no checkpoint", manifest::FILE);
-                return Err(Error::corrupt(path, what));
+                return Err(foreign(&format!("it holds no `{}`", manifest::FILE)));
             }
             other => other.map_err(|error| unreadable(&manifest, error))?,
         };

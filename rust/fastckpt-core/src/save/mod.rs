@@ -52,6 +52,8 @@ pub struct Request<'a> {
     pub structure: &'a str,
     /// The caller's metadata: also a JSON array of tokens.
     pub metadata: &'a str,
+    /// Further files for the checkpoint's directory, by name and content.
+    pub files: &'a [(&'a str, &'a [u8])],
     /// Whether a checkpoint of this name may be replaced.
     pub overwrite: bool,
 }
@@ -89,9 +91,8 @@ fn write(
     };
     let plan = &*plan;
     let body = empty_body(created, plan.block_size, structure, metadata);
+    check_size(plan, tensors, request.structure, request.metadata, most)?;
     let mut workspace = Workspace::create(request.path, request.overwrite)?;
-    let at_most = manifest::at_most(tensors, plan, request.structure, request.metadata);
-    manifest::check_size(at_most, most, || expected(&body, plan, tensors))?;
     let shards: Vec<usize> = (0..plan.shards.len()).collect();
     let part = Part { plan, tensors, bytes, shards: &shards };
     let planned = begin.elapsed().as_secs_f64();
@@ -109,7 +110,7 @@ fn write(
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
     };
     let body = Body { saved, shards: written.shards, tensors: written.tensors, ..body };
-    let rest = seal(&mut workspace, &body, unsynced, operation)?;
+    let rest = seal(&mut workspace, &body, request.files, unsynced, operation)?;
     let total = part.shards().map(|shard| shard.bytes).sum();
     // The rest is quick and cannot be stopped half-way.
     if !tick(total, total) {
@@ -133,12 +134,13 @@ fn write(
     })
 }
 
-/// The second step: completes `workspace` with the index and the manifest for `body`. Makes both durable, together with
-/// the shard that the first step left `unsynced`. Returns the seconds that the sync of that shard took. Refuses a body
-/// with a missing shard.
+/// The second step: completes `workspace` with the caller's `files`, and with the index and the manifest for `body`.
+/// Makes them durable, together with the shard that the first step left `unsynced`. Returns the seconds that the sync of
+/// that shard took. Refuses a body with a missing shard.
 pub fn seal(
     workspace: &mut Workspace,
     body: &Body,
+    files: &[(&str, &[u8])],
     unsynced: Option<Unsynced>,
     operation: &Operation,
 ) -> Result<f64> {
@@ -147,9 +149,11 @@ pub fn seal(
     }
     let shards = body.shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect();
     let index_file = (body.shards.len() > 1).then(|| index::encode(body)).transpose()?;
+    let index_file = index_file.iter().map(|content| (index::FILE, content.as_slice()));
+    let files: Vec<_> = files.iter().copied().chain(index_file).collect();
     let mut rest = 0.0;
     // A file system that has both the shard and its manifest to write makes them durable together.
-    workspace.seal(shards, index_file.as_deref(), &manifest::encode(body)?, || {
+    workspace.seal(shards, &files, &manifest::encode(body)?, || {
         let begin = Instant::now();
         // This also closes the file. If the commit failed while the file was open, NFS and FUSE would only rename it,
         // and its directory would stay.
@@ -159,17 +163,6 @@ pub fn seal(
         Ok(())
     })?;
     Ok(rest)
-}
-
-/// Refuses a state whose manifest would be larger than the format allows, as [`save`] does, but before there is a save.
-pub fn check_manifest(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &str) -> Result<()> {
-    let at_most = manifest::at_most(tensors, plan, structure, metadata);
-    if at_most <= MAX_BYTES {
-        return Ok(());
-    }
-    let (structure, metadata) = (tokens("structure", structure)?, tokens("metadata", metadata)?);
-    let body = empty_body(0.0, plan.block_size, structure, metadata);
-    manifest::check_size(at_most, MAX_BYTES, || expected(&body, plan, tensors))
 }
 
 /// A manifest without shards and tensors.
@@ -186,14 +179,26 @@ fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata:
     }
 }
 
-/// `body` as it will be, except for the checksums.
-fn expected(body: &Body, plan: &Plan, tensors: &[TensorSpec]) -> Body {
+/// Refuses a state whose manifest would have more than `most` bytes.
+pub(crate) fn check_size(
+    plan: &Plan,
+    tensors: &[TensorSpec],
+    structure: &str,
+    metadata: &str,
+    most: u64,
+) -> Result<()> {
+    // A cheap bound settles it for nearly all states.
+    if manifest::at_most(tensors, plan, structure, metadata) <= most {
+        return Ok(());
+    }
     let shards = plan.shards.iter().map(|shard| job::shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
         job::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
     });
-    Body { shards: shards.collect(), tensors: tensors.collect(), ..body.clone() }
+    let (structure, metadata) = (tokens("structure", structure)?, tokens("metadata", metadata)?);
+    let body = empty_body(0.0, plan.block_size, structure, metadata);
+    manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
 }
 
 fn tokens(what: &str, json: &str) -> Result<Box<RawValue>> {

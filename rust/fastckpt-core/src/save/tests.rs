@@ -45,6 +45,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
         contents: Contents::Tensors(&contents, &groups::of(""), 8 << 20),
         structure: r#"[["list",1],"0123456789"]"#,
         metadata: "[null]",
+        files: &[],
         overwrite: true,
     };
     let save = |most| {
@@ -86,6 +87,7 @@ fn the_bound_that_costs_little_is_never_too_low() {
             contents: Contents::Tensors(contents, &groups::of(""), shard_size),
             structure,
             metadata,
+            files: &[],
             overwrite: true,
         };
         let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
@@ -142,7 +144,7 @@ fn operation(path: &Path) -> Operation {
 
 fn seal_here(workspace: &mut Workspace, body: &Body, unsynced: Option<Unsynced>) -> Result<()> {
     let operation = operation(&workspace.path_of(""));
-    seal(workspace, body, unsynced, &operation).map(drop)
+    seal(workspace, body, &[], unsynced, &operation).map(drop)
 }
 
 /// Saves `fills` to `path`.
@@ -154,6 +156,7 @@ pub(crate) fn saved(path: &Path, fills: [u8; 2]) -> PathBuf {
         contents: Contents::Tensors(&contents, &groups::of(""), PAGE),
         structure: "[]",
         metadata: "[]",
+        files: &[],
         overwrite: true,
     };
     let options = Options { block_size: Some(PAGE), ..Options::default() };

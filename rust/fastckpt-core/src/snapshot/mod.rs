@@ -17,7 +17,8 @@ use crate::engine::report::Report;
 use crate::error::{Error, Result};
 use crate::format::groups::Group;
 use crate::format::layout::{self, Plan, TensorSpec};
-use crate::save::{Contents, Request, check_manifest, save};
+use crate::format::limits::MAX_BYTES;
+use crate::save::{Contents, Request, check_size, save};
 use crate::sys::mapping::{Mapping, Stretch};
 
 /// The state that a snapshot copies.
@@ -66,15 +67,14 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Lays out the files for `state`, as [`save`] would, and refuses what that would refuse. Reads no byte of a
-    /// tensor.
+    /// Lays out the files for `state`, as [`save`] would, and refuses one that is too large. Reads no byte of a tensor.
     pub fn new(state: State, groups: &[Group], shard_size: u64, options: &Options) -> Result<Self> {
         if state.contents.len() != state.tensors.len() {
             return Err(Error::Invalid("each tensor needs its content".to_owned()));
         }
         let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
         let plan = layout::plan(&state.tensors, groups, shard_size, block_size)?;
-        check_manifest(&state.tensors, &plan, &state.structure, &state.metadata)?;
+        check_size(&plan, &state.tensors, &state.structure, &state.metadata, MAX_BYTES)?;
         let total = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
         let size = rooms(&plan).last().map_or(0, |room| room.end);
         let inner = Inner { state, plan, phase: Phase::Staging, memory: None };
@@ -161,8 +161,15 @@ impl Snapshot {
         })
     }
 
-    /// Writes the snapshot as [`save`] writes a state.
-    pub fn save(&self, path: &Path, overwrite: bool, options: &Options, tick: Tick<'_>) -> Result<Report> {
+    /// Writes the snapshot, with further `files`, as [`save`] writes a state.
+    pub fn save(
+        &self,
+        path: &Path,
+        files: &[(&str, &[u8])],
+        overwrite: bool,
+        options: &Options,
+        tick: Tick<'_>,
+    ) -> Result<Report> {
         self.with(|inner| {
             let images = inner.images()?;
             let Inner { state, plan, .. } = inner;
@@ -172,6 +179,7 @@ impl Snapshot {
                 contents: Contents::Images(plan, &images),
                 structure: &state.structure,
                 metadata: &state.metadata,
+                files,
                 overwrite,
             };
             save(&request, options, tick)

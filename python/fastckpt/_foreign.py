@@ -1,0 +1,105 @@
+"""What lies where a checkpoint was expected: found by cheap looks, for the message."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from typing import TYPE_CHECKING, Literal
+
+from fastckpt._text import visible
+from fastckpt.exceptions import NotACheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+_MANIFEST = "fastckpt.json"
+_INDEX = "model.safetensors.index.json"
+#: The first entry of the zip archive that torch.save writes follows its local header.
+_ZIP, _LOOK = b"PK\x03\x04", 256
+#: How torch.save wrote before torch 1.6: a pickled number comes first.
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def not_a_checkpoint(path: str | os.PathLike[str]) -> NotACheckpointError:
+    """The error for ``path``, which exists and is not a checkpoint."""
+    path = os.fspath(path)
+    try:
+        found = _directory(path) if os.path.isdir(path) else _file(path)  # noqa: PTH112 - bytes of a name as they are
+    except OSError as error:
+        found = f"it cannot be looked at: {error.strerror}"
+    return NotACheckpointError(visible(f"{path} is not a checkpoint of fastckpt: {found}"))
+
+
+def _file(path: str) -> str:
+    about = os.stat(path)  # noqa: PTH116
+    # A pipe would be waited for.
+    if not stat.S_ISREG(about.st_mode):
+        return "it is neither a directory nor a file"
+    directory = os.path.dirname(path)  # noqa: PTH120
+    if os.path.lexists(os.path.join(directory, _MANIFEST)):  # noqa: PTH118
+        return f"it is a file in one: give its directory, {directory}"
+    format_ = file_format(path)
+    if format_ is None:
+        return "it is a file, and a checkpoint is a directory"
+    return f"it looks like a file of {format_}; {_convert(path)}"
+
+
+def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetensors"] | None:
+    """What wrote a regular file, by its first bytes."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        begin = file.read(_LOOK)
+        size = os.fstat(file.fileno()).st_size
+    if (begin.startswith(_ZIP) and b"data.pkl" in begin) or begin.startswith(_LEGACY):
+        return "torch.save"
+    length = int.from_bytes(begin[:8], "little")
+    return "safetensors" if begin[8:9] == b"{" and 8 + length <= size else None
+
+
+def _directory(path: str) -> str:
+    names = set(os.listdir(path))  # noqa: PTH208
+    if not names:
+        return "it is an empty directory"
+    if ".metadata" in names:
+        return (
+            "it looks like a checkpoint of torch.distributed.checkpoint; 'python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(path)} NEW.pt' makes a file of it "
+            "that 'fastckpt convert NEW.pt NEW_DIRECTORY' reads"
+        )
+    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    if _INDEX in names or shards:
+        return _shards(path, names, shards)
+    if newest := _newest(path, names):
+        return f"it holds checkpoints, of which {newest} is the newest: give the path of one"
+    return f"it holds no {_MANIFEST}"
+
+
+def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:
+    ours = any(name.startswith("training") for name in shards)
+    what = f"it holds {shards[0] if shards else _INDEX}, and no {_MANIFEST}"
+    if "config.json" in names and not ours:
+        what = "it looks like a model of Hugging Face"
+    elif ours:
+        what += ": it has lost its manifest"
+    # An index does not list what is in the group `training`.
+    if (_INDEX in names or len(shards) == 1) and not ours:
+        return f"{what}; {_convert(path)}"
+    return f"{what}; 'fastckpt convert' reads its files one by one"
+
+
+def _newest(path: str, names: Collection[str]) -> str | None:
+    """The directory below ``path`` whose manifest was written last."""
+    found: list[tuple[int, str]] = []
+    for name in names:
+        try:
+            about = os.lstat(os.path.join(path, name, _MANIFEST))  # noqa: PTH118
+        except OSError:
+            continue
+        # What a save still writes is no checkpoint yet.
+        if about.st_size and not name.startswith("."):
+            found.append((about.st_mtime_ns, name))
+    return max(found)[1] if found else None
+
+
+def _convert(path: str) -> str:
+    return f"'fastckpt convert {shlex.quote(path)} NEW_DIRECTORY' makes a checkpoint of it"

@@ -1,0 +1,122 @@
+//! The directories above a checkpoint. A save makes those that are missing, durably.
+
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{self, Access, AtFlags, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::directory::sync;
+use crate::error::{Error, OPEN_PARENT, Result};
+use crate::sys::file::open_directory;
+
+/// Opens the directory `path`. Makes it, and the directories above it, where they are missing, and makes their names
+/// durable. Other processes may make the same ones meanwhile.
+pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
+    let (mut at, missing) = nearest(path)?;
+    for path in missing.into_iter().rev() {
+        // Unlike `file_name`, this is also right for `..`, which exists.
+        let Some(name) = path.components().next_back() else { continue };
+        match fs::mkdirat(&at, name.as_os_str(), Mode::from_raw_mode(0o777)) {
+            // Another process made it a moment ago, and may not have synced it yet.
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(Error::io("make the directory", path)(error)),
+        }
+        sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        at = retry_on_intr(|| fs::openat(&at, name.as_os_str(), flags, Mode::empty()))
+            .map_err(Error::io(OPEN_PARENT, path))?;
+    }
+    Ok(at)
+}
+
+/// Opens the directory `path`, or nothing if it is missing and [`open_or_make`] could make it. An error if a save could
+/// not make a directory there, as far as this can be known without trying.
+pub(super) fn open_or_judge(path: &Path) -> Result<Option<OwnedFd>> {
+    let (at, missing) = nearest(path)?;
+    match fs::accessat(&at, ".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS) {
+        Err(error @ (Errno::ACCESS | Errno::PERM | Errno::ROFS)) => {
+            let operation = if missing.is_empty() { "create a directory in" } else { "make the directory" };
+            Err(Error::io(operation, missing.last().unwrap_or(&path))(error))
+        }
+        // Any other failure says nothing about permissions.
+        _ => Ok(missing.is_empty().then_some(at)),
+    }
+}
+
+/// The nearest directory at or above `path` that exists, and those below it that do not, the lowest first.
+fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
+    let mut missing: Vec<(&Path, io::Error)> = Vec::new();
+    for above in path.ancestors() {
+        let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
+        match open_directory(above) {
+            Ok(directory) => {
+                return match missing.pop() {
+                    // A file, or a link that leads nowhere, is in the way.
+                    Some((path, error)) if error.kind() != ErrorKind::NotFound || is_there(path) => {
+                        Err(Error::io(OPEN_PARENT, path)(error))
+                    }
+                    last => Ok((directory, missing.into_iter().chain(last).map(|(path, _)| path).collect())),
+                };
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                missing.push((above, error));
+            }
+            Err(error) => return Err(Error::io(OPEN_PARENT, above)(error)),
+        }
+    }
+    let gone = io::Error::from_raw_os_error(libc::ENOENT);
+    Err(Error::io(OPEN_PARENT, path)(gone))
+}
+
+fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|about| about.is_symlink())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn errno(outcome: Result<impl Sized>) -> Option<i32> {
+        outcome.err().and_then(|error| error.errno())
+    }
+
+    #[test]
+    fn missing_parents_are_made_and_looking_makes_none() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("a/b/c");
+        assert!(open_or_judge(&path).unwrap().is_none());
+        assert!(!root.path().join("a").exists());
+        for _ in 0..2 {
+            open_or_make(&path).unwrap();
+            assert!(path.is_dir() && open_or_judge(&path).unwrap().is_some());
+        }
+        symlink("a", root.path().join("link")).unwrap();
+        open_or_make(&root.path().join("link/d")).unwrap();
+        open_or_make(&root.path().join("new/../e")).unwrap();
+        assert!(root.path().join("a/d").is_dir() && root.path().join("e").is_dir());
+        assert!(open_or_judge(Path::new("relative")).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let link = root.path().join("link");
+        symlink("nowhere", &link).unwrap();
+        for (obstacle, number) in [(&file, libc::ENOTDIR), (&link, libc::ENOENT)] {
+            for path in [obstacle.clone(), obstacle.join("b"), obstacle.join("b/c")] {
+                for error in [open_or_make(&path).unwrap_err(), open_or_judge(&path).unwrap_err()] {
+                    assert_eq!(error.errno(), Some(number), "{error}");
+                    assert!(error.to_string().contains(&format!("`{}`", obstacle.display())), "{error}");
+                }
+            }
+        }
+        assert!(!root.path().join("nowhere").exists());
+        assert_eq!(errno(open_or_make(Path::new("/proc/self/mine"))), Some(libc::ENOENT));
+    }
+}
