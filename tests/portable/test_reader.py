@@ -65,7 +65,7 @@ def test_it_has_all_that_the_stub_promises():
         readable += 1
         for member in node.body:
             if isinstance(member, ast.FunctionDef):
-                found = getattr(ours, member.name)
+                found = ours if member.name == "__new__" else getattr(ours, member.name)
                 asked = {one.arg for one in (*member.args.args, *member.args.kwonlyargs)} - {"self", "cls"}
                 known = asked if isinstance(found, type(ReadRequest.tensor)) else inspect.signature(found).parameters
                 assert not asked - set(known), (name, member.name)

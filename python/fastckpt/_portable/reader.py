@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastckpt._foreign import not_a_checkpoint
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
@@ -120,9 +121,15 @@ class Reader:
         del keep
         self._path = os.fspath(path)
         try:
-            os.scandir(self._path).close()
+            with os.scandir(self._path) as entries:
+                is_ours = any(entry.name == MANIFEST for entry in entries)
         except OSError as error:
+            # The path may lead through a file, and then there is nothing.
+            if isinstance(error, NotADirectoryError) and Path(self._path).exists():
+                raise not_a_checkpoint(self._path) from error
             raise failed("open checkpoint", self._path, error) from error
+        if not is_ours:
+            raise not_a_checkpoint(self._path)
         content = read_manifest(self._path)
         self._seal = content[:_SEAL]
         self._manifest = decode(content, self._path_of(MANIFEST))
@@ -376,7 +383,7 @@ class _Job:
         self._damage = damage
         self._pieces: list[_Piece] = []
         self._reads: list[_Read] = []
-        self._wanted = self._total = self._copied = 0
+        self._wanted = self._total = 0
         self._moved: list[int] = [0]
         self._stop = False
 
