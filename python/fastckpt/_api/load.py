@@ -14,6 +14,7 @@ from fastckpt._state.registry import Types
 from fastckpt._state.rename import Renaming
 from fastckpt._state.select import prune
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._tensors.ranges import range_of
 
 from .destinations import Targets
 from .into import Into
@@ -207,7 +208,8 @@ def load(  # noqa: PLR0913 - all by name
         threads=threads,
         progress=progress,
     )
-    loaded = until_settled(lambda: _load(source, wishes))
+    with range_of("fastckpt.load"):
+        loaded = until_settled(lambda: _load(source, wishes))
     return loaded if report else loaded.state
 
 
