@@ -65,10 +65,10 @@ def test_golden_expanded_tensors_are_read_bit_for_bit(engine):
 
 
 @pytest.mark.usefixtures("registry")
-def test_golden_names_of_types_are_read_as_they_are(engine):
+def test_golden_classes_are_read_as_they_are(engine):
     module = golden()
     module.register()
-    loaded, expected = fastckpt.load(DATA / "v1-named", io=engine), module.named()
+    loaded, expected = fastckpt.load(DATA / "v1-classes", io=engine), module.classes()
     assert list(loaded) == list(expected)
     assert loaded["plan"].schedule is module.Schedule.COSINE
     window = loaded["plan"].window
@@ -81,7 +81,7 @@ def test_golden_names_of_types_are_read_as_they_are(engine):
         assert type(loaded[name]) is type(expected[name])
     fastckpt._state.registry.PROCESS._by_name.clear()
     with pytest.warns(RuntimeWarning, match=r"golden\.Plan"):
-        assert fastckpt.load(DATA / "v1-named", io=engine, unknown="plain")["plan"]["schedule"] == "COSINE"
+        assert fastckpt.load(DATA / "v1-classes", io=engine, unknown="plain")["plan"]["schedule"] == "COSINE"
 
 
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
@@ -95,7 +95,7 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     assert written == kept
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded", "v1-named"])
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded", "v1-classes"])
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA

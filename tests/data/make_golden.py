@@ -87,7 +87,7 @@ class Position(NamedTuple):
 
 
 def register() -> None:
-    """Make known what :func:`types` and :func:`named` hold."""
+    """Make known what :func:`types` and :func:`classes` hold."""
     fastckpt.register_type(Position, tuple, lambda parts: Position(*parts), "golden.Position")
     for cls in (Schedule, Settings, Plan):
         fastckpt.register_type(cls, name=f"golden.{cls.__name__}")
@@ -124,7 +124,7 @@ class Plan:
     window: Any = None
 
 
-def named() -> dict[str, Any]:
+def classes() -> dict[str, Any]:
     """Types by what they are, and those that fastckpt names itself."""
     settings = Settings(lr=0.1)
     settings.version = 3  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ if __name__ == "__main__":
         ("-types", types, 10**9),
         ("-groups", training, 100),
         ("-expanded", expanded, 10**9),
-        ("-named", named, 10**9),
+        ("-classes", classes, 10**9),
     )
     for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():
