@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 
 def golden():
     spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -63,6 +64,26 @@ def test_golden_expanded_tensors_are_read_bit_for_bit(engine):
     assert state["columns"].data_ptr() == state["parameter"].data_ptr() == state["base"].data_ptr()
 
 
+@pytest.mark.usefixtures("registry")
+def test_golden_classes_are_read_as_they_are(engine):
+    module = golden()
+    module.register()
+    loaded, expected = fastckpt.load(DATA / "v1-classes", io=engine), module.classes()
+    assert list(loaded) == list(expected)
+    assert loaded["plan"].schedule is module.Schedule.COSINE
+    window = loaded["plan"].window
+    assert (window[0], window[1].tolist(), window.maxlen) == (1.5, [1, 1], 4)
+    assert (type(loaded["settings"]), loaded["settings"].version) == (module.Settings, 3)
+    assert loaded["random"].random() == expected["random"].random()
+    assert loaded["buffer"].getvalue() == b"bytes"
+    for name in ("settings", "own", "namespaces", "set"):
+        assert loaded[name] == expected[name]
+        assert type(loaded[name]) is type(expected[name])
+    fastckpt._state.registry.PROCESS._by_name.clear()
+    with pytest.warns(RuntimeWarning, match=r"golden\.Plan"):
+        assert fastckpt.load(DATA / "v1-classes", io=engine, unknown="plain")["plan"]["schedule"] == "COSINE"
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:.*is_fx_tracing.*")
 def test_golden_types_of_numpy_and_torch_are_read_bit_for_bit(engine):
     state, expected = fastckpt.load(DATA / "v1-named", io=engine), golden().named()
@@ -95,7 +116,7 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     assert written == kept
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded", "v1-named"])
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded", "v1-named", "v1-classes"])
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA

@@ -5,9 +5,20 @@ Run once a format version. What it wrote is never written again: every later rel
 
 from __future__ import annotations
 
+import argparse
+import collections
+import dataclasses
 import datetime as dt
+import decimal
+import enum
+import fractions
+import io
 import pathlib
+import random
 import sys
+import types as types_module
+import uuid
+import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
@@ -76,8 +87,10 @@ class Position(NamedTuple):
 
 
 def register() -> None:
-    """Make known what :func:`types` holds."""
+    """Make known what :func:`types` and :func:`classes` hold."""
     fastckpt.register_type(Position, tuple, lambda parts: Position(*parts), "golden.Position")
+    for cls in (Schedule, Settings, Plan):
+        fastckpt.register_type(cls, name=f"golden.{cls.__name__}")
 
 
 def types() -> dict[str, Any]:
@@ -90,6 +103,39 @@ def types() -> dict[str, Any]:
         ),
         "position": Position(3, torch.arange(3.0)),
         "milestones": Counter({30: 1, 60: 2}),
+    }
+
+
+class Schedule(enum.Enum):
+    """A type that is stored by what it is."""
+
+    COSINE = 1
+
+
+class Settings(dict):  # type: ignore[type-arg]
+    """Likewise, with attributes."""
+
+
+@dataclasses.dataclass
+class Plan:
+    """Likewise."""
+
+    schedule: Schedule
+    window: Any = None
+
+
+def classes() -> dict[str, Any]:
+    """Types by what they are, and those that fastckpt names itself."""
+    settings = Settings(lr=0.1)
+    settings.version = 3  # type: ignore[attr-defined]
+    return {
+        "plan": Plan(Schedule.COSINE, collections.deque([1.5, torch.ones(2)], maxlen=4)),
+        "settings": settings,
+        "own": [decimal.Decimal("1.10"), uuid.UUID(int=7), fractions.Fraction(1, 3), zoneinfo.ZoneInfo("UTC")],
+        "namespaces": [argparse.Namespace(a=1), types_module.SimpleNamespace(b=[2])],
+        "random": random.Random(3),
+        "buffer": io.BytesIO(b"bytes"),
+        "set": {"b", "a", 1, (2, "c")},
     }
 
 
@@ -156,6 +202,7 @@ if __name__ == "__main__":
         ("-types", types, 10**9),
         ("-groups", training, 100),
         ("-expanded", expanded, 10**9),
+        ("-classes", classes, 10**9),
         ("-named", named, 10**9),
     )
     for name, make, shard_size in kinds:

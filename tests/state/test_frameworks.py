@@ -262,7 +262,9 @@ def test_transformers_state(back, tmp_path):
     loaded = back(keep, known, default=repr)
     assert type(loaded["state"]) is type(state)
     assert loaded["state"] == state
-    assert loaded["arguments"].to_dict() == arguments.to_dict()
+    assert loaded["arguments"].accelerator_config == arguments.accelerator_config
+    theirs, ours = ({**one.to_dict(), "accelerator_config": None} for one in (arguments, loaded["arguments"]))
+    assert theirs == ours
     with pytest.warns(RuntimeWarning, match="TrainerState"):
         assert fastckpt.load(tmp_path / "c", unknown="plain")["state"]["global_step"] == 7
 
