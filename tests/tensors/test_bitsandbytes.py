@@ -39,6 +39,7 @@ def step(model, optimizer, count):
         optimizer.step()
 
 
+@pytest.mark.states("optimizer states and layers of bitsandbytes")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit"])
 def test_optimizers_go_on(tmp_path, kind):
     kind = getattr(bitsandbytes.optim, kind)

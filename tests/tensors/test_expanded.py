@@ -53,6 +53,7 @@ def repeats(value):
     ]
 
 
+@pytest.mark.states("expanded tensor, broadcast array (stride 0)")
 @pytest.mark.parametrize("way", SAVES)
 @pytest.mark.parametrize("mmap", [False, True])
 def test_expanded_tensors_come_back_expanded(tmp_path, way, mmap):

@@ -22,6 +22,7 @@ def used(kind):
     return generator
 
 
+@pytest.mark.states("`numpy.random.Generator`, its bit generators, `RandomState`")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("framework", ["auto", "torch", "numpy"])
 def test_numpy_generators_go_on(tmp_path, kind, framework):
@@ -142,6 +143,7 @@ def test_hostile_normal_numbers(tmp_path, value):
         fastckpt.load(tmp_path / "c")
 
 
+@pytest.mark.states("`torch.Generator`")
 @pytest.mark.parametrize("count", [0, 1, 5, 624, 2000])
 def test_torch_generators_go_on(trip, count):
     generator = torch.Generator().manual_seed(11)
@@ -207,6 +209,7 @@ def test_the_last_number_of_a_state_may_be_next(tmp_path):
     assert torch.equal(torch.rand(9, generator=fastckpt.load(tmp_path / "c")), torch.rand(9, generator=generator))
 
 
+@pytest.mark.states("`torch.dtype`, `layout`, `memory_format`, `device`, `Size`")
 @pytest.mark.parametrize(
     "value",
     [

@@ -75,6 +75,7 @@ def strided():
     }
 
 
+@pytest.mark.states("nested tensor, strided or jagged")
 def test_strided(trip):
     state = strided()
     loaded = trip(state)

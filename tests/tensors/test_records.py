@@ -57,6 +57,7 @@ def test_dtypes(tmp_path, framework):
         )
 
 
+@pytest.mark.states("structured array, `recarray`, raw bytes, `numpy.dtype`")
 def test_structured_arrays(trip):
     large = rows(40_000)
     state = {
@@ -88,6 +89,7 @@ def test_structured_arrays_that_share_memory_are_stored_once(tmp_path):
         assert sum(checkpoint.info(name).bytes for name in checkpoint) == 6 * ROWS.itemsize
 
 
+@pytest.mark.states("array of Python objects")
 def test_object_arrays(trip):
     state = {
         "mixed": np.array([[1, "a", None], [2.5, (1, [2]), torch.ones(2)]], object),

@@ -66,6 +66,7 @@ def wrapped():
     return Wrapped(torch.arange(8, dtype=torch.int8), torch.ones(1, dtype=torch.float64), CONTEXT)
 
 
+@pytest.mark.states("another tensor subclass, of parts or with its own data")
 def test_wrappers_are_saved_without_a_word(trip):
     loaded = trip({"w": wrapped()}, registry=KNOWN)["w"]
     assert type(loaded) is Wrapped

@@ -58,6 +58,7 @@ def step(model, optimizer, count):
         optimizer.step()
 
 
+@pytest.mark.states("tensors and optimizer states of torchao")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 @pytest.mark.parametrize("way", ["load", "into"])
 def test_optimizers_go_on(tmp_path, kind, way):

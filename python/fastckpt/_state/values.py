@@ -17,6 +17,7 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors import records as _records
 from fastckpt._tensors.described import Unsupported, integers, text
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ PLAIN = frozenset(
     (
         *ENCODERS,
         *_numpy.ARRAYS,
+        *_records.DTYPES,
         *(dict, OrderedDict, defaultdict, list, tuple, set, frozenset, slice),
         *(bytes, bytearray, dt.datetime, dt.time),
     )
