@@ -10,7 +10,7 @@ Four things are measured, each as a ratio within one run:
   left out: it touches its memory for the first time.
 - **Lazy stall**: the same for ``lazy=True``, in milliseconds, and what a step waits that comes at once.
 - **Peers**: ``torch.distributed.checkpoint.async_save`` in one process, writing with as many threads, with its default
-  stager and with one that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode, where it
+  stager and with one that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode where it
   is installed: the seconds until the call returns, and until the checkpoint is durable. They do not sync, or not
   everything, so an fsync of every file and directory is added to their time to durability and to nothing else.
   Contenders take turns, each round begins with another.

@@ -12,8 +12,6 @@ import pytest
 
 import fastckpt
 
-pytest.importorskip("anycrc")
-
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory):

@@ -243,6 +243,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     check = Validator(stored, types=wishes.types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
+    origin: Sequence[int] = range(len(every))
     missing: tuple[str, ...] = ()
     if not selection.all:
         chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
@@ -265,7 +266,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
         given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
         if wishes.device is not None and not given.has_objects:
             raise ValueError("load: device is for new tensors: those of into stay where they are")
-        tokens = given.match(every, chosen, selection, renamed=wishes.renaming.changes)
+        tokens = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
         missing = (*missing, *given.missing)
     else:
         if wishes.mmap:
@@ -281,7 +282,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
 
 
-def _with(tokens: list[Token], positions: list[int], others: list[Token]) -> list[Token]:
+def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
     """A structure with other tokens at some positions of it, but for the sizes of containers."""
     out = list(tokens)
     for position, token in zip(positions, others, strict=True):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_files, check_in_flight, check_nice
+from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._files import check_files
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
@@ -27,7 +28,8 @@ from .pending import PendingSave
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastckpt._api.options import Engine, Files
+    from fastckpt._api.options import Engine
+    from fastckpt._files import Files
     from fastckpt._paths import AnyPath
     from fastckpt._state.registry import Registry
 

@@ -7,12 +7,14 @@ import mmap
 import os
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastckpt._foreign import not_a_checkpoint
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
@@ -119,9 +121,15 @@ class Reader:
         del keep
         self._path = os.fspath(path)
         try:
-            os.scandir(self._path).close()
+            with os.scandir(self._path) as entries:
+                is_ours = any(entry.name == MANIFEST for entry in entries)
         except OSError as error:
+            # The path may lead through a file, and then there is nothing.
+            if isinstance(error, NotADirectoryError) and Path(self._path).exists():
+                raise not_a_checkpoint(self._path) from error
             raise failed("open checkpoint", self._path, error) from error
+        if not is_ours:
+            raise not_a_checkpoint(self._path)
         content = read_manifest(self._path)
         self._seal = content[:_SEAL]
         self._manifest = decode(content, self._path_of(MANIFEST))
@@ -130,6 +138,10 @@ class Reader:
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""
         return list(self._manifest.tensors)
+
+    def checksum(self, tensor: int) -> int | None:
+        """The CRC-64 of all bytes of a tensor."""
+        return checksum.joined(checksum.of(b""), self._sums(self._tensor(tensor)))
 
     def shards(self) -> list[StoredShard]:
         """All shards."""
@@ -160,13 +172,10 @@ class Reader:
         """Read tensors and boxes of them."""
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
-        try:
+        with self._settled():
             if verify:
                 self._check_headers(job.shards())
             job.run(tick)
-        except (CorruptCheckpointError, FileNotFoundError) as error:
-            self._settle(error)
-            raise
         for hand_over in late:
             hand_over()
         return job.report()
@@ -177,7 +186,7 @@ class Reader:
         for tensor in map(self._tensor, tensors):
             if tensor.nbytes and tensor.shard not in mappings.shards:
                 shard = self._manifest.shards[tensor.shard]
-                with self.open_shard(tensor.shard) as file:
+                with self._settled(), self.open_shard(tensor.shard) as file:
                     mapped = mmap.mmap(file.fileno(), shard.nbytes, access=mmap.ACCESS_COPY)
                 mappings.shards[tensor.shard] = np.frombuffer(mapped, np.uint8)
         return mappings
@@ -192,12 +201,9 @@ class Reader:
             if tensor.nbytes and tensor.shard not in mappings.shards:
                 raise ValueError("a tensor of this number is not mapped")
             job.add(number, [(0, tensor.nbytes)], _Target(), verify=True)
-        try:
+        with self._settled():
             self._check_headers(job.shards())
             job.run(tick)
-        except (CorruptCheckpointError, FileNotFoundError) as error:
-            self._settle(error)
-            raise
         return job.report()
 
     def verify(self, *, io: str, threads: int | None, tick: Tick | None) -> dict[str, Any]:
@@ -227,8 +233,8 @@ class Reader:
                 damage.append(DamagedRange(file_, tensor.offset, tensor.nbytes, tensor.name, missing[tensor.shard]))
         job.run(tick)
         damage += self._wrong_sums()
-        if damage:
-            self._settle(None)
+        if damage and self._is_replaced():
+            raise self._replaced()
         ordered = sorted(set(damage), key=lambda one: (one.file, one.offset, one.length, one.tensor or "", one.reason))
         return {**job.report(), "damage": ordered}
 
@@ -307,27 +313,37 @@ class Reader:
     def _wrong_sums(self) -> Iterator[DamagedRange]:
         """Shards whose checksum, by which copies elsewhere are checked, is not that of their parts."""
         sums = [int(shard.header_crc, 16) for shard in self._manifest.shards]
-        size = self.block_size
         for tensor in sorted(self._manifest.tensors, key=lambda tensor: tensor.offset):
-            parts = (
-                (int(tensor.crc[number * checksum.HEX :][: checksum.HEX], 16), end - start)
-                for number, (start, end) in enumerate(_cut(tensor.offset, tensor.offset + tensor.nbytes, size))
-            )
-            sums[tensor.shard] = checksum.joined(sums[tensor.shard], parts)
+            sums[tensor.shard] = checksum.joined(sums[tensor.shard], self._sums(tensor))
         for shard, sum_ in zip(self._manifest.shards, sums, strict=True):
             if checksum.to_hex(sum_) != shard.crc:
                 reason = "the manifest's checksum of the whole shard is not that of its parts"
                 yield DamagedRange(shard.file, 0, shard.nbytes, None, reason)
 
-    def _settle(self, error: BaseException | None) -> None:
-        """Raise ReplacedCheckpointError if the path has another manifest by now: then nothing was damaged."""
+    def _sums(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """The sum and the length of each extent of a tensor."""
+        for number, (start, end) in enumerate(_cut(tensor.offset, tensor.offset + tensor.nbytes, self.block_size)):
+            yield int(tensor.crc[number * checksum.HEX :][: checksum.HEX], 16), end - start
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Inside, what looks like damage is none if the path has another manifest by now."""
         try:
-            if read_manifest(self._path)[:_SEAL] == self._seal:
-                return
+            yield
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            if self._is_replaced():
+                raise self._replaced() from error
+            raise
+
+    def _is_replaced(self) -> bool:
+        try:
+            return read_manifest(self._path)[:_SEAL] != self._seal
         except (OSError, CorruptCheckpointError):
-            pass
+            return True
+
+    def _replaced(self) -> ReplacedCheckpointError:
         text = f"`{self._path}` was replaced or removed while it was read: open it again"
-        raise ReplacedCheckpointError(errno.ENOENT, text, self._path) from error
+        return ReplacedCheckpointError(errno.ENOENT, text, self._path)
 
 
 def _cut(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -367,7 +383,7 @@ class _Job:
         self._damage = damage
         self._pieces: list[_Piece] = []
         self._reads: list[_Read] = []
-        self._wanted = self._total = self._copied = 0
+        self._wanted = self._total = 0
         self._moved: list[int] = [0]
         self._stop = False
 
