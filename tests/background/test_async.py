@@ -403,7 +403,7 @@ def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
     assert len(errors) == 2
     with pytest.raises(FileNotFoundError):
         fastckpt.drain()
-    assert entries(tmp_path) == ["0", "2", "4"]
+    assert entries(tmp_path) == ["0", "2", "4", "no"]
 
 
 def test_a_failure_can_be_a_warning(tmp_path, late):
