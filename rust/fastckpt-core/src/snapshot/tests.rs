@@ -51,22 +51,6 @@ fn stage(snapshot: &Snapshot, wanted: &[u8], last: bool) -> Result<()> {
 }
 
 #[test]
-fn a_state_that_is_too_large_is_refused_before_anything_is_copied() {
-    // Its checksums alone fill a manifest.
-    let spec = TensorSpec {
-        name: "w".to_owned(),
-        dtype: Dtype::U8,
-        shape: vec![MAX_BYTES / 16 * PAGE],
-        logical: None,
-    };
-    let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
-    let state = State { tensors: vec![spec], contents: vec![pattern(0)], structure, metadata };
-    let options = Options { block_size: Some(PAGE), ..Options::default() };
-    let error = Snapshot::new(state, &groups::of(""), 1 << 50, &options).unwrap_err();
-    assert!(matches!(error, Error::TooLarge(_)), "{error}");
-}
-
-#[test]
 fn the_images_are_the_files_of_the_checkpoint() {
     let sizes = [PIECE * 2 + 5, 3, 0, 70_000, 1 << 20];
     for (threads, wanted) in [(1, [[1; 5], [0; 5]]), (3, [[0, 1, 0, 1, 0], [1, 0, 1, 0, 1]])] {
