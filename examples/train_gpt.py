@@ -206,8 +206,6 @@ class Saver:
         self.options, self.training = options, training
         self.pending: fastckpt.PendingSave | None = None
         if options.asynchronous:
-            # The optimizer is all that changes tensors of this state in place.
-            fastckpt.guard(training.optimizer)
             signal.signal(signal.SIGTERM, self.stop)
 
     def save(self, loss: float) -> None:

@@ -10,7 +10,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core, exceptions
-from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, open
+from fastckpt._api.checkpoint import Checkpoint, Composed, Origin
+from fastckpt._api.checkpoint import open as open
 from fastckpt._api.load import load
 from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, remove_leftover
 from fastckpt._api.manage import list as list
@@ -32,6 +33,8 @@ from fastckpt.exceptions import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastckpt._api.in_flight import drain
     from fastckpt._api.probe import probe
     from fastckpt._background.guard import Guard, guard
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
 
-#: Without ``list``: ``from fastckpt import *`` must not hide Python's own.
+#: Without ``list`` and ``open``: ``from fastckpt import *`` must not hide Python's own.
 __all__ = [
     "Checkpoint",
     "CheckpointError",
@@ -77,7 +80,6 @@ __all__ = [
     "guard",
     "leftovers",
     "load",
-    "open",
     "plan",
     "probe",
     "register_type",
@@ -122,6 +124,11 @@ def __getattr__(name: str) -> Any:
 
     found = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
     return found
+
+
+def __dir__() -> Sequence[str]:
+    """Also what is imported later: for completion."""
+    return sorted({*globals(), *_LATER})
 
 
 def _warn_of_debug_build() -> None:

@@ -349,10 +349,12 @@ class StoredTensor:
 
 @final
 class StoredShard:
-    """A file of a checkpoint."""
+    """A file of a checkpoint. ``prefix`` is what its header leaves out at the start of its tensors' names."""
 
     @property
     def file(self) -> str: ...
+    @property
+    def prefix(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -437,6 +439,11 @@ class Reader:
         its tensor. Where a request has no address, ``drain(request, start, address, nbytes)`` takes the bytes
         ``[start, start + nbytes)`` of what it asks for, in row-major order, from ``address``, called from worker
         threads. An extent that is read whole is compared with its checksum when ``verify`` is set.
+        """
+    def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
+        """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
+
+        They are not held in memory, and are compared with their checksums on the way.
         """
     def map(self, tensors: Sequence[int]) -> Mappings:
         """Map the shards that hold ``tensors``, but for empty ones. Nothing is read."""

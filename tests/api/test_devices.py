@@ -141,7 +141,7 @@ def test_a_tie_is_one_tensor_on_a_device_too(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     ["cuda:77", "standin:1", torch.device("standin", 5), {"model.w": "standin:1"}, lambda _: "standin:1"],
-    ids=str,
+    ids=range(5),
 )
 def test_devices_that_are_not_here(path, wrong):
     with pytest.raises(ValueError, match=r"load: device.*there is no device (cuda:77|standin:[15]) here"):
@@ -149,7 +149,7 @@ def test_devices_that_are_not_here(path, wrong):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["nonsense", 3.5, {"*": "nonsense"}, {"*": 3.5}, lambda _: "nonsense", ["cpu"]], ids=str
+    "wrong", ["nonsense", 3.5, {"*": "nonsense"}, {"*": 3.5}, lambda _: "nonsense", ["cpu"]], ids=range(6)
 )
 def test_what_is_no_device(path, wrong):
     with pytest.raises(ValueError, match=r"load: device.*is not a torch\.device or its name"):

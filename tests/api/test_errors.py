@@ -21,7 +21,7 @@ import torch
 
 import fastckpt
 from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError, UnsupportedTypeError, _core
-from fastckpt._tools import convert as _convert
+from fastckpt._tools.convert import convert as _convert
 from harness import manifest, mounts, needs, strace, zygote
 from harness.states import numbered, same, which
 

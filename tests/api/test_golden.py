@@ -63,6 +63,27 @@ def test_golden_expanded_tensors_are_read_bit_for_bit(engine):
     assert state["columns"].data_ptr() == state["parameter"].data_ptr() == state["base"].data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:.*is_fx_tracing.*")
+def test_golden_types_of_numpy_and_torch_are_read_bit_for_bit(engine):
+    state, expected = fastckpt.load(DATA / "v1-named", io=engine), golden().named()
+    for name in ("dtypes", "layouts"):
+        assert state[name] == expected[name]
+    assert state["dtypes"][1].isalignedstruct
+    for name in ("rows", "records", "objects"):
+        assert type(state[name]) is type(expected[name])
+        assert state[name].dtype == expected[name].dtype
+        assert repr(state[name].tolist()) == repr(expected[name].tolist())
+    for ours, theirs in zip(state["generators"], expected["generators"], strict=True):
+        assert ours.random() == theirs.random()
+        assert ours.bit_generator.spawn(1)[0].random_raw() == theirs.bit_generator.spawn(1)[0].random_raw()
+    assert state["bits"].random_raw() == expected["bits"].random_raw()
+    assert state["legacy"].randn() == expected["legacy"].randn()
+    assert torch.equal(torch.rand(9, generator=state["torch"]), torch.rand(9, generator=expected["torch"]))
+    for name in ("strided", "jagged"):
+        assert state[name].layout is expected[name].layout
+        assert all(map(torch.equal, state[name].unbind(), expected[name].unbind()))
+
+
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     """The layout is the format's: no release changes it."""
     fastckpt.save(golden().training(), tmp_path / "c", shard_size=100)
@@ -74,7 +95,7 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     assert written == kept
 
 
-@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded"])
+@pytest.mark.parametrize("name", ["v1", "v1-sharded", "v1-types", "v1-groups", "v1-expanded", "v1-named"])
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA

@@ -125,6 +125,26 @@ def expanded() -> dict[str, Any]:
     }
 
 
+def named() -> dict[str, Any]:
+    """Types by name: what numpy and torch have beside plain tensors and arrays."""
+    row = np.dtype([("key", "<i4"), (("title", "value"), ">f8", (2,))])
+    rows = np.array([(1, (2.0, 3.0)), (4, (5.0, 6.0))], row)
+    kinds = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+    return {
+        "dtypes": [row, np.dtype([("a", "u1"), ("b", "<f8")], align=True), np.dtype("<M8[ns]"), np.dtype("O")],
+        "rows": rows,
+        "records": rows.view(np.recarray),
+        "objects": np.array([[1, None], ["a", (2,)]], object),
+        "generators": [np.random.Generator(getattr(np.random, kind)(3)) for kind in kinds],
+        "bits": np.random.PCG64(4),
+        "legacy": np.random.RandomState(5),
+        "torch": torch.Generator().manual_seed(6),
+        "layouts": [torch.sparse_csr, torch.channels_last],
+        "strided": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+        "jagged": torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
+    }
+
+
 METADATA = {"step": 1000, "note": "golden", "loss": 2.5}
 
 if __name__ == "__main__":
@@ -136,6 +156,7 @@ if __name__ == "__main__":
         ("-types", types, 10**9),
         ("-groups", training, 100),
         ("-expanded", expanded, 10**9),
+        ("-named", named, 10**9),
     )
     for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():

@@ -21,7 +21,7 @@ import pytest
 
 import fastckpt
 from fastckpt._tools import cli
-from fastckpt._tools import convert as _convert
+from fastckpt._tools.convert import one_file as _one_file
 from harness import needs
 
 try:
@@ -176,7 +176,7 @@ def test_convert_into_a_place_that_is_none(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_convert, "_write_safetensors", full)
+    monkeypatch.setattr(_one_file, "_write_safetensors", full)
     status, document = call_json(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
     assert (status, document["type"]) == (2, "OSError")
     assert str(tmp_path / "m.safetensors") in document["error"]

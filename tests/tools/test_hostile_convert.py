@@ -17,8 +17,8 @@ import pytest
 
 import fastckpt
 from fastckpt._tools import cli
-from fastckpt._tools import convert as _convert
-from fastckpt._tools import pickled as _pickled
+from fastckpt._tools.convert import one_file as _one_file
+from fastckpt._tools.convert import pickled as _pickled
 from harness import needs
 
 try:
@@ -54,7 +54,7 @@ def measured(*arguments):
     """
     program = (
         "import json, resource, sys\n"
-        "from fastckpt._tools import convert as _convert\n"
+        "from fastckpt._tools.convert import one_file as _one_file\n"
         "from fastckpt._tensors import torch as _torch\n"
         "from fastckpt._tools import cli\n"
         "import safetensors.torch\n"
@@ -195,8 +195,8 @@ def test_fp4_without_dimensions_is_refused(tmp_path, fp4):
 def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch, capsys):
     fastckpt.save({"w": torch.ones(4)}, tmp_path / "c")
     (tmp_path / "m.safetensors").write_text("precious")
-    header = _convert._header
-    monkeypatch.setattr(_convert, "_header", lambda *given: header(*given).replace(b"[4]", b"[5]"))
+    header = _one_file._header
+    monkeypatch.setattr(_one_file, "_header", lambda *given: header(*given).replace(b"[4]", b"[5]"))
     assert cli.main(["convert", "--overwrite", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) != 0
     assert "safetensors refuses the file" in capsys.readouterr().err
     assert (tmp_path / "m.safetensors").read_text() == "precious"
@@ -208,13 +208,13 @@ def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
     state = {"é" * 400: torch.ones(1), "x": torch.ones(1)}
     fastckpt.save(state, tmp_path / "c")
     command = ["convert", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
-    monkeypatch.setattr(_convert, "_HEADER", 800)
-    write = _convert._write_safetensors
-    monkeypatch.setattr(_convert, "_write_safetensors", lambda *_: pytest.fail("a file was opened"))
+    monkeypatch.setattr(_one_file, "HEADER", 800)
+    write = _one_file._write_safetensors
+    monkeypatch.setattr(_one_file, "_write_safetensors", lambda *_: pytest.fail("a file was opened"))
     assert cli.main(command) == 2
     assert "more than the 800 bytes" in capsys.readouterr().err
-    monkeypatch.setattr(_convert, "_write_safetensors", write)
-    monkeypatch.setattr(_convert, "_HEADER", 1040)
+    monkeypatch.setattr(_one_file, "_write_safetensors", write)
+    monkeypatch.setattr(_one_file, "HEADER", 1040)
     assert cli.main(command) == 0
     assert set(load_file(tmp_path / "m.safetensors")) == set(state)
 
@@ -224,15 +224,15 @@ def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
     tensor = torch.ones(1)
     dtypes = {torch.float32: ("F32", 1)}
     path = tmp_path / "m.safetensors"
-    spare = 100_000_000 - len(_convert._header([("", tensor)], dtypes, path))
-    header = _convert._header([("n" * spare, tensor)], dtypes, path)
+    spare = 100_000_000 - len(_one_file._header([("", tensor)], dtypes, path))
+    header = _one_file._header([("n" * spare, tensor)], dtypes, path)
     assert len(header) == 100_000_000
-    _convert._write_safetensors(path, header, [tensor], torch)
+    _one_file._write_safetensors(path, header, [tensor], torch)
     with safe_open(path, framework="pt") as file:
         assert len(file.keys()) == 1
     with pytest.raises(fastckpt.UnsupportedTypeError, match="100000000 bytes"):
-        _convert._header([("n" * (spare + 8), tensor)], dtypes, path)
-    _convert._write_safetensors(path, header + b" " * 8, [tensor], torch)
+        _one_file._header([("n" * (spare + 8), tensor)], dtypes, path)
+    _one_file._write_safetensors(path, header + b" " * 8, [tensor], torch)
     with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
         pass
     path.unlink()
@@ -314,7 +314,7 @@ def test_the_child_takes_no_module_from_where_it_is_started(tmp_path):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from fastckpt._tools import pickled as _pickled\n"
+        "from fastckpt._tools.convert import pickled as _pickled\n"
         "os.chdir(sys.argv[1])\n"
         "_pickled.check(Path('m.pt'))\n"
     )

@@ -127,13 +127,22 @@ class Into:
         return bool(self._owners)
 
     def match(
-        self, tokens: list[Token], chosen: set[int] | None, selection: Selection, *, renamed: bool
+        self,
+        tokens: list[Token],
+        left: list[Token],
+        origin: Sequence[int],
+        chosen: set[int] | None,
+        selection: Selection,
+        *,
+        renamed: bool,
     ) -> list[Token]:
-        """Match every tensor of a structure, or those at the positions ``chosen``, and ask for their bytes.
+        """Match every tensor of what was chosen of a structure, and ask for their bytes.
 
         Args:
             tokens: the whole structure.
-            chosen: the positions, or None for all.
+            left: what was chosen of it.
+            origin: where each token of that is in the whole.
+            chosen: the positions that were chosen, or None for all.
             selection: what was chosen by.
             renamed: whether the structure has other names than those that the selection saw.
 
@@ -143,7 +152,6 @@ class Into:
         Raises:
             StructureMismatchError: they do not fit. It lists all differences.
         """
-        left, origin = (tokens, list(range(len(tokens)))) if chosen is None else prune(tokens, chosen)
         at = {position: index for index, position in enumerate(origin)}
         every = find(tokens, self.flat.places)
         self._find([item for item in every if item.position in at])

@@ -14,6 +14,7 @@ from fastckpt._state.registry import Types
 from fastckpt._state.rename import Renaming
 from fastckpt._state.select import prune
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._tensors.ranges import range_of
 
 from .destinations import Targets
 from .into import Into
@@ -207,7 +208,8 @@ def load(  # noqa: PLR0913 - all by name
         threads=threads,
         progress=progress,
     )
-    loaded = until_settled(lambda: _load(source, wishes))
+    with range_of("fastckpt.load"):
+        loaded = until_settled(lambda: _load(source, wishes))
     return loaded if report else loaded.state
 
 
@@ -241,6 +243,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     check = Validator(stored, types=wishes.types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
+    origin: Sequence[int] = range(len(every))
     missing: tuple[str, ...] = ()
     if not selection.all:
         chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
@@ -263,7 +266,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
         given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
         if wishes.device is not None and not given.has_objects:
             raise ValueError("load: device is for new tensors: those of into stay where they are")
-        tokens = given.match(every, chosen, selection, renamed=wishes.renaming.changes)
+        tokens = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
         missing = (*missing, *given.missing)
     else:
         if wishes.mmap:
@@ -279,7 +282,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
     return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
 
 
-def _with(tokens: list[Token], positions: list[int], others: list[Token]) -> list[Token]:
+def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
     """A structure with other tokens at some positions of it, but for the sizes of containers."""
     out = list(tokens)
     for position, token in zip(positions, others, strict=True):

@@ -7,14 +7,16 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._files import check_files
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
 from fastckpt._state.registry import Types
+from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine, check_files
+from .options import check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
@@ -22,11 +24,12 @@ from .reports import SaveReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastckpt._files import Files
     from fastckpt._paths import AnyPath
     from fastckpt._state.flatten import Flat
     from fastckpt._state.registry import Registry
 
-    from .options import Engine, Files
+    from .options import Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
@@ -107,35 +110,36 @@ def save(  # noqa: PLR0913 - all by name
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
-    types = Types("save", registry)
-    about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
-    flat = flatten(state, types=types, default=default)
-    warn_of_unnamed("save", flat, about)
-    options = _core.SaveOptions(
-        model_prefix=split_model("save", flat, model_key),
-        overwrite=bool(overwrite),
-        files=more,
-        shard_size=file_bytes,
-        io=io,
-        threads=threads,
-        bandwidth_limit=limit,
-        step=step_of(metadata),
-    )
-    try:
-        in_flight.wait_for_path(target)
-        with ticker("save", target, shown=progress) as tick:
-            report = _core.save(
-                target,
-                flat.tensors,
-                flat.structure(),
-                about.structure(),
-                options,
-                flat.fill if flat.movers else None,
-                tick,
-            )
-    finally:
-        # An error's traceback has this frame, and with it exports of the caller's buffers.
-        flat.keep.clear()
+    with range_of("fastckpt.save"):
+        types = Types("save", registry)
+        about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
+        flat = flatten(state, types=types, default=default)
+        warn_of_unnamed("save", flat, about)
+        options = _core.SaveOptions(
+            model_prefix=split_model("save", flat, model_key),
+            overwrite=bool(overwrite),
+            files=more,
+            shard_size=file_bytes,
+            io=io,
+            threads=threads,
+            bandwidth_limit=limit,
+            step=step_of(metadata),
+        )
+        try:
+            in_flight.wait_for_path(target)
+            with ticker("save", target, shown=progress) as tick:
+                report = _core.save(
+                    target,
+                    flat.tensors,
+                    flat.structure(),
+                    about.structure(),
+                    options,
+                    flat.fill if flat.movers else None,
+                    tick,
+                )
+        finally:
+            # An error's traceback has this frame, and with it exports of the caller's buffers.
+            flat.keep.clear()
     saved = conclude(SaveReport, target, began, report)
     _warn_of_failures()
     return saved

@@ -18,6 +18,7 @@ from fastckpt._api.outcome import logger, report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
 from fastckpt._state.flatten import flatten
+from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
 from . import snapshot_memory
@@ -112,7 +113,8 @@ class Job:
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
         began = time.perf_counter()
-        self.snapshot.stage(wanted, last=last, options=self.options)
+        with range_of("fastckpt.stage"):
+            self.snapshot.stage(wanted, last=last, options=self.options)
         self.staging += time.perf_counter() - began
 
     def claim(self) -> bool:
@@ -201,7 +203,8 @@ class Job:
                 if bar is not None:
                     bar(done, total)
 
-            core = self.snapshot.save(pending.path, self.options, tick)
+            with range_of("fastckpt.write"):
+                core = self.snapshot.save(pending.path, self.options, tick)
         pending._written = core["bytes"]
         # What the core did not see counts as planning, but for what is known.
         known = {"wait": self.waited, "stage": self.staging}

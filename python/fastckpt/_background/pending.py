@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
 from fastckpt._api.outcome import logger, tell
+from fastckpt._tensors.ranges import range_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -93,7 +94,9 @@ class PendingSave(in_flight.SaveInFlight):
         token = object()
         self._holding[token] = time.perf_counter()
         try:
-            if not self._staged.wait(timeout):
+            with range_of("fastckpt.wait_staged"):
+                staged = self._staged.wait(timeout)
+            if not staged:
                 raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
         finally:
             since = self._holding.pop(token, None)  # unless the copying thread has counted it

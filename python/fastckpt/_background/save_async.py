@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_files, check_in_flight, check_nice
+from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._files import check_files
 from fastckpt._paths import path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
 from fastckpt._state.registry import Types
+from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from .job import Job
@@ -26,7 +28,8 @@ from .pending import PendingSave
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastckpt._api.options import Engine, Files
+    from fastckpt._api.options import Engine
+    from fastckpt._files import Files
     from fastckpt._paths import AnyPath
     from fastckpt._state.registry import Registry
 
@@ -124,27 +127,30 @@ def save_async(  # noqa: PLR0913 - one more than save has
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
     more = check_files("save_async", files)
-    types = Types("save_async", registry)
-    about = flatten(metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
-    flat = flatten(state, operation="save_async", types=types, default=default)
-    warn_of_unnamed("save_async", flat, about)
-    settings = {
-        "model_prefix": split_model("save_async", flat, model_key),
-        "overwrite": bool(overwrite),
-        "files": more,
-        "shard_size": file_bytes,
-        "io": io,
-        "threads": threads,
-        "bandwidth_limit": limit,
-        "nice": nice,
-        "io_priority": io_priority,
-        "step": step_of(metadata),
-    }
-    pending = PendingSave(target, began, on_error)
-    job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), progress=progress)
-    pending._snapshot, pending._total = job.snapshot, job.snapshot.total
-    del flat, about
-    _launch(job, max_in_flight)
+    with range_of("fastckpt.save_async"):
+        types = Types("save_async", registry)
+        about = flatten(
+            metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
+        )
+        flat = flatten(state, operation="save_async", types=types, default=default)
+        warn_of_unnamed("save_async", flat, about)
+        settings = {
+            "model_prefix": split_model("save_async", flat, model_key),
+            "overwrite": bool(overwrite),
+            "files": more,
+            "shard_size": file_bytes,
+            "io": io,
+            "threads": threads,
+            "bandwidth_limit": limit,
+            "nice": nice,
+            "io_priority": io_priority,
+            "step": step_of(metadata),
+        }
+        pending = PendingSave(target, began, on_error)
+        job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), progress=progress)
+        pending._snapshot, pending._total = job.snapshot, job.snapshot.total
+        del flat, about
+        _launch(job, max_in_flight)
     try:
         in_flight.tell_unasked(
             f"save_async raised it because nobody had asked for its result; the save of this call, to {target}, goes "

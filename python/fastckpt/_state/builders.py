@@ -159,9 +159,7 @@ class Validator:
             raise ValueError("unknown flags, or no sizes")
         return Tensor("expanded")
 
-    def typed(self, name: str, _: Any, attributes: Any) -> Any:
-        if attributes is not None and type(attributes) is not dict:
-            raise ValueError("attributes that are not a dict")
+    def typed(self, name: str, _: Any, __: Any) -> Any:
         if self.types.by_name(name) is None:
             if not self.strangers:
                 raise _unknown(name)

@@ -6,6 +6,10 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from fastckpt._tensors import generators as _generators
+from fastckpt._tensors import records as _records
 from fastckpt._tensors.described import Unsupported, text
 
 from .structural import Codec, Encoded, Undecodable, codec_of, without
@@ -154,6 +158,26 @@ def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
     return made
 
 
+def _bits(spelled: str) -> Own:
+    """The conversions of a bit generator of numpy's."""
+    return plain(
+        _generators.encode_bit_generator,
+        lambda cls, value: _generators.decode_bit_generator(cls.__name__, value),
+        spelled,
+    )
+
+
+def _of_torch(function: str) -> Callable[..., Any]:
+    """A function of the module that imports torch, which happens when it is called."""
+
+    def call(*arguments: Any) -> Any:
+        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+        return getattr(_torch, function)(*arguments)
+
+    return call
+
+
 _CONFIGURED = Own(_configured, _decode_configured)
 
 #: By the name in files, which is also where the class is found: its module and its name there.
@@ -162,9 +186,35 @@ TABLE: dict[str, Own] = {
     "decimal.Decimal": plain(str, _of_text),
     "fractions.Fraction": plain(_fraction, _decode_fraction),
     "io.BytesIO": plain(lambda value: value.getvalue(), _buffer, "_io.BytesIO"),
+    "numpy.dtype": plain(_records.encode_dtype, lambda _, value: _records.decode_dtype(value)),
+    "numpy.ndarray": plain(_records.encode_array, lambda _, value: _records.decode_array(value)),
+    "numpy.random.Generator": plain(
+        _generators.encode_generator,
+        lambda _, value: _generators.decode_generator(value),
+        "numpy.random._generator.Generator",
+    ),
+    "numpy.random.MT19937": _bits("numpy.random._mt19937.MT19937"),
+    "numpy.random.PCG64": _bits("numpy.random._pcg64.PCG64"),
+    "numpy.random.PCG64DXSM": _bits("numpy.random._pcg64.PCG64DXSM"),
+    "numpy.random.Philox": _bits("numpy.random._philox.Philox"),
+    "numpy.random.RandomState": plain(
+        _generators.encode_random_state,
+        lambda _, value: _generators.decode_random_state(value),
+        "numpy.random.mtrand.RandomState",
+    ),
+    "numpy.random.SFC64": _bits("numpy.random._sfc64.SFC64"),
+    "numpy.recarray": plain(
+        _records.encode_array,
+        lambda _, value: _records.decode_records(value),
+        f"{np.recarray.__module__}.{np.recarray.__qualname__}",  # it has moved between numpy's versions
+    ),
     "omegaconf.DictConfig": _CONFIGURED._replace(spelled="omegaconf.dictconfig.DictConfig"),
     "omegaconf.ListConfig": _CONFIGURED._replace(spelled="omegaconf.listconfig.ListConfig"),
     "random.Random": plain(lambda value: value.getstate(), _decode_random),
+    "torch.Generator": plain(_of_torch("encode_generator"), _of_torch("decode_generator"), "torch._C.Generator"),
+    "torch.layout": plain(_of_torch("encode_named"), _of_torch("decode_named")),
+    "torch.memory_format": plain(_of_torch("encode_named"), _of_torch("decode_named")),
+    "torch.nested.nested_tensor": plain(_of_torch("encode_nested"), _of_torch("decode_nested")),
     "torch.torch_version.TorchVersion": plain(str, _of_text),
     "uuid.UUID": plain(str, _of_text),
     "zoneinfo.ZoneInfo": plain(_zone, _decode_zone),

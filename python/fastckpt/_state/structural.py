@@ -48,7 +48,7 @@ def name_of(cls: type) -> str:
 
 def codec_of(cls: type, name: str | None = None) -> Codec | None:
     """The codec of a class that explains itself by what it is; None for any other."""
-    for kind in (_enum, _wrapper, _named_tuple, _namespace, _derived, _dataclass):
+    for kind in (_enum, _wrapper, _tensor, _named_tuple, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
             return Codec(cls, name or name_of(cls), *found)
@@ -126,6 +126,21 @@ def _wrapper(cls: Any) -> _Pair:
 
             tensor = _torch.with_flags(tensor, flags[0])
         return tensor
+
+    return encode, decode
+
+
+def _tensor(cls: Any) -> _Pair:
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(cls, torch.Tensor):
+        return None
+    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - it is there
+
+    def encode(value: Any) -> Encoded:
+        return _torch.without_class(value), _attributes(value)
+
+    def decode(value: Any, attributes: Any) -> Any:
+        return set_attributes(_torch.with_class(value, cls), attributes)
 
     return encode, decode
 

@@ -349,4 +349,6 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
 
 def _typed(builder: Builder, name: str, parts: list[Any]) -> Any:
     value, *attributes = parts
+    if attributes and type(attributes[0]) is not dict:
+        raise ValueError("attributes that are not a dict")
     return builder.typed(name, value, attributes[0] if attributes else None)

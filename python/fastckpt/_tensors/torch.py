@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from functools import partial
@@ -31,7 +32,7 @@ from .described import (
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .memory import Bytes, Mover
     from .pieces import Index
@@ -287,16 +288,15 @@ def safe_types() -> list[type]:
     ]
 
 
-_SPREAD = (
-    "is spread over processes: store its full_tensor(), or its to_local() per process; of a whole state, "
-    "torch.distributed.checkpoint.state_dict.get_state_dict gives plain tensors, with "
+_GATHERED = (
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives a whole state of plain tensors, with "
     "StateDictOptions(full_state_dict=True, cpu_offload=True)"
 )
 _TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
 #: Tensor subclasses of torch's own that cannot be stored, by name, and why.
 _REFUSED = {
-    "DTensor": _SPREAD,
-    "ShardedTensor": _SPREAD.replace("its full_tensor(), or its to_local() per process", "what gather() gives"),
+    "DTensor": f"is spread over processes: store its full_tensor(), or its to_local() per process; {_GATHERED}",
+    "ShardedTensor": f"is spread over processes: {_GATHERED}",
     "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
     "FakeTensor": "has no data",
     "FunctionalTensor": _TRACED,
@@ -307,17 +307,32 @@ _REFUSED = {
 
 
 def _why_not(kind: type[Tensor]) -> str | None:
-    """Why tensors of a subclass cannot be stored, or None where its own protocol takes them apart."""
+    """Why tensors of a subclass cannot be stored; None where its own protocol takes them apart, or it has its data."""
     for base in kind.__mro__:
         if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
             return f"a {base.__name__} {_REFUSED[base.__name__]}"
     if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__"):
+        return None
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return None
     return (
         f"tensor subclass {kind.__module__}.{kind.__qualname__} has no __tensor_flatten__ and __tensor_unflatten__: "
         f"leave it out, convert it with default=, or register it with fastckpt.register_type({kind.__name__}, encode, "
         "decode)"
     )
+
+
+def without_class(value: Tensor) -> Tensor:
+    """The data of a tensor of a subclass that has it itself, as a plain tensor over the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad)
+
+
+def with_class(value: Any, cls: type[Tensor]) -> Tensor:
+    """What :func:`without_class` gave, as a tensor of the subclass again."""
+    (tensor,) = _tensors([value])
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(cls).requires_grad_(tensor.requires_grad)
 
 
 # Bytes in and out of any tensor, in pieces.
@@ -428,6 +443,20 @@ def device_of(name: Any) -> torch.device | None:
 def is_device(value: Any) -> bool:
     """Whether this is a ``torch.device``, which can be called."""
     return isinstance(value, torch.device)
+
+
+@contextlib.contextmanager
+def range_of(name: str) -> Iterator[None]:
+    """See :func:`.ranges.range_of`."""
+    nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    with torch.profiler.record_function(name):
+        if nvtx is not None:
+            nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            if nvtx is not None:
+                nvtx.range_pop()
 
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:

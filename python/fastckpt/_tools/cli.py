@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TextIO
 import fastckpt
 from fastckpt._text import count, size, suggest, table, visible
 from fastckpt._tools.bench import command as _bench
+from fastckpt._tools.convert import command as _convert
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
 from fastckpt._tools.plan import simulate_command as _simulate
@@ -90,24 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=Path)
 
-    convert = command(
-        "convert",
-        "convert other formats to a checkpoint, or a checkpoint to safetensors",
-        "SRC is a .pt, .pth, .ckpt or .bin file (tensors and plain containers only: no pickle is executed), a "
-        ".safetensors file or a Hugging Face directory, and DST a new checkpoint; or SRC is a checkpoint and DST one "
-        ".safetensors file. The state must fit into memory.",
-    )
-    convert.add_argument("path", metavar="SRC", type=Path)
-    convert.add_argument("destination", metavar="DST", type=Path)
-    convert.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
-    convert.add_argument(
-        "--keys",
-        metavar="PATTERN",
-        action="append",
-        help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
-    )
-
-    for tool in (_plan, _bench, _simulate, _doctor, _clean):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean):
         tool.register(command)
     return parser
 
@@ -230,24 +214,11 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]
     return OK if report.ok else DAMAGED, document, lines
 
 
-def _convert(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Another format to a checkpoint, or back."""
-    # Only this command needs torch.
-    from . import convert as conversion  # noqa: PLC0415
-
-    done = conversion.convert(options.path, options.destination, keys=options.keys, overwrite=options.overwrite)
-    line = (
-        f"converted {done.source} to {done.destination}: {count(done.tensors, 'tensor')}, {size(done.bytes)} "
-        f"in {done.seconds:.3f} s"
-    )
-    return OK, asdict(done), [line]
-
-
 _COMMANDS = {
     "info": _info,
     "ls": _ls,
     "verify": _verify,
-    "convert": _convert,
+    "convert": _convert.run,
     "plan": _plan.run,
     "bench": _bench.run,
     "simulate": _simulate.run,

@@ -4,9 +4,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Damage;
+use fastckpt_core::engine::content::Content;
+use fastckpt_core::format::layout::TensorSpec;
 use fastckpt_core::format::manifest::{ShardEntry, TensorEntry};
 use fastckpt_core::read::boxes::{self, Along};
 use fastckpt_core::read::{Checkpoint, Maps, Request};
+use fastckpt_core::save as core_save;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyString, PyTuple};
@@ -14,11 +17,12 @@ use pyo3::types::{PyDict, PyInt, PyString, PyTuple};
 use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
+use crate::save::SaveOptions;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Reader {
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
 }
 
 /// See `_core.pyi`. Its attributes are already Python objects: a load of many small tensors reads each of them several
@@ -73,6 +77,7 @@ impl LogicalType {
 #[pyclass(frozen, get_all, module = "fastckpt._core")]
 struct StoredShard {
     file: String,
+    prefix: String,
     nbytes: u64,
 }
 
@@ -141,7 +146,7 @@ impl Reader {
     fn new(py: Python<'_>, path: PathBuf, keep: bool) -> PyResult<Self> {
         let checkpoint =
             py.detach(|| if keep { Checkpoint::open_and_keep(&path) } else { Checkpoint::open(&path) });
-        Ok(Self { checkpoint: checkpoint.map_err(|error| to_python(&error, &Raised::default()))? })
+        Ok(Self { checkpoint: Arc::new(checkpoint.map_err(|error| to_python(&error, &Raised::default()))?) })
     }
 
     fn tensors(&self, py: Python<'_>) -> PyResult<Vec<Py<StoredTensor>>> {
@@ -173,7 +178,11 @@ impl Reader {
     }
 
     fn shards(&self) -> Vec<StoredShard> {
-        let one = |shard: &ShardEntry| StoredShard { file: shard.file.clone(), nbytes: shard.bytes };
+        let one = |shard: &ShardEntry| StoredShard {
+            file: shard.file.clone(),
+            prefix: shard.prefix.clone(),
+            nbytes: shard.bytes,
+        };
         self.checkpoint.body().shards.iter().map(one).collect()
     }
 
@@ -239,6 +248,47 @@ impl Reader {
         }
         let report = py.detach(|| {
             self.checkpoint.read(wanted, verify, &options, &mut self::tick(tick.as_ref(), &raised))
+        });
+        to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
+    }
+
+    fn save<'py>(
+        &self,
+        py: Python<'py>,
+        path: PathBuf,
+        tensors: Vec<(usize, String)>,
+        structure: &str,
+        options: &SaveOptions,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let raised = Arc::new(Raised::default());
+        let mut specs = Vec::with_capacity(tensors.len());
+        let mut contents = Vec::with_capacity(tensors.len());
+        for (index, name) in tensors {
+            let entry = self.checkpoint.body().tensors.get(index);
+            let entry =
+                entry.ok_or_else(|| PyIndexError::new_err(format!("save: there is no tensor {index}")))?;
+            let (dtype, shape, logical) = (entry.dtype, entry.shape.clone(), entry.logical.as_ref());
+            let logical = logical.map(|logical| (logical.dtype.clone(), logical.shape.clone()));
+            specs.push(TensorSpec { name, dtype, shape, logical });
+            let (checkpoint, raised) = (Arc::clone(&self.checkpoint), Arc::clone(&raised));
+            contents.push(Content::Pull(Arc::new(move |start, to| {
+                checkpoint.copy(index, start, to).map_err(|error| {
+                    raised.keep(to_python(&error, &Raised::default()));
+                    error.to_string()
+                })
+            })));
+        }
+        let report = py.detach(|| {
+            let request = core_save::Request {
+                path: &path,
+                tensors: &specs,
+                contents: core_save::Contents::Tensors(&contents, &options.groups, options.shard_size),
+                structure,
+                metadata: self.checkpoint.body().metadata.get(),
+                files: &options.files(),
+                overwrite: options.overwrite,
+            };
+            core_save::save(&request, &options.core, &mut tick(None, &raised))
         });
         to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }

@@ -2,6 +2,7 @@
 
 pub mod boxes;
 mod checkpoint;
+mod copy;
 mod job;
 mod map;
 mod plan;

@@ -26,7 +26,7 @@ _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
-from fastckpt._tools.pickled import look
+from fastckpt._tools.convert.pickled import look
 look(sys.argv[1], int(sys.argv[2]))
 """
 

@@ -1,0 +1,66 @@
+"""Further files that a save puts beside the shards: ``files=``."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+#: What public functions take, as type checkers see it.
+Files: TypeAlias = "Mapping[str, str | bytes | os.PathLike[str]]"
+
+#: Bytes that a file's name may have, by the usual file systems.
+_LONGEST_NAME = 255
+#: What fastckpt writes itself, or what readers of the directory would take for it.
+_OURS = {"fastckpt.json", "model.safetensors.index.json"}
+
+
+def check_files(operation: str, files: Any) -> list[tuple[str, bytes]]:
+    """``files=``: the name and the content of each."""
+    if files is None:
+        return []
+    if not isinstance(files, Mapping):
+        raise TypeError(f"{operation}: files must be a dict of names and contents, not {type(files).__name__}")
+    return [(_check_name(operation, name), _content(operation, name, content)) for name, content in files.items()]
+
+
+def _check_name(operation: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{operation}: files: a name must be a str, not {name!r}")
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{operation}: files: {name!r} cannot be encoded as UTF-8") from None
+    if not 0 < length <= _LONGEST_NAME or "/" in name or "\0" in name or name.startswith("."):
+        raise ValueError(
+            f"{operation}: files: {name!r} is not a plain file name: give 1 to {_LONGEST_NAME} bytes without a "
+            "separator, and no dot at the start"
+        )
+    if name in _OURS or name.endswith(".safetensors"):
+        raise ValueError(f"{operation}: files: {name!r} is a name that fastckpt's own files have: choose another")
+    return name
+
+
+def _content(operation: str, name: str, content: Any) -> bytes:
+    if isinstance(content, str):
+        try:
+            return content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{operation}: files: the text of {name!r} cannot be encoded as UTF-8: {error}") from None
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return bytes(content)
+    if not isinstance(content, os.PathLike):
+        raise TypeError(
+            f"{operation}: files: the content of {name!r} must be a str (its text), bytes, or an os.PathLike (a file "
+            f"to copy), not {type(content).__name__}"
+        )
+    # A pipe would be waited for, and a device may have no end.
+    descriptor = os.open(content, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{operation}: files: {os.fspath(content)!r}, for {name!r}, is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)

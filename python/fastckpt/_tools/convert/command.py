@@ -1,0 +1,77 @@
+"""``fastckpt convert``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._text import count, size
+from fastckpt._units import bytes_of
+from fastckpt.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+_ABOUT = (
+    "SRC is a file of torch.save (tensors and plain containers only: no pickle is executed), a safetensors file or a "
+    "Hugging Face directory, and DST a new checkpoint; or SRC is a checkpoint and DST one .safetensors file. The state "
+    "must fit into memory. With --to hf, SRC is a checkpoint, and DST a directory for Hugging Face's readers with the "
+    "model in it, which need not fit."
+)
+_FOR_HF = ("strip", "file", "shard_size")
+
+
+def register(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = command("convert", "convert other formats to a checkpoint, or a checkpoint to others", _ABOUT)
+    parser.add_argument("path", metavar="SRC", type=Path)
+    parser.add_argument("destination", metavar="DST", type=Path)
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    parser.add_argument(
+        "--keys",
+        metavar="PATTERN",
+        action="append",
+        help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
+    )
+    parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
+    parser.add_argument(
+        "--strip", metavar="PREFIX", action="append", help="with --to hf: take it off the names; may be repeated"
+    )
+    parser.add_argument(
+        "--file",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        help="with --to hf: a file to copy, such as config.json; those that lie in SRC come along; may be repeated",
+    )
+    parser.add_argument("--shard-size", metavar="SIZE", help="with --to hf: bytes per file, as in 5GB (the default)")
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Convert, and say what was done."""
+    # Only this command needs torch and safetensors.
+    from .convert import convert  # noqa: PLC0415
+
+    to_hugging_face = None
+    if options.to == "hf":
+        to_hugging_face = {
+            "strip": options.strip or [],
+            "files": options.file or [],
+            "shard_size": bytes_of("convert: --shard-size", options.shard_size or "5GB"),
+        }
+    elif given := [name for name in _FOR_HF if getattr(options, name) is not None]:
+        raise CheckpointError(f"convert: --{given[0].replace('_', '-')} is for --to hf")
+    done = convert(
+        options.path,
+        options.destination,
+        keys=options.keys,
+        overwrite=options.overwrite,
+        to_hugging_face=to_hugging_face,
+    )
+    what = f"{count(done.tensors, 'tensor')}, {size(done.bytes)}"
+    lines = [f"converted {done.source} to {done.destination}: {what} in {done.seconds:.3f} s"]
+    if to_hugging_face is not None and "config.json" not in done.files:
+        lines.append("it has no config.json, which from_pretrained asks for: give it with --file")
+    return 0, asdict(done), lines

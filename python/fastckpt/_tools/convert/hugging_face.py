@@ -1,0 +1,147 @@
+"""A checkpoint to a directory as Hugging Face lays it out, without holding the state in memory.
+
+What a save writes is laid out so already. This writes another checkpoint, with nothing but the model's tensors in it,
+under the names that their readers want, and with the files that they look for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._files import check_files
+from fastckpt._state.select import aliases
+from fastckpt._state.unflatten import parse
+from fastckpt._text import suggest
+from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
+
+from .needs import HUGGING_FACE_INDEX, MANIFEST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+#: What lies beside a model and belongs to it, by the endings of the names.
+_BESIDE = (".json", ".txt", ".model", ".jinja")
+#: Tokens whose parts are no tensors of their own, and how many parts they have (docs/format.md, 4).
+_PARTS = {"coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
+
+
+def write(
+    source: Path,
+    destination: Path,
+    *,
+    keys: Sequence[str] | None,
+    strip: Sequence[str],
+    shard_size: int,
+    files: Sequence[Path],
+    overwrite: bool,
+) -> tuple[int, int, list[str]]:
+    """Write the model in the checkpoint ``source`` to ``destination``.
+
+    Args:
+        source: a checkpoint.
+        destination: a new directory.
+        keys: glob patterns over names; None takes the tensors of the model's files.
+        strip: what is taken off the start of names.
+        shard_size: bytes a file, about.
+        files: files to copy; others that lie beside the checkpoint's own and look like a model's come along.
+        overwrite: whether a checkpoint at ``destination`` may be replaced.
+
+    Returns:
+        The number of tensors, their bytes, and the names of the further files.
+    """
+    reader = _core.Reader(str(source), keep=True)
+    tokens, stored, shards = parse(reader.structure()), reader.tensors(), reader.shards()
+    parts = _parts(tokens)
+    chosen: dict[int, str] = {}
+    known = []
+    for position, number, name in aliases(tokens, [tensor.name for tensor in stored]):
+        if tokens[position][0] not in ("tensor", "array"):
+            continue
+        known.append(name)
+        # The readers tie what is tied: a second name of a tensor would be a second copy of it.
+        if number in chosen:
+            continue
+        shard = shards[stored[number].shard]
+        if _is_wanted(name, shard.file, keys):
+            _refuse_unfit(source, stored[number], part=number in parts)
+            chosen[number] = name.removeprefix(shard.prefix)
+    if not chosen and keys:
+        patterns = " ".join(map(repr, keys))
+        raise CheckpointError(f"cannot convert {source}: --keys {patterns} chooses no tensor{suggest(keys[0], known)}")
+    if not chosen:
+        raise CheckpointError(f"cannot convert {source}: it holds no tensors of a model; choose some with --keys")
+    names = _stripped(source, chosen, strip)
+    state: list[Any] = [["dict", len(names)]]
+    for position, name in enumerate(names):
+        state += [name, ["tensor", position]]
+    more = _files(source, files)
+    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=check_files("convert", more))
+    report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
+    return report["tensors"], report["bytes"], sorted(more)
+
+
+def _parts(tokens: Sequence[Any]) -> set[int]:
+    """The numbers of tensors that mean something only together."""
+    found = set()
+    for position, token in enumerate(tokens):
+        count = _PARTS.get(token[0], 0) if isinstance(token, list) else 0
+        for part in tokens[position + 1 : position + 1 + count]:
+            if isinstance(part, list) and part[0] in ("tensor", "array"):
+                found.add(part[1])
+    return found
+
+
+def _is_wanted(name: str, file: str, keys: Sequence[str] | None) -> bool:
+    if keys is None:
+        return file.startswith("model")
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keys)
+
+
+def _refuse_unfit(source: Path, tensor: _core.StoredTensor, *, part: bool) -> None:
+    if part:
+        what = "is part of a sparse, quantised or expanded tensor"
+    elif tensor.logical is not None:
+        what = f"is of {tensor.logical.dtype}"
+    else:
+        return
+    raise UnsupportedTypeError(
+        f"cannot convert {source}: {tensor.name} {what}, which a safetensors file cannot hold; choose the tensors to "
+        "convert with --keys, such as --keys 'model.*'"
+    )
+
+
+def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> list[str]:
+    """The names without the first of the prefixes that each begins with."""
+    names: dict[str, int] = {}
+    useless = set(strip)
+    for number, name in chosen.items():
+        prefix = next((prefix for prefix in strip if name.startswith(prefix)), "")
+        useless.discard(prefix)
+        short = name.removeprefix(prefix)
+        if short in names or not short:
+            raise CheckpointError(
+                f"cannot convert {source}: --strip leaves {'two tensors' if short else 'a tensor'} named {short!r}"
+            )
+        names[short] = number
+    if useless:
+        raise CheckpointError(
+            f"cannot convert {source}: no name begins with {min(useless)!r}{suggest(min(useless), [*chosen.values()])}"
+        )
+    return list(names)
+
+
+def _files(source: Path, given: Sequence[Path]) -> dict[str, Path]:
+    """The files that go along, by name."""
+    found = {
+        path.name: path
+        for path in sorted(source.iterdir())
+        if path.suffix in _BESIDE
+        and path.name not in (MANIFEST, HUGGING_FACE_INDEX)
+        and not path.name.startswith(".")
+        and path.is_file()
+    }
+    return found | {path.name: path for path in given}

@@ -1,0 +1,51 @@
+"""What conversions need of a file and of other packages, or why they cannot have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastckpt.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+#: Bytes that a safetensors header may have, by its format; an index names no more tensors.
+HEADER = 100_000_000
+MANIFEST = "fastckpt.json"
+HUGGING_FACE_INDEX = "model.safetensors.index.json"
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+
+
+def torch_for(source: Path) -> Any:
+    """Return the module torch, or say that it is needed."""
+    try:
+        from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        raise CheckpointError(f"cannot convert {source}: this needs PyTorch; pip install torch ({error})") from error
+    module: Any = ours
+    return module.torch
+
+
+def safetensors_for(source: Path) -> ModuleType:
+    """Return the module safetensors with its part for torch, or say that it is needed."""
+    torch_for(source)
+    try:
+        import safetensors.torch  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        raise CheckpointError(
+            f"cannot convert {source}: this needs the package safetensors; pip install safetensors ({error})"
+        ) from error
+    return safetensors
+
+
+def first_line(error: Exception) -> str:
+    """Return the gist of an exception whose message is a page."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def regular(source: Path) -> None:
+    """Refuse what is not a file: a pipe would be waited for, and a device may have no end."""
+    if not source.is_file():
+        source.stat()  # where there is nothing, that is the error
+        raise CheckpointError(f"cannot convert {source}: it is not a regular file; give a file or a directory")

@@ -1,0 +1,199 @@
+"""The tensors of a checkpoint as one safetensors file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import fastckpt
+from fastckpt._state.flatten import flatten
+from fastckpt._state.key_paths import part_of, place_of
+from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
+
+from .needs import HEADER, first_line, safetensors_for, torch_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from types import ModuleType
+
+
+def write(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[int, int]:
+    """Write the tensors of a checkpoint to one file, durable and whole or not at all."""
+    library, torch = safetensors_for(source), torch_for(source)
+    if destination.is_dir():
+        raise FileExistsError(errno.EEXIST, "it is a directory, which a file does not replace", str(destination))
+    # The writer of safetensors has one exception for everything, without an errno.
+    parent = destination.parent
+    if not parent.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+    state = fastckpt.load(source, keys=keys, framework="torch")
+    tensors: dict[str, Any] = {}
+    dtypes: dict[Any, tuple[str, int]] = {}
+    names = 0
+    for path, leaf in _leaves(state):
+        # The patterns choose other values, too, which a file of tensors has no place for.
+        if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
+            continue
+        tensor = _storable(leaf, path, source, library, torch, dtypes)
+        name = (".".join(filter(None, map(part_of, path))) or "tensor").encode("utf-8", "replace").decode()
+        name = _unused(name, tensors)
+        # A bound on memory: `_header` decides.
+        names += len(name)
+        if names > HEADER:
+            raise _too_many_names(source)
+        tensors[name] = tensor
+    if keys is not None and not tensors:
+        raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
+    # By falling element size, so that each begins at a multiple of its own.
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header = _header(order, dtypes, source)
+    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
+    try:
+        try:
+            _write_safetensors(temporary, header, [tensor for _, tensor in order], torch)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write it: {error.strerror}", str(destination)) from error
+        _open(temporary, source, library)
+        temporary.replace(destination)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    _fsync(destination.parent)
+    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, int]], source: Path) -> bytes:
+    """Return the header of a safetensors file that holds these tensors in this order, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in order:
+        dtype, values = dtypes[tensor.dtype]
+        shape = list(tensor.shape)
+        if values != 1:
+            shape[-1] *= values
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER:
+        raise _too_many_names(source)
+    return text
+
+
+def _too_many_names(source: Path) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        f"cannot convert {source}: its names and shapes take more than the {HEADER} bytes that a safetensors file has "
+        "for them; choose tensors with --keys, such as --keys 'model.*'"
+    )
+
+
+def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch: Any) -> None:
+    """Write one safetensors file and sync it.
+
+    Tied tensors are written under each of their names, because the format has no word for them; the library, which
+    refuses tensors that share memory, would need a copy of each.
+    """
+    with suppress(FileNotFoundError):
+        path.unlink()
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors:
+            if tensor.nbytes:
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(path: Path, source: Path, library: ModuleType) -> None:
+    """Open what was written as its readers will: a file that they refuse must replace nothing."""
+    try:
+        with library.safe_open(path, framework="pt"):
+            pass
+    except library.SafetensorError as error:
+        raise CheckpointError(
+            f"cannot convert {source}: the package safetensors refuses the file made of it, which is a defect of "
+            f"fastckpt; report it, with what safetensors says: {first_line(error)}"
+        ) from error
+
+
+def _storable(
+    leaf: Any,
+    path: tuple[Any, ...],
+    source: Path,
+    library: ModuleType,
+    torch: Any,
+    dtypes: dict[Any, tuple[str, int]],
+) -> Any:
+    """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
+
+    Notes what the format calls its dtype, and how many values of the format one element is.
+    """
+    if isinstance(leaf, np.ndarray):
+        with suppress(TypeError):
+            leaf = torch.from_numpy(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        what = f"{type(leaf).__qualname__}"
+    elif leaf.layout is not torch.strided:
+        what = f"a tensor of layout {leaf.layout}"
+    else:
+        try:
+            if leaf.dtype not in dtypes:
+                # The library knows; an element of torch can be several values of the format (FP4: two).
+                raw = library.torch.save({"": torch.empty(1, dtype=leaf.dtype)})
+                entry = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[""]
+                dtypes[leaf.dtype] = entry["dtype"], entry["shape"][0]
+        except (KeyError, RuntimeError, library.SafetensorError):
+            what = f"a tensor of {leaf.dtype}"
+        else:
+            if leaf.ndim or dtypes[leaf.dtype][1] == 1:
+                return leaf.detach()
+            what = f"a tensor of {leaf.dtype} without dimensions"
+    raise UnsupportedTypeError(
+        f"cannot convert {source}: {place_of(path) or 'the state itself'} is {what}, which a safetensors file cannot "
+        "hold; choose the tensors to convert with --keys, such as --keys 'model.*'"
+    )
+
+
+def _leaves(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield path and value of every leaf, in order; a loop, because states nest deeper than Python recurses."""
+    rest: list[tuple[tuple[Any, ...], Any]] = [((), state)]
+    while rest:
+        path, value = rest.pop()
+        if isinstance(value, dict):
+            rest.extend(((*path, key), value[key]) for key in reversed(value))
+        elif type(value) in (list, tuple):
+            rest.extend(((*path, position), value[position]) for position in reversed(range(len(value))))
+        else:
+            yield path, value
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    """Return ``name`` with the suffix that the checkpoint's format gives to a name already taken."""
+    if name not in taken and name != "__metadata__":
+        return name
+    number = 1
+    while f"{name}~{number}" in taken:
+        number += 1
+    return f"{name}~{number}"
+
+
+def _fsync(path: Path) -> None:
+    """Make one file or directory durable; Windows opens no directories, and journals their changes."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
