@@ -30,20 +30,20 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     parser.add_argument(
         "--keys",
-        metavar="PATTERN",
+        metavar="P",
         action="append",
-        help="from a checkpoint: only tensors whose names match; may be repeated",
+        help="from a checkpoint: only tensors of these names",
     )
     parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
-    parser.add_argument("--strip", metavar="PREFIX", action="append", help="with --to hf: take it off names")
+    parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: take it off names")
     parser.add_argument(
         "--file",
-        metavar="FILE",
+        metavar="F",
         type=Path,
         action="append",
-        help="with --to hf: copy it, such as config.json; those in SRC come along",
+        help="with --to hf: copy it, too (config.json)",
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help="with --to hf: bytes per file (5GB)")
+    parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
