@@ -55,8 +55,14 @@ def _content(operation: str, name: str, content: Any) -> bytes:
             f"{operation}: files: the content of {name!r} must be a str (its text), bytes, or an os.PathLike (a file "
             f"to copy), not {type(content).__name__}"
         )
-    # A pipe would be waited for, and a device may have no end.
-    descriptor = os.open(content, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # A pipe would be waited for, and a device may have no end.
+        descriptor = os.open(content, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        what = f"{operation}: files: cannot open the file to copy as {name!r}: {error.strerror}"
+        raise OSError(error.errno, what, os.fspath(content)) from error
+    except ValueError as error:
+        raise ValueError(f"{operation}: files: the path of {name!r}, {os.fspath(content)!r}: {error}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{operation}: files: {os.fspath(content)!r}, for {name!r}, is not a regular file")
