@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 #: What public functions take, as type checkers see it.
-Files: TypeAlias = "Mapping[str, str | bytes | os.PathLike[str]]"
+Files: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
 #: Bytes that a file's name may have, by the usual file systems.
 _LONGEST_NAME = 255

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from fastckpt import _core
-from fastckpt._paths import path_of
+from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.collector import paused
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types
 from fastckpt._state.rename import Renaming
 from fastckpt._state.select import prune
-from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._state.unflatten import Token, parse, unflatten
 from fastckpt._tensors.ranges import range_of
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework, check_unknown
+from .options import Engine, Framework, Unknown, check_engine, check_framework, check_unknown
 from .outcome import conclude, until_settled, warn_of_unknown
 from .placement import Stock, place
 from .progress import ticker
 from .reports import Loaded, LoadReport
 from .selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fastckpt._paths import AnyPath
-    from fastckpt._state.registry import Registry
-    from fastckpt._state.unflatten import Token
-
-    from .options import Engine, Framework, Unknown
 
 
 @overload

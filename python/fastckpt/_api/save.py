@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fastckpt import _core
-from fastckpt._files import check_files
-from fastckpt._paths import path_of
-from fastckpt._state.flatten import flatten
+from fastckpt._files import Files, check_files
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine
+from .options import Engine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastckpt._files import Files
-    from fastckpt._paths import AnyPath
-    from fastckpt._state.flatten import Flat
-    from fastckpt._state.registry import Registry
-
-    from .options import Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 

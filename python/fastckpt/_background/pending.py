@@ -6,22 +6,19 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
 from fastckpt._api.outcome import logger, tell
+from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from fastckpt import _core
-    from fastckpt._api.reports import SaveReport
-
-    OnError: TypeAlias = "Literal['raise', 'warn'] | Callable[[PendingSave], object]"
+OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
 
 
 @dataclass(frozen=True, slots=True)
