@@ -264,6 +264,9 @@ def _stateful(value: Any) -> Parts:
         state = value.state_dict()
     except Exception as error:
         raise Unsupported(f"its state_dict() raised {error!r}") from error
+    # What answers to every name (a mock) would go on for ever.
+    if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
+        raise Unsupported(f"its state_dict() returned no state, but a {name_of_class(type(state))} that has one itself")
     return Parts("", ((THROUGH, state),))
 
 
