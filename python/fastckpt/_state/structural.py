@@ -190,17 +190,21 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         # A dict that is its own attributes, so that its keys can be reached like these.
         found[_ITSELF] = None
     elif own:
-        for name, attribute in own.items():
-            if name == _PARAMETERS:
-                continue
-            if type(name) is not str:
-                raise Unsupported(f"it has an attribute {name!r}, which is not a string")
-            if _stands_in(cls, name):
-                raise Unsupported(f"its attribute {name!r} hides a method or a property of the class")
-            found[name] = attribute
+        found.update(_checked(cls, own))
     return found or None
 
 
+def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
+    """The attributes in an object's dictionary; Unsupported for one that no load would set."""
+    for name in own:
+        if type(name) is not str:
+            raise Unsupported(f"it has an attribute {name!r}, which is not a string: {_REMEDY}")
+        if name != _PARAMETERS and _stands_in(cls, name):
+            raise Unsupported(f"its attribute {name!r} stands in for a method or a property of the class: {_REMEDY}")
+    return {name: attribute for name, attribute in own.items() if name != _PARAMETERS}
+
+
+_REMEDY = "rename it, or convert the whole with default="
 _ITSELF = "__dict__"
 #: Where typing notes with which parameters a generic class was called, which is no value that can be stored.
 _PARAMETERS = "__orig_class__"
