@@ -471,7 +471,8 @@ def mutations(
     """
     manifest = Path(directory) / "fastckpt.json"
     whole = fastckpt.load(original, framework=framework)
-    genuine = {*ways.contents(whole), b""}
+    # Of what is made of several tensors, also these.
+    genuine = {*ways.contents([whole, ways.through("open", original)]), b""}
     cases = json.loads(Path(mutants).read_text(encoding="ascii"))
     if "device" in among:
         # Torch has arrays of another byte order in its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,12 @@ def same(left: Any, right: Any) -> bool:
     """Equal in type, structure and every bit."""
     if type(left) is not type(right):
         return False
+    if isinstance(left, np.ndarray) and left.dtype.hasobject:
+        return left.shape == right.shape and same(left.ravel().tolist(), right.ravel().tolist())
+    if isinstance(left, np.random.Generator):
+        return same(left.bit_generator.state, right.bit_generator.state)
+    if isinstance(left, io.BytesIO):
+        return left.getvalue() == right.getvalue()
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if isinstance(left, dict):

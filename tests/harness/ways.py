@@ -106,8 +106,12 @@ def contents(state: Any) -> list[bytes]:
     torch = sys.modules.get("torch")
     while todo:
         item = todo.pop()
-        if isinstance(item, np.ndarray):
-            found.append(item.tobytes())
+        if isinstance(item, np.ndarray) and item.dtype.hasobject:
+            todo += item.ravel().tolist()
+        elif isinstance(item, np.ndarray):
+            # Of one that repeats its base, the base; of one with fields all bytes, also those between the fields.
+            item = item[tuple(slice(None if step else 1) for step in item.strides)]
+            found.append(item.view(f"V{item.itemsize}").tobytes() if item.dtype.names else item.tobytes())
         elif torch is not None and isinstance(item, torch.Tensor):
             if item.layout is torch.strided and not item.is_quantized:
                 if not item.is_cpu:

@@ -157,7 +157,7 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
                 ),
             )
     if layout is not _strided or value.dtype not in _STORED:
-        raise Unsupported(f"a tensor of layout {layout} and dtype {value.dtype} cannot be stored")
+        raise Unsupported(f"a tensor of layout {layout} and dtype {value.dtype} cannot be stored: store its to_dense()")
     return _describe_strided(value, flags)
 
 
