@@ -11,7 +11,7 @@ from fastckpt._state.flatten import Occurrence, canonical, flatten
 from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
 from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors.dtypes import plain_name
+from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
@@ -99,6 +99,8 @@ class Into:
         #: Parts of what does not fit are not reported again.
         self._unfit: set[Place | None] = set()
         self._castable = False
+        #: Which sides lack tensors of the other: 0 for into.
+        self._lacking: set[int] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
 
@@ -241,7 +243,11 @@ class Into:
             assert given is not None  # noqa: S101 - it has a tie
             # One that does not fit is not to be filled: the optimizer gets another.
             new = not is_tensor(item.token) or self._fit(item, given) is not None
-        (owner.others if new else owner.filled).add(part)
+        whole = self._expanded.get(item.place)
+        if not new and whole is not None:
+            owner.fills(whole.value, None)
+        elif not new and given is not None:
+            owner.fills(given.value, tie)
         return new
 
     def _without_place(self, lacking: Sequence[_Entry]) -> None:
@@ -256,6 +262,7 @@ class Into:
             if is_tensor(item.token) and item.token[1] in filled:
                 entry.given = filled[item.token[1]]
             elif self.strict:
+                self._lacking.add(0)
                 self._mismatch(item, "missing from into")
             else:
                 self._dropped.add(item.position)
@@ -292,6 +299,7 @@ class Into:
             unknown.add(place)
             missing.append(item.name)
             if self.strict:
+                self._lacking.add(1)
                 self._mismatches.append((last, f"{place}: not in the checkpoint"))
         self.missing = tuple(missing)
 
@@ -322,13 +330,20 @@ class Into:
                 whence = f"{there} in the checkpoint" if there != cast else f"{there} by dtype="
                 reasons.append(f"{what} {whence}, {here} in into")
                 self._castable |= cast is None and can_cast(str(there), str(here))
+        if wants_torch and logical is not None and logical.dtype.startswith(NUMPY_PREFIX):
+            self._castable = False
+            if cast is not None:
+                reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
         if not _memory.is_nested(self._layout(given.value)[1]):
             reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
         if other != index and not self._equal(other, index):
-            reasons.append(f"tied in into with another tensor than {stored[other].name!r} in the checkpoint")
+            reasons.append(
+                f"tied in into with another tensor than {stored[other].name!r} in the checkpoint: "
+                "leave one of them out with exclude="
+            )
         return "; ".join(reasons) or None
 
     def _equal(self, left: int, right: int) -> bool:
@@ -405,6 +420,7 @@ class Into:
         return (
             'give a state with the same tensors, or choose those that it has, as in keys="model.*", '
             "or leave out what only one side has with strict=False"
+            + (", or make keys the same with strip_prefix= or rename=" if self._lacking == {0, 1} else "")
             + (", or cast floating-point tensors with dtype=" if self._castable else "")
         )
 
@@ -456,7 +472,7 @@ class Into:
         builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
-            owner.give(own, self.flat.places)
+            owner.give(own)
         return state
 
 
