@@ -19,7 +19,7 @@ from .objects import Owner, WithObjects
 from .placement import can_cast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
@@ -36,6 +36,11 @@ _FILLABLE = frozenset({"tensor", "array"})
 
 def _is_torch(item: Occurrence) -> bool:
     return item.token.startswith('["tensor"')
+
+
+def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
+    """Where each position of the whole is in what is left; of all of it, where it was."""
+    return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
 class _Entry:
@@ -154,11 +159,12 @@ class Into:
         Raises:
             StructureMismatchError: they do not fit. It lists all differences.
         """
-        at = {position: index for index, position in enumerate(origin)}
+        at = _inverse(origin)
         every = find(tokens, self.flat.places)
-        self._find([item for item in every if item.position in at])
+        self._find(every if chosen is None else [item for item in every if item.position in at])
         starts = locate(tokens, self.flat.places, self._owners) if self._owners else {}
-        self._states(left, {place: at.get(start) for place, start in starts.items()}, selection)
+        begins = {place: at[start] if start in at else None for place, start in starts.items()}  # noqa: SIM401 - a range has no get
+        self._states(left, begins, selection)
         if selection.all or not renamed:
             self._extra({item.place for item in every}, selection)
         self._clashes()
@@ -166,12 +172,12 @@ class Into:
         if self._dropped:
             wanted = leaves(tokens) if chosen is None else chosen
             left, origin = prune(tokens, without(tokens, wanted, self._dropped))
-            before, at = at, {position: index for index, position in enumerate(origin)}
+            before, at = at, _inverse(origin)
             gone = (tokens[position] for position in before if position not in at)
             self.unexpected = tuple(
                 dict.fromkeys(self.targets.stored[token[1]].name for token in gone if is_tensor(token))
             )
-        ends = ends_of(left)
+        ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
         # As they are finished: what is inside another comes before it.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
@@ -192,7 +198,7 @@ class Into:
             tensor = is_tensor(item.token)
             if tensor:
                 self._entries.append(entry)
-            if (tensor and item.token[0] not in _FILLABLE) or self._is_new(entry):
+            if (tensor and item.token[0] not in _FILLABLE) or (self._owners and self._is_new(entry)):
                 entry.given = None
                 if not tensor:
                     self._composed[item.position] = None
