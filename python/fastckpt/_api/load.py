@@ -98,7 +98,8 @@ def load(  # noqa: PLR0913 - all by name
         path: the checkpoint's directory.
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
             in the result; everything else comes from the checkpoint. Objects may stand in it, too: of a module, its
-            Parameters and buffers are filled in place, and it is given the rest of its state; an optimizer, also one
+            Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
+            copy them (hooks, overrides, an extra state); an optimizer, also one
             that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read. The result
             has the objects themselves. Everything is compared before anything is changed. Where only one side has a
             tie, that is no mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal. Tensors
@@ -117,8 +118,9 @@ def load(  # noqa: PLR0913 - all by name
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
             (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
             the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
-            function, is the dtype that was saved. Integers, complex numbers, quantised tensors and wrapper subclasses
-            stay as they are. With ``into`` the dtype is that of the tensor in it.
+            function, is the dtype that was saved. One dtype for all leaves the ``step`` of optimizers as it is;
+            patterns and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper
+            subclasses stay as they are. With ``into`` the dtype is that of the tensor in it.
         rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict
             that is a string, once what is to be loaded has been chosen by the names in the file, and before it is
             compared with ``into``.
