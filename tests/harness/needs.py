@@ -3,11 +3,13 @@ a silent gap is a bug."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,11 @@ def tool(name: str, package: str) -> str:
         missing(f"needs the program {name} (apt-get install {package})")
         raise AssertionError  # missing() has raised already
     return found
+
+
+def package(name: str) -> Any:
+    """The module of a package, or a loud skip."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        missing(f"needs the package {name} (pip install {name})")

@@ -15,20 +15,24 @@ import json
 import random
 import subprocess
 import sys
+import time
 import types
 import typing
 import uuid
 import zoneinfo
+from unittest import mock
 
 import pytest
 import torch
 
 import fastckpt
 from fastckpt import CheckpointError, CorruptCheckpointError, Registry, UnsupportedTypeError
+from fastckpt._state import structural
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.flatten import flatten
 from fastckpt._state.registry import Types
 from fastckpt._state.unflatten import parse, unflatten
+from harness import needs
 
 
 class Point(typing.NamedTuple):
@@ -157,6 +161,32 @@ class Attribute(dict):
         self.__dict__ = self
 
 
+class Sorted(dict):
+    """A dict that shows itself in another order, and with other values."""
+
+    def __iter__(self):
+        return iter(sorted(dict.keys(self)))
+
+    def __getitem__(self, key):
+        raise AssertionError("it is taken apart without this")
+
+
+class Generic(dict, typing.Generic[typing.TypeVar("T")]):
+    pass
+
+
+class Named(enum.Enum):
+    ONE = 1
+
+    @property
+    def name(self):
+        return "one"
+
+    @property
+    def value(self):
+        return "a value"
+
+
 def bare(cls, *args):
     """An instance that no ``__init__`` made."""
     made = cls.__new__(cls)
@@ -196,13 +226,18 @@ STRUCTURAL = {
     "bytearray": lambda: Bytearray(b"x"),
     "namespace": lambda: Options(lr=1, nested=[1]),
     "attributes are keys": lambda: Attribute(lr=1),
+    "another iteration": lambda: bare(Sorted, {"b": 1, "a": 2}),
+    "generic": lambda: Generic[int](a=1),
+    "enum with a name and a value of its own": lambda: Named.ONE,
+    "struct sequence": lambda: time.gmtime(7),
+    "struct sequence of torch": lambda: torch.topk(torch.arange(3.0), 1),
 }
 
 
 def shown(value):
     """A value as text: its class, its built-in value, its attributes."""
     own = getattr(value, "__dict__", None)
-    attributes = "itself" if own is value else {} if isinstance(value, enum.Enum) else own
+    attributes = "itself" if own is value else {} if isinstance(value, (enum.Enum, Generic)) else own
     notes = [getattr(value, name, None) for name in ("note", "unset", "maxlen", "default_factory")]
     if isinstance(value, dict):
         content = list(dict.items(value))
@@ -222,6 +257,21 @@ def test_what_explains_itself_is_saved_unasked_and_comes_back_where_it_is_declar
     assert loaded is value or not isinstance(value, enum.Enum)
     with pytest.raises(UnsupportedTypeError, match=rf"{type(value).__qualname__}'.*register_type.*registry=.*unknown="):
         fastckpt.load(tmp_path / "c")
+
+
+def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
+    """As ``defaultdict`` is from Python 3.12 on."""
+    monkeypatch.setattr(structural, "_HEAP", collections.defaultdict.__flags__)
+    fastckpt.save(Default(list, a=[1]), tmp_path / "c")
+    assert fastckpt.load(tmp_path / "c", registry=Registry(Default)).default_factory is list
+
+
+def test_only_the_type_of_a_struct_sequence_makes_one():
+    topk, short = torch.return_types.topk, [["tuple", 1], 1]
+    with pytest.raises(CheckpointError, match="takes a 2-sequence"):
+        decode([["type", "torch.return_types.topk"], *short], topk)
+    with pytest.raises(CorruptCheckpointError):
+        decode([["type", "torch.return_types.topk"], ["list", 0]], topk)
 
 
 PLAIN = {
@@ -333,7 +383,7 @@ def test_built_in_types_come_back_unasked(name, tmp_path):
 
 
 def test_omegaconf(tmp_path):
-    omegaconf = pytest.importorskip("omegaconf")
+    omegaconf = needs.package("omegaconf")
     tree = {"model": {"d": 8, "twice": "${model.d}"}, "sizes": [1, "???", None], "by": {Level.LOW: 1, 2: 3}}
     config = omegaconf.OmegaConf.create(tree)
     omegaconf.OmegaConf.set_struct(config, value=True)
@@ -404,6 +454,14 @@ def test_a_state_of_its_own_comes_before_fields(tmp_path):
     assert fastckpt.load(tmp_path / "c") == {"step": 7}
     with pytest.raises(UnsupportedTypeError, match=r"\['b'\]: its state_dict\(\) raised ZeroDivisionError"):
         fastckpt.save({"b": Broken(1)}, tmp_path / "c")
+
+
+def test_a_state_dict_that_gives_no_state_is_refused(tmp_path):
+    with pytest.raises(
+        UnsupportedTypeError, match=r"\['m'\]: its state_dict\(\) returned no state, but a unittest.mock"
+    ):
+        fastckpt.save({"m": mock.MagicMock()}, tmp_path / "c")
+    fastckpt.save({"m": mock.Mock()}, tmp_path / "c", default=repr)
 
 
 def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
@@ -538,7 +596,10 @@ def test_a_set_that_no_load_takes_in_this_order_is_refused():
 def test_attributes_that_hide_what_a_class_does_are_refused(tmp_path):
     value = bare(Dict, {"w": 1})
     vars(value)["method"] = 1
-    with pytest.raises(UnsupportedTypeError, match="its attribute 'method' hides a method or a property"):
+    with pytest.raises(
+        UnsupportedTypeError,
+        match=r"its attribute 'method' stands in for a method .*: rename it, or convert .* default=",
+    ):
         fastckpt.save([value], tmp_path / "c")
     vars(value).pop("method")
     vars(value)[7] = 1
@@ -649,7 +710,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("tokens", MALFORMED, ids=lambda tokens: json.dumps(tokens)[:70])
 def test_malformed_values_of_types(tokens):
-    pytest.importorskip("omegaconf")
+    needs.package("omegaconf")
     with pytest.raises(CorruptCheckpointError):
         decode(tokens, Colour, Bits, Point, Frozen, Dict)
 

@@ -145,7 +145,8 @@ def _default(value: defaultdict[Any, Any]) -> Parts:
         known = _values.FACTORY_NAMES.get(factory) if isinstance(factory, type) else None
         if known is None:
             raise Unsupported(
-                f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}"
+                f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}: store "
+                "it as a dict, or convert it with default="
             )
         name = f'"{known}"'
     return _mapping(f'["ddict",{len(value)}],{name}', value)
@@ -265,7 +266,10 @@ def _stateful(value: Any) -> Parts:
     try:
         state = value.state_dict()
     except Exception as error:
-        raise Unsupported(f"its state_dict() raised {error!r}") from error
+        raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with default=") from error
+    # What answers to every name (a mock) would go on for ever.
+    if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
+        raise Unsupported(f"its state_dict() returned no state, but a {name_of_class(type(state))} that has one itself")
     return Parts("", ((THROUGH, state),))
 
 

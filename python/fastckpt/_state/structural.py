@@ -1,8 +1,9 @@
 """Values of classes that are not plain, as plain values, and back, by what they are made of.
 
 A named tuple or a dataclass is its fields, an enum its name, a subclass of a built-in type the value of that and its
-attributes, a tensor subclass the parts that its own protocol names. Back: no ``__init__`` runs, and no other method of
-the class, but the ``__tensor_unflatten__`` of tensors and the factories of a dataclass's defaults.
+attributes, a tensor subclass the parts that its own protocol names. Back: no ``__init__`` runs, and no other code of
+the class, but the ``__tensor_unflatten__`` of tensors, the factories of a dataclass's defaults, the ``__set__`` of its
+fields that are descriptors, and an enum's own way to unknown flags (``_missing_``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def name_of(cls: type) -> str:
 
 def codec_of(cls: type, name: str | None = None) -> Codec | None:
     """The codec of a class that explains itself by what it is; None for any other."""
-    for kind in (_enum, _wrapper, _tensor, _named_tuple, _namespace, _derived, _dataclass):
+    for kind in (_enum, _wrapper, _tensor, _named_tuple, _struct_sequence, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
             return Codec(cls, name or name_of(cls), *found)
@@ -73,7 +74,8 @@ def _enum(cls: Any) -> _Pair:
     is_flag = issubclass(cls, enum.Flag)
 
     def encode(value: Any) -> Encoded:
-        return (int(value.value) if is_flag else value.name), None
+        # The class may have a ``name`` and a ``value`` of its own.
+        return (int(value._value_) if is_flag else value._name_), None
 
     def decode(value: Any, attributes: Any) -> Any:
         without(attributes)
@@ -149,8 +151,9 @@ def _tensor(cls: Any) -> _Pair:
 
 
 def _classes(cls: type) -> list[type]:
-    """The classes that a class is made of, up to the first that is not made at run time."""
-    return list(itertools.takewhile(lambda base: base.__flags__ & _HEAP, cls.__mro__))
+    """The classes that a class is made of, up to the first that is built in, or not made at run time."""
+    # In Python 3.12 ``defaultdict`` is made at run time, too.
+    return list(itertools.takewhile(lambda base: base not in _BASES and base.__flags__ & _HEAP, cls.__mro__))
 
 
 #: Of a type that is made at run time, as all classes that are written in Python (``Py_TPFLAGS_HEAPTYPE``).
@@ -187,16 +190,24 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         # A dict that is its own attributes, so that its keys can be reached like these.
         found[_ITSELF] = None
     elif own:
-        for name in own:
-            if type(name) is not str:
-                raise Unsupported(f"it has an attribute {name!r}, which is not a string")
-            if _stands_in(cls, name):
-                raise Unsupported(f"its attribute {name!r} hides a method or a property of the class")
-        found.update(own)
+        found.update(_checked(cls, own))
     return found or None
 
 
+def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
+    """The attributes in an object's dictionary; Unsupported for one that no load would set."""
+    for name in own:
+        if type(name) is not str:
+            raise Unsupported(f"it has an attribute {name!r}, which is not a string: {_REMEDY}")
+        if name != _PARAMETERS and _stands_in(cls, name):
+            raise Unsupported(f"its attribute {name!r} stands in for a method or a property of the class: {_REMEDY}")
+    return {name: attribute for name, attribute in own.items() if name != _PARAMETERS}
+
+
+_REMEDY = "rename it, or convert the whole with default="
 _ITSELF = "__dict__"
+#: Where typing notes with which parameters a generic class was called, which is no value that can be stored.
+_PARAMETERS = "__orig_class__"
 
 
 def _stands_in(cls: type, name: str) -> bool:
@@ -264,6 +275,26 @@ def _named_tuple(cls: Any) -> _Pair:
                 _missing(name)
         made = tuple.__new__(cls, [value[name] if name in value else defaults[name] for name in names])
         return set_attributes(made, attributes)
+
+    return encode, decode
+
+
+def _struct_sequence(cls: Any) -> _Pair:
+    """Tuples with names of C, as ``torch.topk`` and ``time.localtime`` return: only their type can make them."""
+    if not issubclass(cls, tuple) or not hasattr(cls, "n_sequence_fields"):
+        return None
+
+    def encode(value: Any) -> Encoded:
+        _, (members, more) = value.__reduce__()
+        return members, more or None
+
+    def decode(value: Any, attributes: Any) -> Any:
+        if type(value) is not tuple:
+            raise ValueError("not the members of a tuple")
+        try:
+            return cls(value, attributes or {})
+        except TypeError as error:
+            raise Undecodable(str(error)) from error
 
     return encode, decode
 
@@ -357,8 +388,13 @@ def _make_ordered(cls: Any, value: Any) -> Any:
     return made
 
 
+def _plain_dict(value: Any) -> Any:
+    # ``dict.copy`` asks a class that has an ``__iter__`` of its own.
+    return dict(dict.items(value))
+
+
 def _counter(value: Any) -> Any:
-    return _make_dict(Counter, dict.copy(value))
+    return _make_dict(Counter, _plain_dict(value))
 
 
 def _make_dict(cls: Any, value: Any) -> Any:
@@ -368,7 +404,7 @@ def _make_dict(cls: Any, value: Any) -> Any:
 
 
 def _default(value: Any) -> Any:
-    return defaultdict(_FACTORY.__get__(value), dict.copy(value))
+    return defaultdict(_FACTORY.__get__(value), _plain_dict(value))
 
 
 def _make_default(cls: Any, value: Any) -> Any:
@@ -411,7 +447,7 @@ _BASES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     OrderedDict: (_ordered, _make_ordered),
     defaultdict: (_default, _make_default),
     Counter: (_counter, _make_dict),
-    dict: (dict.copy, _make_dict),
+    dict: (_plain_dict, _make_dict),
     deque: (lambda value: deque(deque.__iter__(value), value.maxlen), _make_deque),
     list: (list.copy, _make_list),
     tuple: (lambda value: tuple(tuple.__iter__(value)), tuple.__new__),

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ABOUT = (
-    "SRC is a file of torch.save (tensors and plain containers only: no pickle is executed), a safetensors file or a "
-    "Hugging Face directory, and DST a new checkpoint; or SRC is a checkpoint and DST one .safetensors file. The state "
-    "must fit into memory. With --to hf, SRC is a checkpoint, and DST a directory for Hugging Face's readers with the "
-    "model in it, which need not fit."
+    "SRC is a file of torch.save (no pickle is executed) or safetensors, or a Hugging Face directory, and DST a new "
+    "checkpoint; or SRC is a checkpoint and DST one .safetensors file. With --to hf, SRC is a checkpoint that need not "
+    "fit into memory, and DST a directory."
 )
 _FOR_HF = ("strip", "file", "shard_size")
 
@@ -31,22 +30,20 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     parser.add_argument(
         "--keys",
-        metavar="PATTERN",
+        metavar="P",
         action="append",
-        help="from a checkpoint: only tensors whose names match, and nothing else of the state; may be repeated",
+        help="from a checkpoint: only tensors of these names",
     )
     parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
-    parser.add_argument(
-        "--strip", metavar="PREFIX", action="append", help="with --to hf: take it off the names; may be repeated"
-    )
+    parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: take it off names")
     parser.add_argument(
         "--file",
-        metavar="FILE",
+        metavar="F",
         type=Path,
         action="append",
-        help="with --to hf: a file to copy, such as config.json; those that lie in SRC come along; may be repeated",
+        help="with --to hf: copy it, too (config.json)",
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help="with --to hf: bytes per file, as in 5GB (the default)")
+    parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
