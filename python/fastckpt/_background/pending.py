@@ -213,6 +213,9 @@ class PendingSave(in_flight.SaveInFlight):
                 function(self)
             except Exception:  # noqa: BLE001 - logged
                 logger.exception("%s: a callback of the save raised", self.path)
+            except BaseException:
+                self._call_back()
+                raise
 
     def _set_staged(self) -> None:
         """Let waiters go, and count how long they waited, so that the report has it whichever thread runs first."""
@@ -242,23 +245,27 @@ class PendingSave(in_flight.SaveInFlight):
         in_flight.leave(self)
         self.finished.set()
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
-        if self._report is not None:
-            tell(self._report)
-        elif self.cancelled():
-            logger.info("the asynchronous save to %s was cancelled", self.path)
-        else:
-            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
-            if callable(self._on_error) and self._error is not None:
-                self._tell(self._on_error, self._error)
-        self._call_back()
+        try:
+            if self._report is not None:
+                tell(self._report)
+            elif self.cancelled():
+                logger.info("the asynchronous save to %s was cancelled", self.path)
+            else:
+                logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+                if callable(self._on_error) and self._error is not None:
+                    self._tell(self._on_error, self._error)
+        finally:
+            self._call_back()
 
     def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
         try:
             on_error(self)
-        except Exception:  # noqa: BLE001 - logged
+        except BaseException as caught:
             logger.exception("%s: on_error of the save raised", self.path)
             # So it may not have told anybody.
             in_flight.failed(in_flight.Failure(self, error, warn=False))
+            if not isinstance(caught, Exception):
+                raise
 
     def _abandon(self) -> None:
         """The call itself failed: only threads that wait already have this handle."""
