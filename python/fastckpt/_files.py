@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 #: What public functions take, as type checkers see it.
-Files: TypeAlias = "Mapping[str, str | bytes | os.PathLike[str]]"
+Files: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
+#: Python closes descriptors in children anyway; Windows has no pipes among files, and may translate line ends.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Bytes that a file's name may have, by the usual file systems.
 _LONGEST_NAME = 255
 #: What fastckpt writes itself, or what readers of the directory would take for it.
@@ -55,8 +57,14 @@ def _content(operation: str, name: str, content: Any) -> bytes:
             f"{operation}: files: the content of {name!r} must be a str (its text), bytes, or an os.PathLike (a file "
             f"to copy), not {type(content).__name__}"
         )
-    # A pipe would be waited for, and a device may have no end.
-    descriptor = os.open(content, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # A pipe would be waited for, and a device may have no end.
+        descriptor = os.open(content, _FLAGS)
+    except OSError as error:
+        what = f"{operation}: files: cannot open the file to copy as {name!r}: {error.strerror}"
+        raise OSError(error.errno, what, os.fspath(content)) from error
+    except ValueError as error:
+        raise ValueError(f"{operation}: files: the path of {name!r}, {os.fspath(content)!r}: {error}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{operation}: files: {os.fspath(content)!r}, for {name!r}, is not a regular file")

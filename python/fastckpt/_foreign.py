@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import stat
@@ -17,6 +18,8 @@ _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
 #: The first entry of the zip archive that torch.save writes follows its local header.
 _ZIP, _LOOK = b"PK\x03\x04", 256
+#: How many entries of a directory are looked at: a directory of data may have millions, far away.
+_MOST = 1000
 #: How torch.save wrote before torch 1.6: a pickled number comes first.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -57,21 +60,29 @@ def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetens
 
 
 def _directory(path: str) -> str:
-    names = set(os.listdir(path))  # noqa: PTH208
+    with os.scandir(path) as entries:
+        names = {entry.name for entry in itertools.islice(entries, _MOST)}
     if not names:
         return "it is an empty directory"
-    if ".metadata" in names:
-        return (
-            "it looks like a checkpoint of torch.distributed.checkpoint; 'python -m "
-            f"torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(path)} NEW.pt' makes a file of it "
-            "that 'fastckpt convert NEW.pt NEW_DIRECTORY' reads"
-        )
+    if distributed := of_distributed(path):
+        return distributed
     shards = sorted(name for name in names if name.endswith(".safetensors"))
     if _INDEX in names or shards:
         return _shards(path, names, shards)
     if newest := _newest(path, names):
         return f"it holds checkpoints, of which {newest} is the newest: give the path of one"
     return f"it holds no {_MANIFEST}"
+
+
+def of_distributed(path: str | os.PathLike[str]) -> str | None:
+    """What to do with a directory of torch.distributed.checkpoint, if it is one."""
+    if not os.path.lexists(os.path.join(path, ".metadata")):  # noqa: PTH118
+        return None
+    return (
+        "it looks like a checkpoint of torch.distributed.checkpoint; 'python -m "
+        f"torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(os.fspath(path))} NEW.pt' makes a file "
+        "of it that 'fastckpt convert NEW.pt NEW_DIRECTORY' reads"
+    )
 
 
 def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import re
 from typing import TypeAlias
 
 #: What public functions take, as type checkers see it.
-AnyPath: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 #: A pathlib.Path has folded the two slashes of a URL into one. A drive of Windows has one letter.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -757,3 +758,22 @@ def test_what_is_written_is_what_the_document_says(tmp_path):
         for entry in mine:
             assert entry.offset % max(1, manifest.DTYPE_BITS[entry.dtype] // 8) == 0
     assert Path(tmp_path / "step").is_dir()
+
+
+def test_what_is_no_checkpoint_is_found_at_once(tmp_path, monkeypatch):
+    file, many = tmp_path / "file", tmp_path / "many"
+    file.write_bytes(b"text")
+    begin = time.perf_counter()
+    with pytest.raises(fastckpt.NotACheckpointError):
+        fastckpt.load(file)
+    # A file system that is in doubt is asked for two seconds.
+    assert time.perf_counter() - begin < 1
+    many.mkdir()
+    for number in range(1500):
+        (many / str(number)).touch()
+    looks = []
+    look = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path: (looks.append(path), look(path))[1])
+    with pytest.raises(fastckpt.NotACheckpointError, match="it holds no"):
+        fastckpt.load(many)
+    assert len(looks) <= 1100

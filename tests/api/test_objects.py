@@ -181,6 +181,59 @@ def test_a_module_gets_what_is_not_a_tensor_of_its_own(tmp_path):
     assert (model.value, model.w.tolist(), model.w.data_ptr()) == (5, [5, 5], w)
 
 
+class Hooked(torch.nn.Module):
+    """It keeps what is made of its tensors, and its hook asks for every key."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((2,), float(value)))
+        self.total = None
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state[prefix + "w"])
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "total", module.w.sum().item()))
+
+
+def test_hooks_of_a_module_run_when_its_tensors_were_filled(tmp_path):
+    fastckpt.save({"m": torch.nn.Sequential(Hooked(5), Packed(2))}, tmp_path / "c")
+    model = torch.nn.Sequential(Hooked(1), Packed(1))
+    w = model[0].w
+    fastckpt.load(tmp_path / "c", into={"m": model})
+    assert (model[0].total, model[1].value, model[0].w is w, w.tolist()) == (10, 2, True, [5, 5])
+    assert w.requires_grad
+
+
+class Wrapping(torch.nn.Module):
+    """A module whose state has another structure, which only it can take apart."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.value = value
+
+    def state_dict(self):
+        return {"net": self.inner.state_dict(), "value": self.value}
+
+    def load_state_dict(self, state, strict):
+        assert not strict
+        self.inner.load_state_dict(state["net"])
+        self.value = state["value"]
+
+
+def test_a_module_with_a_state_of_another_structure(tmp_path):
+    source, model = Wrapping(5), Wrapping(1)
+    fastckpt.save(source, tmp_path / "c")
+    assert fastckpt.load(tmp_path / "c", into=model) is model
+    assert same(model.state_dict(), source.state_dict())
+
+
+def test_a_part_of_the_state_of_an_optimizer_changes_nothing(tmp_path):
+    fastckpt.save(states(everything("adam")), tmp_path / "c")
+    training = everything("adam", seed=3)
+    before = copy.deepcopy(states(training))
+    with pytest.raises(StructureMismatchError, match=r"\['optimizer'\]: a part of the state of an optimizer"):
+        fastckpt.load(tmp_path / "c", into=training, exclude="optimizer.state.*")
+    assert same(states(training), before)
+
+
 def test_a_module_whose_tensors_do_not_fit(tmp_path):
     fastckpt.save({"model": model_of(1).state_dict(), "optimizer": {}}, tmp_path / "c")
     model = model_of(2)
@@ -323,6 +376,8 @@ def test_objects_with_keys_and_without_strictness(tmp_path):
 def test_a_wrapped_model_with_a_prefix_that_comes_off(tmp_path):
     source, model = model_of(1), model_of(2)
     fastckpt.save({"model": {f"module.{name}": value for name, value in source.state_dict().items()}}, tmp_path / "c")
+    with pytest.raises(StructureMismatchError, match="make keys the same with strip_prefix= or rename="):
+        fastckpt.load(tmp_path / "c", into={"model": model})
     fastckpt.load(tmp_path / "c", into={"model": model}, strip_prefix="module.")
     assert same(model.state_dict(), source.state_dict())
 

@@ -270,10 +270,9 @@ def test_arguments_of_renaming(saved):
             fastckpt.load(path, rename=wrong)
     with pytest.raises(TypeError, match="load: rename made 5 of the key 'weight'"):
         fastckpt.load(path, rename=lambda _: 5)
-    for wrong in ("", [""], [3]):
-        if wrong:
-            with pytest.raises(TypeError, match="load: strip_prefix must"):
-                fastckpt.load(path, strip_prefix=wrong)
+    for wrong in ("", [""], [3], 3):
+        with pytest.raises(TypeError, match="load: strip_prefix must"):
+            fastckpt.load(path, strip_prefix=wrong)
 
 
 # dtype=
@@ -326,6 +325,23 @@ def test_cast_gives_what_to_would(saved, engine, target):
                 assert same(loaded[name], value), name
         assert type(loaded["parameter"]) is torch.nn.Parameter
         assert report.bytes == fastckpt.load(path, report=True).report.bytes
+
+
+def test_one_dtype_for_all_leaves_the_step_of_optimizers(saved):
+    """Of bfloat16, 1000 + 1 is 1000."""
+    path = saved({"o": {"state": {0: {"step": torch.tensor(1001.0), "m": torch.ones(2)}}}, "step": torch.ones(1)})
+    loaded = fastckpt.load(path, dtype="bfloat16")
+    assert loaded["o"]["state"][0]["step"].item() == 1001
+    assert loaded["o"]["state"][0]["m"].dtype == loaded["step"].dtype == torch.bfloat16
+    assert fastckpt.load(path, dtype={"*": "bfloat16"})["o"]["state"][0]["step"].dtype == torch.bfloat16
+
+
+def test_a_dtype_of_numpys_does_not_fit_a_torch_tensor(saved):
+    path = saved({"w": np.arange(3, dtype=">f8")})
+    w = torch.zeros(3)
+    with pytest.raises(StructureMismatchError, match="dtype >f8 in the checkpoint, which torch does not have"):
+        fastckpt.load(path, into={"w": w}, framework="torch", dtype="float32")
+    assert fastckpt.load(path, framework="torch", dtype="float32")["w"].tolist() == [0, 1, 2]
 
 
 def test_patterns_of_dtypes(saved):

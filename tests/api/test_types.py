@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
+
+import fastckpt
 
 # ``--strict`` warns of an ignore that ignores nothing: each must stand for the error that it names.
 PROGRAM = """
@@ -90,3 +94,13 @@ def test_a_program_under_mypy_strict(tmp_path, version):
         "fastckpt._background.guard.Guard",
         "fastckpt._api.reports.SaveReport",
     ]
+
+
+def test_the_types_of_public_signatures_are_there_at_run_time():
+    for name in fastckpt.__all__:
+        public = getattr(fastckpt, name)
+        members = [public, *vars(public).values()] if inspect.isclass(public) else [public]
+        for member in members:
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if inspect.isclass(function) or inspect.isfunction(function):
+                typing.get_type_hints(function)

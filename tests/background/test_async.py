@@ -449,6 +449,27 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog)
             fastckpt.save_async(numbered(2), tmp_path / "c", on_error=wrong)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monkeypatch):
+    gate, called = threading.Event(), []
+
+    def write(_):
+        assert gate.wait(60)
+        raise OSError("the disk")
+
+    def leave(_):
+        sys.exit(3)
+
+    monkeypatch.setattr(_job.Job, "_write", write)
+    pending = fastckpt.save_async(numbered(1), tmp_path / "c", on_error=leave)
+    pending.add_done_callback(leave)
+    pending.add_done_callback(called.append)
+    gate.set()
+    wait_until(lambda: called)
+    with pytest.raises(OSError, match="the disk"):
+        fastckpt.drain()
+
+
 def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
     fastckpt.drain()
     gate = hold(tmp_path / "slow")

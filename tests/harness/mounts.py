@@ -1,6 +1,6 @@
 """File systems of our own, made for one test and gone after it. All need root."""
 
-# ruff: noqa: PTH101, TC003 - a name, not a Path
+# ruff: noqa: PTH101 - a name, not a Path
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A trial that kills, limits or strips its process needs a process of its own, and
 a fork takes five. The children run the functions of :mod:`harness.jobs` by name and answer in JSON lines.
 """
 
-# ruff: noqa: BLE001, TC003 - a child's every exception goes to its parent
+# ruff: noqa: BLE001 - a child's every exception goes to its parent
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ for name in fastckpt.__all__:
 
 REFUSED = {
     "save": "fastckpt.save({'a': 1}, path + 'x')",
+    "save with a file": "fastckpt.save({'a': 1}, path + 'x', files={'f': pathlib.Path(path + '.pt')})",
     "save_async": "fastckpt.save_async({'a': 1}, path + 'x')",
     "remove": "fastckpt.remove(path)",
     "probe": "fastckpt.probe(parent)",

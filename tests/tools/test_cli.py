@@ -651,3 +651,16 @@ def test_help_fits_a_screen_and_names_every_option(name, capsys, monkeypatch):
         assert named | {"--help"} == options | others
     else:
         assert all(any(line.split()[:1] == [command] for line in lines) for command in COMMANDS)
+
+
+def test_a_path_is_named_whatever_it_is_called(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e").touch()
+    assert cli.main(["convert", str(checkpoint), "e"]) == 2
+    assert "cannot convert e: it exists" in capsys.readouterr().err
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").touch()
+    assert cli.main(["convert", "d", "new"]) == 2
+    assert "dcp_to_torch d NEW.pt" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastckpt
 from fastckpt._tools import cli
@@ -110,6 +111,9 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
         "sparse": torch.eye(3).to_sparse(),
         "complex": torch.ones(2, dtype=torch.complex128),
         "wide": torch.ones(1).expand(5),
+        "generator": torch.Generator(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "wrapped": TwoTensor(torch.ones(2), torch.ones(2)),
     }
     fastckpt.save(state, source)
     plain = ("--keys", "w", "--keys", "a.w")
@@ -118,6 +122,9 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
         ((), "UnsupportedTypeError", "sparse"),
         (("--keys", "complex"), "UnsupportedTypeError", "torch.complex128"),
         (("--keys", "wide"), "UnsupportedTypeError", "expanded"),
+        (("--keys", "generator.*"), "UnsupportedTypeError", "generator.state"),
+        (("--keys", "nested.*"), "UnsupportedTypeError", "nested.values"),
+        (("--keys", "wrapped.*"), "UnsupportedTypeError", "wrapped.0.a"),
         (("--keys", "x*"), "CheckpointError", "chooses no tensor"),
         ((*plain, "--strip", "a."), "CheckpointError", "two tensors named 'w'"),
         ((*plain, "--strip", "b."), "CheckpointError", "no name begins with 'b.'"),
@@ -134,6 +141,28 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
     assert (status, document["type"]) == (2, "NotACheckpointError")
     assert cli.main(["convert", str(source), str(tmp_path / "x"), "--strip", "a."]) == 2
     assert "is for --to hf" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_not_converted_onto_itself(tmp_path, capsys):
+    source, link = tmp_path / "c", tmp_path / "link"
+    fastckpt.save({"model": {"w": torch.ones(3)}, "optimizer": torch.ones(2)}, source)
+    link.symlink_to(source)
+    before = manifest.listing(source)
+    for target in (source, link, source / "hf", link / "hf"):
+        status, document = convert(capsys, source, target, "--overwrite")
+        assert (status, document["type"]) == (2, "CheckpointError"), document
+        assert "lies in it" in document["error"]
+    assert cli.main(["convert", str(source), str(source / "training.safetensors"), "--overwrite"]) == 2
+    assert manifest.listing(source) == before
+    assert fastckpt.verify(source).ok
+
+
+def test_a_name_that_no_model_has_does_not_go_along(tmp_path, capsys):
+    source = tmp_path / "c"
+    fastckpt.save({"w": torch.ones(3)}, source, files={"config.json": "{}", "a\nb.json": "{}"})
+    (source / "\udcff.json").write_text("{}")
+    status, document = convert(capsys, source, tmp_path / "hf")
+    assert (status, document["files"]) == (0, ["config.json"]), document
 
 
 def test_damage_is_found_on_the_way(tmp_path, capsys):

@@ -12,6 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: What any stage may take from the package: the compiled core is not a Python module, the others lie at the bottom.
 SHARED = {"_core", "_paths", "_text", "_units", "exceptions"}
 
+#: A conversion to Hugging Face's layout copies tensors from file to file, which no public call does.
+COPIES = "hugging_face.py"
+
 
 def imports_at_run_time(node: ast.AST, folder: tuple[str, ...]):
     """What a file in ``folder`` imports: ``X`` of the package, ``*`` for the package itself, ``X.`` of its module X."""
@@ -38,7 +41,8 @@ def test_the_package_itself_is_imported_by_the_tools_alone(file):
     if "_tools" in file.parts:
         private = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         taken |= {name.split(".")[1] for name in private if name.startswith("fastckpt._")} - {"__version__"}
-        assert not {name for name in taken if name.split(".")[0] == "_core"}, "the tools use the public API"
+        core = {name for name in taken if name.split(".")[0] == "_core"}
+        assert not core or file.name == COPIES, "the tools use the public API"
     elif file.relative_to(PACKAGE).parts not in [("__init__.py",), ("__main__.py",)]:
         calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         # Of other packages, by tables of names.

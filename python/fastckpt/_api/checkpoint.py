@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import datetime as dt
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._paths import path_of
+
+# Every type checker brings the stub; at run time nothing imports it.
+from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.registry import Types
 from fastckpt._state.select import aliases
@@ -24,15 +28,6 @@ from .destinations import Targets
 from .outcome import report_of, warn_of_unknown
 from .reports import LoadReport
 from .tensor_info import TensorInfo, info_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
-    # Every type checker brings the stub; at run time nothing imports it.
-    from typing_extensions import Self
-
-    from fastckpt._paths import AnyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +279,7 @@ class Checkpoint:
         """Close the shards. What was read stays valid."""
         self._reader = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Checkpoint:  # noqa: PYI034 - Self is not in Python 3.10
         self._open()
         return self
 

@@ -212,8 +212,8 @@ class Targets:
         found, itemsize, empty = known
         nbytes = stored.nbytes
         shape = stored.shape if logical is None and nbytes else self.shape(index, itemsize)
-        device = self.devices.get(index)
-        cast = index in self.dtypes
+        device = self.devices.get(index) if self.devices else None
+        cast = bool(self.dtypes) and index in self.dtypes
         if device is not None or cast:
             torch = torch_for("a torch tensor")
             wanted = self.wanted_dtype(index, torch=True) if cast else found

@@ -11,7 +11,7 @@ from fastckpt._state.flatten import Occurrence, canonical, flatten
 from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
 from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors.dtypes import plain_name
+from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
@@ -19,7 +19,7 @@ from .objects import Owner, WithObjects
 from .placement import can_cast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
@@ -36,6 +36,11 @@ _FILLABLE = frozenset({"tensor", "array"})
 
 def _is_torch(item: Occurrence) -> bool:
     return item.token.startswith('["tensor"')
+
+
+def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
+    """Where each position of the whole is in what is left; of all of it, where it was."""
+    return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
 class _Entry:
@@ -99,6 +104,8 @@ class Into:
         #: Parts of what does not fit are not reported again.
         self._unfit: set[Place | None] = set()
         self._castable = False
+        #: Which sides lack tensors of the other: 0 for into.
+        self._lacking: set[int] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
 
@@ -152,11 +159,12 @@ class Into:
         Raises:
             StructureMismatchError: they do not fit. It lists all differences.
         """
-        at = {position: index for index, position in enumerate(origin)}
+        at = _inverse(origin)
         every = find(tokens, self.flat.places)
-        self._find([item for item in every if item.position in at])
+        self._find(every if chosen is None else [item for item in every if item.position in at])
         starts = locate(tokens, self.flat.places, self._owners) if self._owners else {}
-        self._states(left, {place: at.get(start) for place, start in starts.items()}, selection)
+        begins = {place: at[start] if start in at else None for place, start in starts.items()}  # noqa: SIM401 - a range has no get
+        self._states(left, begins, selection)
         if selection.all or not renamed:
             self._extra({item.place for item in every}, selection)
         self._clashes()
@@ -164,12 +172,12 @@ class Into:
         if self._dropped:
             wanted = leaves(tokens) if chosen is None else chosen
             left, origin = prune(tokens, without(tokens, wanted, self._dropped))
-            before, at = at, {position: index for index, position in enumerate(origin)}
+            before, at = at, _inverse(origin)
             gone = (tokens[position] for position in before if position not in at)
             self.unexpected = tuple(
                 dict.fromkeys(self.targets.stored[token[1]].name for token in gone if is_tensor(token))
             )
-        ends = ends_of(left)
+        ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
         # As they are finished: what is inside another comes before it.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
@@ -190,7 +198,7 @@ class Into:
             tensor = is_tensor(item.token)
             if tensor:
                 self._entries.append(entry)
-            if (tensor and item.token[0] not in _FILLABLE) or self._is_new(entry):
+            if (tensor and item.token[0] not in _FILLABLE) or (self._owners and self._is_new(entry)):
                 entry.given = None
                 if not tensor:
                     self._composed[item.position] = None
@@ -241,7 +249,11 @@ class Into:
             assert given is not None  # noqa: S101 - it has a tie
             # One that does not fit is not to be filled: the optimizer gets another.
             new = not is_tensor(item.token) or self._fit(item, given) is not None
-        (owner.others if new else owner.filled).add(part)
+        whole = self._expanded.get(item.place)
+        if not new and whole is not None:
+            owner.fills(whole.value, None)
+        elif not new and given is not None:
+            owner.fills(given.value, tie)
         return new
 
     def _without_place(self, lacking: Sequence[_Entry]) -> None:
@@ -256,6 +268,7 @@ class Into:
             if is_tensor(item.token) and item.token[1] in filled:
                 entry.given = filled[item.token[1]]
             elif self.strict:
+                self._lacking.add(0)
                 self._mismatch(item, "missing from into")
             else:
                 self._dropped.add(item.position)
@@ -292,6 +305,7 @@ class Into:
             unknown.add(place)
             missing.append(item.name)
             if self.strict:
+                self._lacking.add(1)
                 self._mismatches.append((last, f"{place}: not in the checkpoint"))
         self.missing = tuple(missing)
 
@@ -322,13 +336,20 @@ class Into:
                 whence = f"{there} in the checkpoint" if there != cast else f"{there} by dtype="
                 reasons.append(f"{what} {whence}, {here} in into")
                 self._castable |= cast is None and can_cast(str(there), str(here))
+        if wants_torch and logical is not None and logical.dtype.startswith(NUMPY_PREFIX):
+            self._castable = False
+            if cast is not None:
+                reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
         if not _memory.is_nested(self._layout(given.value)[1]):
             reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
         if other != index and not self._equal(other, index):
-            reasons.append(f"tied in into with another tensor than {stored[other].name!r} in the checkpoint")
+            reasons.append(
+                f"tied in into with another tensor than {stored[other].name!r} in the checkpoint: "
+                "leave one of them out with exclude="
+            )
         return "; ".join(reasons) or None
 
     def _equal(self, left: int, right: int) -> bool:
@@ -405,6 +426,7 @@ class Into:
         return (
             'give a state with the same tensors, or choose those that it has, as in keys="model.*", '
             "or leave out what only one side has with strict=False"
+            + (", or make keys the same with strip_prefix= or rename=" if self._lacking == {0, 1} else "")
             + (", or cast floating-point tensors with dtype=" if self._castable else "")
         )
 
@@ -456,7 +478,7 @@ class Into:
         builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
-            owner.give(own, self.flat.places)
+            owner.give(own)
         return state
 
 

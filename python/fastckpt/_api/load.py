@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from fastckpt import _core
-from fastckpt._paths import path_of
+from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.collector import paused
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types
 from fastckpt._state.rename import Renaming
 from fastckpt._state.select import prune
-from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._state.unflatten import Token, parse, unflatten
 from fastckpt._tensors.ranges import range_of
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework, check_unknown
+from .options import Engine, Framework, Unknown, check_engine, check_framework, check_unknown
 from .outcome import conclude, until_settled, warn_of_unknown
 from .placement import Stock, place
 from .progress import ticker
 from .reports import Loaded, LoadReport
 from .selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fastckpt._paths import AnyPath
-    from fastckpt._state.registry import Registry
-    from fastckpt._state.unflatten import Token
-
-    from .options import Engine, Framework, Unknown
 
 
 @overload
@@ -106,7 +98,8 @@ def load(  # noqa: PLR0913 - all by name
         path: the checkpoint's directory.
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
             in the result; everything else comes from the checkpoint. Objects may stand in it, too: of a module, its
-            Parameters and buffers are filled in place, and it is given the rest of its state; an optimizer, also one
+            Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
+            copy them (hooks, overrides, an extra state); an optimizer, also one
             that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read. The result
             has the objects themselves. Everything is compared before anything is changed. Where only one side has a
             tie, that is no mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal. Tensors
@@ -125,8 +118,9 @@ def load(  # noqa: PLR0913 - all by name
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
             (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
             the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
-            function, is the dtype that was saved. Integers, complex numbers, quantised tensors and wrapper subclasses
-            stay as they are. With ``into`` the dtype is that of the tensor in it.
+            function, is the dtype that was saved. One dtype for all leaves the ``step`` of optimizers as it is;
+            patterns and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper
+            subclasses stay as they are. With ``into`` the dtype is that of the tensor in it.
         rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict
             that is a string, once what is to be loaded has been chosen by the names in the file, and before it is
             compared with ``into``.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import builtins
 
 from fastckpt import _core
 from fastckpt._core import Leftover, ListedCheckpoint
-from fastckpt._paths import path_of
+from fastckpt._paths import AnyPath, path_of
 
 from . import in_flight
-
-if TYPE_CHECKING:
-    import builtins
-
-    from fastckpt._paths import AnyPath
 
 __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 

@@ -13,7 +13,7 @@ from fastckpt.exceptions import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fastckpt._state.key_paths import Place, Places
+    from fastckpt._state.key_paths import Place
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
@@ -38,13 +38,13 @@ class Owner:
         self.value = value
         self.name = name
         self.kind = torch_kind(value)
-        #: The entries of its state whose tensors were filled in place, and those that hold others.
-        self.filled: set[Place] = set()
-        self.others: set[Place] = set()
-        self._own: frozenset[Any] = frozenset()
+        #: What was filled in place, by identity: the Parameter or buffer of a module, None if it has several parts.
+        self._filled: dict[int, Any] = {}
+        #: The Parameters and buffers of a module by their ties.
+        self._own: dict[Any, Any] = {}
         if self.kind == "module":
             tensors = flatten(torch_for("a module").own_tensors(value), operation="load: into", observe=True)
-            self._own = frozenset(item.stored.tie for item in tensors.occurrences if item.stored is not None)
+            self._own = {item.stored.tie: item.value for item in tensors.occurrences if item.stored is not None}
 
     def describe(self) -> str:
         """The object, for a message."""
@@ -71,6 +71,8 @@ class Owner:
             groups = state.get("param_groups")
             if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
                 return f"no state of an optimizer in the checkpoint, {self._article()} in into"
+            if not isinstance(state.get("state"), dict):
+                return "a part of the state of an optimizer, which takes only all of it"
             theirs = [len(group.get("params", ())) for group in groups]
             mine = [len(group["params"]) for group in self.value.param_groups]
             if theirs != mine:
@@ -80,8 +82,12 @@ class Owner:
     def _article(self) -> str:
         return "an optimizer" if self.kind == "optimizer" else "a module"
 
-    def give(self, state: Any, places: Places) -> None:
-        """Give the object its state, but for what was filled in place in a module.
+    def fills(self, value: Any, tie: Any | None) -> None:
+        """Note that ``value``, of the state that a module gave, was filled in place."""
+        self._filled[id(value)] = None if tie is None else self._own.get(tie)
+
+    def give(self, state: Any) -> None:
+        """Give the object its state: a module only if something is left to be done for it.
 
         Raises:
             CheckpointError: its ``load_state_dict`` raised.
@@ -90,15 +96,17 @@ class Owner:
             if self.kind != "module":
                 self.value.load_state_dict(state)
                 return
-            rest = OrderedDict(
-                (key, value)
-                for key, value in state.items()
-                if (place := places.below(self.place, key)) in self.others or place not in self.filled
+            if all(id(value) in self._filled for value in state.values()) and not torch_for("a module").reacts(
+                self.value
+            ):
+                return
+            # Tensors that were filled stand for themselves: hooks may ask for them, and torch copies none onto itself.
+            whole = OrderedDict(
+                (key, one) for key, value in state.items() if (one := self._filled.get(id(value), value)) is not None
             )
-            if rest:
-                # It has the versions of the modules that were saved.
-                vars(rest).update(getattr(state, "__dict__", {}))
-                self.value.load_state_dict(rest, strict=False)
+            # It has the versions of the modules that were saved.
+            vars(whole).update(getattr(state, "__dict__", {}))
+            self.value.load_state_dict(whole, strict=False)
         except Exception as error:
             raise CheckpointError(
                 f"load: into: load_state_dict of {self.describe()} raised {error!r}: tensors in into have been filled, "

@@ -178,6 +178,11 @@ def _stays(stored: StoredTensor, token: list[Any]) -> bool:
         return False
     if stored.dtype == "U8" and len(stored.shape) == 1:
         return stored.nbytes in _RANDOM
+    return _counts(stored)
+
+
+def _counts(stored: StoredTensor) -> bool:
+    """Whether this is an optimizer's ``step``."""
     return not stored.shape and stored.name.rpartition(".")[2] == "step"
 
 
@@ -188,7 +193,8 @@ def _dtypes(
         found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
         return [(index, None if value is None else floating(value)) for index, value in found]
     name = floating(dtype)
-    return [(index, name) for index in tensors]
+    # A dtype of few bits cannot count the steps of an optimizer: torch, too, leaves its step as it is.
+    return [(index, name) for index in tensors if not _counts(stock.stored[index])]
 
 
 def can_cast(source: str, target: str) -> bool:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastckpt import _core
-from fastckpt._paths import path_of
+from fastckpt._paths import AnyPath, path_of
 
-if TYPE_CHECKING:
-    from fastckpt._paths import AnyPath
-
-    from .options import Engine
+from .options import Engine  # noqa: TC001 - for typing.get_type_hints
 
 
 def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fastckpt._text import count, size, visible
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Fixed(dict[str, Any]):

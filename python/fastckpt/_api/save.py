@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fastckpt import _core
-from fastckpt._files import check_files
-from fastckpt._paths import path_of
-from fastckpt._state.flatten import flatten
+from fastckpt._files import Files, check_files
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import check_bandwidth, check_engine
+from .options import Engine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastckpt._files import Files
-    from fastckpt._paths import AnyPath
-    from fastckpt._state.flatten import Flat
-    from fastckpt._state.registry import Registry
-
-    from .options import Engine
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
@@ -59,7 +50,8 @@ def save(  # noqa: PLR0913 - all by name
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it, named
             tuples, dataclasses, enums and the like; what has ``state_dict()`` (modules, optimizers) is stored as that.
             Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
-            once and come back tied.
+            once and come back tied. Attributes that a program sets on a Parameter are not stored. docs/states.md has a
+            table of all kinds of values.
         path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
             that fails leaves them. An asynchronous save to it in flight is waited for.
         overwrite: replace a checkpoint that is there. Anything else is never replaced.

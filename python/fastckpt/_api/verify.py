@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from fastckpt import _core
-from fastckpt._paths import path_of
+from fastckpt._paths import AnyPath, path_of
 
-from .options import check_engine
+from .options import Engine, check_engine
 from .outcome import conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
-
-if TYPE_CHECKING:
-    from fastckpt._paths import AnyPath
-
-    from .options import Engine
 
 
 def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, progress: bool = False) -> VerifyReport:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastckpt._api import in_flight
 
 from .pending import PendingSave
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    # Every type checker brings the stub; at run time nothing imports it.
-    from typing_extensions import Self
+# Every type checker brings the stub; at run time nothing imports it.
 
 #: Tensors of fewer bytes are copied at the call, also with ``lazy=True``.
 SMALL = 64 << 10
@@ -66,7 +63,7 @@ class Guard:
             if guard is self:
                 del _guards[module]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Guard:  # noqa: PYI034 - Self is not in Python 3.10
         return self
 
     def __exit__(

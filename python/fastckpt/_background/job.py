@@ -53,12 +53,16 @@ class Job:
         fill = flat.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
-        #: What is copied in the background: names by number.
+        #: What is copied in the background: names by number. Of inference tensors torch counts no changes, and of the
+        #: parts of a tensor only some.
         self.late = (
             {
                 index: tensor.name
                 for index, (tensor, value) in enumerate(zip(flat.tensors, flat.keep, strict=True))
-                if tensor.capacity >= _guard.SMALL and not isinstance(value, np.ndarray)
+                if tensor.capacity >= _guard.SMALL
+                and index not in flat.inner
+                and not isinstance(value, np.ndarray)
+                and not value.is_inference()
             }
             if lazy
             else {}
@@ -87,11 +91,7 @@ class Job:
             self.keep.clear()
             self.movers.clear()
             return
-        self.versions = [
-            (name, value, value._version)
-            for index, name in self.late.items()
-            if not (value := self.keep[index]).is_inference()
-        ]
+        self.versions = [(name, self.keep[index], self.keep[index]._version) for index, name in self.late.items()]
         rest = bytearray(len(self.keep))
         for index in self.late:
             rest[index] = 1

@@ -6,22 +6,19 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
 from fastckpt._api.outcome import logger, tell
+from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from fastckpt import _core
-    from fastckpt._api.reports import SaveReport
-
-    OnError: TypeAlias = "Literal['raise', 'warn'] | Callable[[PendingSave], object]"
+OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +213,9 @@ class PendingSave(in_flight.SaveInFlight):
                 function(self)
             except Exception:  # noqa: BLE001 - logged
                 logger.exception("%s: a callback of the save raised", self.path)
+            except BaseException:
+                self._call_back()
+                raise
 
     def _set_staged(self) -> None:
         """Let waiters go, and count how long they waited, so that the report has it whichever thread runs first."""
@@ -245,23 +245,27 @@ class PendingSave(in_flight.SaveInFlight):
         in_flight.leave(self)
         self.finished.set()
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
-        if self._report is not None:
-            tell(self._report)
-        elif self.cancelled():
-            logger.info("the asynchronous save to %s was cancelled", self.path)
-        else:
-            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
-            if callable(self._on_error) and self._error is not None:
-                self._tell(self._on_error, self._error)
-        self._call_back()
+        try:
+            if self._report is not None:
+                tell(self._report)
+            elif self.cancelled():
+                logger.info("the asynchronous save to %s was cancelled", self.path)
+            else:
+                logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+                if callable(self._on_error) and self._error is not None:
+                    self._tell(self._on_error, self._error)
+        finally:
+            self._call_back()
 
     def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
         try:
             on_error(self)
-        except Exception:  # noqa: BLE001 - logged
+        except BaseException as caught:
             logger.exception("%s: on_error of the save raised", self.path)
             # So it may not have told anybody.
             in_flight.failed(in_flight.Failure(self, error, warn=False))
+            if not isinstance(caught, Exception):
+                raise
 
     def _abandon(self) -> None:
         """The call itself failed: only threads that wait already have this handle."""

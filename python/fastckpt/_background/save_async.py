@@ -7,33 +7,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import check_bandwidth, check_engine, check_in_flight, check_nice
+from fastckpt._api.options import Engine, check_bandwidth, check_engine, check_in_flight, check_nice
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
-from fastckpt._files import check_files
-from fastckpt._paths import path_of
+from fastckpt._files import Files, check_files
+from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.groups import split_model
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from .job import Job
-from .pending import PendingSave
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastckpt._api.options import Engine
-    from fastckpt._files import Files
-    from fastckpt._paths import AnyPath
-    from fastckpt._state.registry import Registry
-
-    from .pending import OnError
+from .pending import OnError, PendingSave
 
 
 def save_async(  # noqa: PLR0913 - one more than save has

@@ -23,7 +23,7 @@ from .limits import (
     RESERVED_NAME,
     VERSION,
 )
-from .members import check_tokens, count, members, parse
+from .members import check, check_tokens, count, members, parse
 from .records import LogicalType, StoredShard, StoredTensor
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
 _64_BITS = 1 << 64
 _T = TypeVar("_T")
 _MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
+_KNOWN = {"writer", "created", "saved", "block_size", *_MOST}
+_SPACE = " \t\r\n"
 _WINDOWS = sys.platform == "win32"
 
 
@@ -115,15 +117,18 @@ def _whole(found: dict[str, bytes]) -> Manifest:
 
 def _parsed(found: dict[str, bytes]) -> dict[str, Any]:
     """The values of all members, unknown ones, too, which have to be JSON; of tokens the text."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, text in found.items():
-        tokens = name in ("structure", "metadata")
-        if tokens:
+        if name in ("structure", "metadata"):
             check_tokens(name, text)
+            check(text)
+            values[name] = text.decode().strip(_SPACE)
+        elif name not in _KNOWN:
+            check(text)
         elif name in _MOST and count(text) > _MOST[name]:
             raise ValueError(f"it has more than {_MOST[name]} {name}")
-        value = parse(text)
-        values[name] = text.decode() if tokens else value
+        else:
+            values[name] = parse(text)
     return values
 
 

@@ -102,7 +102,7 @@ def members(text: bytes) -> dict[str, bytes]:
         colons += at[(depth == 1) & (marks == _COLON)].tolist()
         commas += at[(depth == 1) & (marks == _COMMA)].tolist()
         end = int(at[-1]) if depth[-1] < 1 else -1
-    if end < 0 or not text.startswith(b"{") or text[end + 1 :].strip(_SPACE):
+    if end < 0 or not text.startswith(b"{") or text[end:].rstrip(_SPACE) != b"}":
         raise ValueError("it is not one JSON object")
     if len(colons) != len(commas):
         raise ValueError("it has a member without a name or a value")
@@ -122,8 +122,14 @@ def parse(text: bytes) -> Any:
     )
 
 
+def check(text: bytes) -> None:
+    """Raise ValueError unless this is JSON text, whatever it means."""
+    json.loads(text.decode(), parse_int=len, parse_float=len, parse_constant=_constant)
+
+
 def _int(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _INTEGER_DIGITS else _float(digits)
+    # -0 is no integer without a sign.
+    return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else _float(digits)
 
 
 def _float(digits: str) -> float:

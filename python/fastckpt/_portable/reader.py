@@ -24,6 +24,7 @@ from .files import failed, open_regular, read_at, read_manifest
 from .limits import MANIFEST
 from .manifest import corrupt, decode
 from .records import DamagedRange
+from .refusal import for_linux
 
 if TYPE_CHECKING:
     import io
@@ -179,6 +180,8 @@ class Reader:
         for hand_over in late:
             hand_over()
         return job.report()
+
+    save = for_linux("save")
 
     def map(self, tensors: Sequence[int]) -> Mappings:
         """Map the shards that hold ``tensors``, but for empty ones."""

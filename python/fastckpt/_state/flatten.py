@@ -67,11 +67,12 @@ class Flat:
         problems: with ``observe``, what could not be flattened, by place.
         places: with ``observe``, all of these places.
         outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
+        inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
         unnamed: the names of the types whose module is the program itself, which no other program has.
     """
 
     __slots__ = (
-        *("keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
+        *("inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
         *("tensors", "ties", "tokens", "unnamed"),
     )
 
@@ -81,6 +82,7 @@ class Flat:
         self.ties: list[tuple[int, str]] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.keep: list[Any] = []
+        self.inner: set[int] = set()
         self.occurrences: list[Occurrence] = []
         self.objects: list[tuple[Place, Any, str]] = []
         self.problems: list[tuple[Place, str]] = []
@@ -357,6 +359,8 @@ class _Flattener:
         self.ties: dict[Any, int] = {}
         self.names: dict[str, int] = {"__metadata__": 1}
         self.keys_in_keys = 0
+        #: The tensor on the stack whose parts are being flattened, the first if there are several.
+        self.tensor: _Frame | None = None
 
     def walk(self, state: Any) -> None:
         """Flatten ``state``, below whatever is on the stack."""
@@ -372,6 +376,8 @@ class _Flattener:
             if deeper is None:
                 self.stack.pop()
                 self.active.discard(id(frame.hold))
+                if frame is self.tensor:
+                    self.tensor = None
             else:
                 self.stack.append(deeper)
 
@@ -482,6 +488,8 @@ class _Flattener:
                 flat.movers[index] = mover
         elif not self.keys_in_keys:
             flat.ties.append((index, self.place_name(frame)))
+        if self.tensor is not None:
+            flat.inner.add(index)
         flat.tokens.append(f"{head}{index}{tail}")
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
@@ -536,7 +544,10 @@ class _Flattener:
             opened = _Frame(value, members.iterate(flat.tokens), keyed=False)
             opened.members = members
             return opened
-        return _Frame(value, iter(children), keyed=keyed)
+        opened = _Frame(value, iter(children), keyed=keyed)
+        if self.tensor is None and hasattr(kind, "untyped_storage"):
+            self.tensor = opened
+        return opened
 
     def note_outer(self, value: Any) -> None:
         """Note the outer mapping of the state, and which of its keys lead to mappings: one of them is the model."""

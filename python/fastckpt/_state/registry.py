@@ -6,14 +6,12 @@ Types are found by class for saving, and by name for loading. A file can name th
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Without importing torch to ask.
 _TORCH = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import suggest
@@ -26,7 +26,8 @@ class Renaming:
     """
 
     def __init__(self, strip_prefix: Any, rename: Any) -> None:
-        prefixes = [strip_prefix] if isinstance(strip_prefix, str) else [*(strip_prefix or ())]
+        single = isinstance(strip_prefix, str) or not isinstance(strip_prefix, Iterable)
+        prefixes = [] if strip_prefix is None else [strip_prefix] if single else [*strip_prefix]
         if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
             raise TypeError(f"load: strip_prefix must be a prefix or a sequence of prefixes, not {strip_prefix!r}")
         if isinstance(rename, Mapping):

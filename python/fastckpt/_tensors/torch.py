@@ -278,6 +278,17 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def reacts(module: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` does more for a module than to copy tensors: hooks and overrides."""
+    base = torch.nn.Module
+    return type(module).load_state_dict is not base.load_state_dict or any(
+        getattr(part, "_load_state_dict_pre_hooks", None)
+        or getattr(part, "_load_state_dict_post_hooks", None)
+        or type(part)._load_from_state_dict is not base._load_from_state_dict
+        for part in module.modules()
+    )
+
+
 def safe_types() -> list[type]:
     """The classes that the program lets ``torch.load(weights_only=True)`` make, less those that no save stores."""
     listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
@@ -449,7 +460,9 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    with torch.profiler.record_function(name):
+    # A range that nobody sees would cost more than all else here; torch before 2.0 does not tell.
+    seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:
             nvtx.range_push(name)
         try:

@@ -237,7 +237,7 @@ def _message(error: Exception, operation: str, path: Path) -> str:
     cause = error.strerror or str(error)
     # The core's messages name operation and path themselves; a cause is more than the system's words where it has a
     # remedy, and one is enough.
-    message = cause if where in cause else f"cannot {operation} {where}: {cause}"
+    message = cause if f"`{where}`" in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
     plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
     return f"{message}; {remedy}" if remedy and plain else message

@@ -67,12 +67,18 @@ def convert(
         raise FileExistsError(
             errno.EEXIST, "it exists; choose another name, or add --overwrite to replace it", str(destination)
         )
+    checkpoint = (source / MANIFEST).exists()
+    if checkpoint and source.resolve() in (destination.resolve(), *destination.resolve().parents):
+        raise CheckpointError(
+            f"cannot convert {source} to {destination}: that is the checkpoint itself, or lies in it; choose a path "
+            "beside it"
+        )
     files: Sequence[str] = ()
     if to_hugging_face is not None:
         tensors, size, files = hugging_face.write(
             source, destination, keys=keys, overwrite=overwrite, **to_hugging_face
         )
-    elif (source / MANIFEST).exists():
+    elif checkpoint:
         if destination.suffix != ".safetensors":
             raise CheckpointError(
                 f"cannot convert the checkpoint {source} to {destination}: a checkpoint is converted to one "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._files import check_files
-from fastckpt._state.select import aliases
-from fastckpt._state.unflatten import parse
+from fastckpt._state.select import aliases, ends_of
+from fastckpt._state.unflatten import is_tensor, parse
 from fastckpt._text import suggest
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 #: What lies beside a model and belongs to it, by the endings of the names.
 _BESIDE = (".json", ".txt", ".model", ".jinja")
-#: Tokens whose parts are no tensors of their own, and how many parts they have (docs/format.md, 4).
-_PARTS = {"coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
+#: Tokens whose parts are no tensors of their own (docs/format.md, section 4).
+_MADE = ("coo", "compressed", "quantized", "expanded")
+#: Wrapper tensors are a tuple of a dict of the tensors in them, a context, sizes, strides, and at times flags.
+_WRAPPERS = (["tuple", 4], ["tuple", 5])
 
 
 def write(
@@ -84,15 +86,22 @@ def write(
     return report["tensors"], report["bytes"], sorted(more)
 
 
-def _parts(tokens: Sequence[Any]) -> set[int]:
+def _parts(tokens: list[Any]) -> set[int]:
     """The numbers of tensors that mean something only together."""
     found = set()
+    ends = ends_of(tokens)
     for position, token in enumerate(tokens):
-        count = _PARTS.get(token[0], 0) if isinstance(token, list) else 0
-        for part in tokens[position + 1 : position + 1 + count]:
-            if isinstance(part, list) and part[0] in ("tensor", "array"):
-                found.add(part[1])
+        if isinstance(token, list) and (token[0] in _MADE or (token[0] == "type" and _is_one(tokens, position))):
+            found |= {part[1] for part in tokens[position + 1 : ends[position]] if is_tensor(part)}
     return found
+
+
+def _is_one(tokens: Sequence[Any], position: int) -> bool:
+    """Whether the value of a type is a tensor, an array or a random generator, and no container."""
+    # A library's classes of containers have names of other modules.
+    return tokens[position][1].startswith(("torch.", "numpy.")) or (
+        tokens[position + 1] in _WRAPPERS and tokens[position + 2][:1] == ["dict"]
+    )
 
 
 def _is_wanted(name: str, file: str, keys: Sequence[str] | None) -> bool:
@@ -103,7 +112,7 @@ def _is_wanted(name: str, file: str, keys: Sequence[str] | None) -> bool:
 
 def _refuse_unfit(source: Path, tensor: _core.StoredTensor, *, part: bool) -> None:
     if part:
-        what = "is part of a sparse, quantised or expanded tensor"
+        what = "is part of a sparse, quantised, nested or expanded tensor, or of a random generator"
     elif tensor.logical is not None:
         what = f"is of {tensor.logical.dtype}"
     else:
@@ -142,6 +151,7 @@ def _files(source: Path, given: Sequence[Path]) -> dict[str, Path]:
         if path.suffix in _BESIDE
         and path.name not in (MANIFEST, HUGGING_FACE_INDEX)
         and not path.name.startswith(".")
+        and path.name.isprintable()
         and path.is_file()
     }
     return found | {path.name: path for path in given}

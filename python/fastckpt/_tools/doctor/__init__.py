@@ -7,13 +7,11 @@ facts, and :mod:`command` shows the result.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastckpt._paths import AnyPath
+from fastckpt._paths import AnyPath
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 

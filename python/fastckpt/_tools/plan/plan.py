@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastckpt import _units as units
+from fastckpt._paths import AnyPath
 
 # The tiers stand beside this package: the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
@@ -13,11 +15,6 @@ from fastckpt._tools.tiers import TIERS, Tier
 from . import architectures, sizing
 from . import interval as formulas
 from .layout import Layout, Share, check, layout
-
-if TYPE_CHECKING:
-    import os
-
-    from fastckpt._paths import AnyPath
 
 #: Hours that one accelerator runs between failures, as MLCommons assumes.
 MTTF_GPU = 50_000.0

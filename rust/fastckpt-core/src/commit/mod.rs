@@ -217,6 +217,8 @@ mod tests {
         let path = root.path().join("a/b/c");
         check(&path, false).unwrap();
         assert_eq!(names(root.path()), [""; 0]);
+        let long = check(&root.path().join("a").join("x".repeat(300)), false).unwrap_err();
+        assert_eq!(long.errno(), Some(libc::ENAMETOOLONG));
         let workspace = Workspace::create(&path, false).unwrap();
         drop(Workspace::join(&path, workspace.temporary()).unwrap());
         drop(workspace);

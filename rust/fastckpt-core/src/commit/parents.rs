@@ -1,5 +1,6 @@
 //! The directories above a checkpoint. A save makes those that are missing, durably.
 
+use std::ffi::OsStr;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
@@ -31,9 +32,10 @@ pub(super) fn open_or_make(path: &Path) -> Result<OwnedFd> {
     Ok(at)
 }
 
-/// Opens the directory `path`, or nothing if it is missing and [`open_or_make`] could make it. An error if a save could
-/// not make a directory there, as far as this can be known without trying.
-pub(super) fn open_or_judge(path: &Path) -> Result<Option<OwnedFd>> {
+/// Opens the nearest directory at or above `path` that exists, and returns whether it is `path` itself. If it is not,
+/// [`open_or_make`] could make it. An error if a save could not make a directory there, as far as this can be known
+/// without trying.
+pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
     let (at, missing) = nearest(path)?;
     match fs::accessat(&at, ".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS) {
         Err(error @ (Errno::ACCESS | Errno::PERM | Errno::ROFS)) => {
@@ -41,7 +43,7 @@ pub(super) fn open_or_judge(path: &Path) -> Result<Option<OwnedFd>> {
             Err(Error::io(operation, missing.last().unwrap_or(&path))(error))
         }
         // Any other failure says nothing about permissions.
-        _ => Ok(missing.is_empty().then_some(at)),
+        _ => Ok((at, missing.is_empty())),
     }
 }
 
@@ -57,7 +59,11 @@ fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
                     Some((path, error)) if error.kind() != ErrorKind::NotFound || is_there(path) => {
                         Err(Error::io(OPEN_PARENT, path)(error))
                     }
-                    last => Ok((directory, missing.into_iter().chain(last).map(|(path, _)| path).collect())),
+                    last => {
+                        let missing: Vec<_> = missing.into_iter().chain(last).map(|(path, _)| path).collect();
+                        check_lengths(&directory, &missing)?;
+                        Ok((directory, missing))
+                    }
                 };
             }
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
@@ -68,6 +74,25 @@ fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
     }
     let gone = io::Error::from_raw_os_error(libc::ENOENT);
     Err(Error::io(OPEN_PARENT, path)(gone))
+}
+
+/// Refuses names that the file system of `directory` finds too long: none of them is made then.
+fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
+    for path in missing {
+        if let Some(name) = path.file_name() {
+            check_length(directory, name).map_err(Error::io("make the directory", path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a directory in the file system of `directory` could have this name.
+pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
+    match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(error @ Errno::NAMETOOLONG) => Err(error),
+        // Nothing else matters about a name that is looked up in the wrong place.
+        _ => Ok(()),
+    }
 }
 
 fn is_there(path: &Path) -> bool {
@@ -88,17 +113,26 @@ mod tests {
     fn missing_parents_are_made_and_looking_makes_none() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("a/b/c");
-        assert!(open_or_judge(&path).unwrap().is_none());
+        assert!(!open_or_judge(&path).unwrap().1);
         assert!(!root.path().join("a").exists());
         for _ in 0..2 {
             open_or_make(&path).unwrap();
-            assert!(path.is_dir() && open_or_judge(&path).unwrap().is_some());
+            assert!(path.is_dir() && open_or_judge(&path).unwrap().1);
         }
         symlink("a", root.path().join("link")).unwrap();
         open_or_make(&root.path().join("link/d")).unwrap();
         open_or_make(&root.path().join("new/../e")).unwrap();
         assert!(root.path().join("a/d").is_dir() && root.path().join("e").is_dir());
-        assert!(open_or_judge(Path::new("relative")).unwrap().is_none());
+        assert!(!open_or_judge(Path::new("relative")).unwrap().1);
+    }
+
+    #[test]
+    fn where_a_name_is_too_long_nothing_is_made() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("a").join("x".repeat(300)).join("b");
+        assert_eq!(errno(open_or_judge(&path)), Some(libc::ENAMETOOLONG));
+        assert_eq!(errno(open_or_make(&path)), Some(libc::ENAMETOOLONG));
+        assert!(!root.path().join("a").exists());
     }
 
     #[test]

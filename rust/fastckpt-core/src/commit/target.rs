@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::content::{has_magic, is_ours};
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh, split};
-use super::parents::open_or_judge;
+use super::parents::{check_length, open_or_judge};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 
@@ -37,8 +37,8 @@ pub(super) fn split_target(target: &Path) -> Result<(PathBuf, OsString)> {
 pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     let (parent, name) = split_target(target)?;
     match open_or_judge(&parent)? {
-        Some(parent) => look_at_name(parent.as_fd(), &name, target, overwrite).map(drop),
-        None => Ok(()),
+        (parent, true) => look_at_name(parent.as_fd(), &name, target, overwrite).map(drop),
+        (above, false) => check_length(&above, &name).map_err(Error::io("look at", target)),
     }
 }
 

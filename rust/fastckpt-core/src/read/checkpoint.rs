@@ -68,9 +68,11 @@ impl Checkpoint {
             match Self::open_once(path, keep) {
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
-                // call to the next.
+                // call to the next. A file is no directory for a moment.
                 Err(Error::Corrupt { .. } | Error::Foreign { .. })
-                    if !is_local(path) && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
+                    if path.is_dir()
+                        && !is_local(path)
+                        && doubt.get_or_insert_with(Instant::now).elapsed() < DOUBT => {}
                 other => return other,
             }
             std::thread::sleep(PAUSE);
