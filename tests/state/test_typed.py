@@ -698,6 +698,7 @@ MALFORMED = [
     [["type", "random.Random"], ["tuple", 3], 3, ["tuple", 625], *[-1] * 624, 624, None],
     [["type", "random.Random"], ["tuple", 3], 3, ["tuple", 625], *[1] * 624, 624, "x"],
     [["type", "omegaconf.DictConfig"], 7],
+    [["type", "omegaconf.DictConfig"], ["dict", 1], "a", "${" * 100_000],
     [["type", "omegaconf.ListConfig"], ["dict", 1], "a", 1],
     [["type", "omegaconf.DictConfig", 2], ["dict", 0], ["dict", 0]],
     [["type", "omegaconf.DictConfig", 2], ["dict", 0], ["dict", 1], "flags", 1],

@@ -142,7 +142,24 @@ def _configured(value: Any) -> Encoded:
     return OmegaConf.to_container(value, resolve=False), {"flags": flags} if flags else None
 
 
+#: omegaconf parses interpolations when they are set, the more slowly the deeper they are.
+_INTERPOLATIONS = 256
+
+
+def _check_texts(value: Any) -> None:
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str) and item.count("${") > _INTERPOLATIONS:
+            raise ValueError(f"more than {_INTERPOLATIONS} interpolations in one text")
+        if isinstance(item, (list, tuple)):
+            rest.extend(item)
+        elif isinstance(item, dict):
+            rest.extend(item.values())
+
+
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
+    _check_texts(value)
     flags = [] if attributes is None else attributes["flags"]
     # Objects are allowed where they are part of it.
     made = cls(value, flags={"allow_objects": True})
