@@ -309,6 +309,7 @@ def test_a_failed_save_lets_go_of_buffers(tmp_path, how, save):
         state["last"] = object()
     path = tmp_path / "c"
     if how == "target":
+        (tmp_path / "no").symlink_to("nowhere")
         path = tmp_path / "no" / "c"
     if how == "core":
         path.write_text("in the way")
