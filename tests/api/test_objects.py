@@ -155,6 +155,24 @@ def test_extra_state_of_a_module(tmp_path):
     assert same(model.state_dict(), source.state_dict())
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_extra_state_that_only_one_side_has(tmp_path, there):
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+    source, model = (Extra("x"), Plain()) if there else (Plain(), Extra("x"))
+    before = copy.deepcopy(model.state_dict())
+    fastckpt.save({"m": torch.nn.Sequential(source)}, tmp_path / "c")
+    into = {"m": torch.nn.Sequential(model)}
+    with pytest.raises(fastckpt.StructureMismatchError, match=r"\['m'\]: extra state .*_extra_state"):
+        fastckpt.load(tmp_path / "c", into=into)
+    assert same(model.state_dict(), before)
+    fastckpt.load(tmp_path / "c", into=into, strict=False)
+    assert same(model.layer.state_dict(), source.layer.state_dict())
+
+
 class Packed(torch.nn.Module):
     """Its state has what is no tensor of its own, as a quantised weight has a packed description."""
 

@@ -13,6 +13,7 @@ import torch
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, StructureMismatchError, UnsupportedTypeError
+from fastckpt._api import load as load_module
 from fastckpt._tensors.cast import Cast
 from harness.same import bits, same
 
@@ -495,3 +496,24 @@ def test_a_cast_takes_ranges_as_they_come():
         expected = given.astype(np.float32)
         assert (made == expected).all(), turn
         assert (taken == expected).all(), turn
+
+
+def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
+    """The checkpoint is replaced during the load: what the first one had is no match in the second."""
+    fastckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "c")
+    read, turns = load_module._read, []
+
+    def replaced(*arguments):
+        turns.append(1)
+        if len(turns) > 1:
+            return read(*arguments)
+        fastckpt.save({"b": torch.zeros(1)}, tmp_path / "c")
+        raise fastckpt.ReplacedCheckpointError
+
+    monkeypatch.setattr(load_module, "_read", replaced)
+    with pytest.raises(KeyError, match="keys: 'a' matches nothing"):
+        fastckpt.load(tmp_path / "c", keys=["a", "b"])
+    turns.clear()
+    fastckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "c")
+    with pytest.raises(KeyError, match="rename: there is no key 'a'"):
+        fastckpt.load(tmp_path / "c", rename={"a": "x", "b": "y"})

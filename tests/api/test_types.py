@@ -46,6 +46,7 @@ def choices(path: str) -> None:
     fastckpt.load(path, framework="numpy", io="uring")
     fastckpt.load(path, framework="jax")  # type: ignore[call-overload]
     fastckpt.load(path, io="fast")  # type: ignore[call-overload]
+    fastckpt.load(path, unknown="ignore")  # type: ignore[call-overload]
     fastckpt.save({}, path, io="buffered")
     fastckpt.save({}, path, io="mmap")  # type: ignore[arg-type]
     fastckpt.save_async({}, path, io="mmap")  # type: ignore[arg-type]
@@ -55,6 +56,8 @@ def choices(path: str) -> None:
 def reports(path: str) -> float:
     pending: fastckpt.PendingSave = fastckpt.save_async({}, path)
     report: fastckpt.SaveReport = pending.result()
+    if report.engine == "mmap":  # type: ignore[comparison-overlap]
+        return 0.0
     return report.seconds
 
 

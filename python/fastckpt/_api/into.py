@@ -280,7 +280,7 @@ class Into:
         for place, owner in self._owners.items():
             start = starts.get(place)
             if start is not None:
-                reason = owner.unlike(left[start : ends[start]])
+                reason = owner.unlike(left[start : ends[start]], strict=self.strict and selection.all)
                 if reason is not None:
                     self._mismatches.append((start, f"{place}: {reason}"))
             # Tensors of a module are reported one by one.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
 
 #: What torch puts at the end of the keys of what ``get_extra_state`` returns.
-_EXTRA = "_extra_state']"
+_EXTRA = "_extra_state"
 #: The token that stands for an object: a tensor of which no checkpoint has the number.
 _NUMBER = -1
 
@@ -58,25 +58,40 @@ class Owner:
         """
         if self.kind == "optimizer":
             return tie is not None
-        return self.kind == "module" and not entry.step.endswith(_EXTRA) and (tie is None or tie in self._own)
+        return self.kind == "module" and not entry.step.endswith(f"{_EXTRA}']") and (tie is None or tie in self._own)
 
-    def unlike(self, tokens: Sequence[Token]) -> str | None:
-        """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed."""
+    def unlike(self, tokens: Sequence[Token], *, strict: bool) -> str | None:
+        """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed.
+
+        Args:
+            tokens: the state.
+            strict: whether it has to be all of the state of a module, with nothing else in it. Tensors are compared
+                one by one elsewhere.
+        """
         if self.kind is None:
             return None
         state = unflatten(tokens, _Outline("numpy"))
         if not isinstance(state, dict):
             return f"a {type(state).__qualname__} in the checkpoint, {self._article()} in into"
         if self.kind == "optimizer":
-            groups = state.get("param_groups")
-            if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-                return f"no state of an optimizer in the checkpoint, {self._article()} in into"
-            if not isinstance(state.get("state"), dict):
-                return "a part of the state of an optimizer, which takes only all of it"
-            theirs = [len(group.get("params", ())) for group in groups]
-            mine = [len(group["params"]) for group in self.value.param_groups]
-            if theirs != mine:
-                return f"groups of {theirs} parameters in the checkpoint, of {mine} in into"
+            return self._unlike_optimizer(state)
+        if strict:
+            extra = torch_for("a module").extra_states(self.value)
+            stored = {key for key in state if isinstance(key, str) and key.endswith(_EXTRA)}
+            if extra is not None and extra != stored:
+                return f"extra state {sorted(stored)} in the checkpoint, {sorted(extra)} in into"
+        return None
+
+    def _unlike_optimizer(self, state: dict[Any, Any]) -> str | None:
+        groups = state.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            return f"no state of an optimizer in the checkpoint, {self._article()} in into"
+        if not isinstance(state.get("state"), dict):
+            return "a part of the state of an optimizer, which takes only all of it"
+        theirs = [len(group.get("params", ())) for group in groups]
+        mine = [len(group["params"]) for group in self.value.param_groups]
+        if theirs != mine:
+            return f"groups of {theirs} parameters in the checkpoint, of {mine} in into"
         return None
 
     def _article(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from fastckpt._text import count, size, visible
 
@@ -50,7 +50,7 @@ class Report:
     seconds: float
     phases: Mapping[str, float]
     threads: int
-    engine: str
+    engine: Literal["uring", "threads", "buffered"]
     fallback: str | None
     warnings: tuple[str, ...] = ()
     thread_bytes: tuple[int, ...] = ()

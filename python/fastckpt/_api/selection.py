@@ -50,6 +50,11 @@ class Patterns:
             self._known.append(name)
         return found
 
+    def forget(self) -> None:
+        """Begin anew: the checkpoint may be another one, where a save has replaced it."""
+        self._used = [False] * len(self.texts)
+        self._known.clear()
+
     def unused(self) -> list[str]:
         """The patterns that have matched no name so far."""
         return [text for text, used in zip(self.texts, self._used, strict=True) if not used]
@@ -97,6 +102,9 @@ class Selection:
         Raises:
             KeyError: a pattern matches nothing, and ``strict`` is set.
         """
+        for patterns in (self.keys, self.exclude):
+            if patterns is not None:
+                patterns.forget()
         wanted: set[int] = set()
         unwanted: set[int] = set()
         for position, name in named(tokens, stored):

@@ -67,6 +67,7 @@ class Renaming:
             ValueError: two keys become one.
             KeyError: ``rename`` has a key that is not there, and ``strict`` is set.
         """
+        self._seen.clear()
         out = list(tokens)
         ends = ends_of(tokens)
         # Where values begin whose keys may change, and whether they may also keep them.

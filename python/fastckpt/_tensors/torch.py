@@ -278,6 +278,23 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+#: What torch puts at the end of the keys of what ``get_extra_state`` returns.
+_EXTRA = "_extra_state"
+
+
+def extra_states(module: torch.nn.Module) -> set[str] | None:
+    """The keys of what ``get_extra_state`` adds to the state of a module; None where hooks may change the keys."""
+    base = torch.nn.Module
+    parts = dict(module.named_modules(remove_duplicate=False))
+    if any(part._state_dict_hooks or type(part).state_dict is not base.state_dict for part in parts.values()):
+        return None
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA
+        for name, part in parts.items()
+        if type(part).get_extra_state is not base.get_extra_state
+    }
+
+
 def reacts(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` does more for a module than to copy tensors: hooks and overrides."""
     base = torch.nn.Module
