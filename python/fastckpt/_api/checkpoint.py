@@ -14,7 +14,6 @@ import numpy as np
 
 from fastckpt import _core
 
-# Every type checker brings the stub; at run time nothing imports it.
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.registry import Types
