@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from fastckpt import _core
-
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.registry import Types

@@ -12,7 +12,6 @@ from fastckpt._api import in_flight
 
 from .pending import PendingSave
 
-
 #: Tensors of fewer bytes are copied at the call, also with ``lazy=True``.
 SMALL = 64 << 10
 
