@@ -82,7 +82,7 @@ class SaveOptions:
         shard_size: int,
         model_prefix: str = "",
         overwrite: bool = True,
-        files: Sequence[tuple[str, bytes]] = (),
+        files: Sequence[tuple[str, bytes]] = ...,
         io: str = "auto",
         threads: int | None = None,
         bandwidth_limit: int | None = None,
