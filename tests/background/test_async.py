@@ -468,6 +468,10 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
     wait_until(lambda: called)
     with pytest.raises(OSError, match="the disk"):
         fastckpt.drain()
+    # What ended the thread is this test's, not the next one's.
+    for thread in threading.enumerate():
+        if thread.name == "fastckpt-save":
+            thread.join(60)
 
 
 def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
