@@ -106,7 +106,7 @@ def _newest(path: str, names: Collection[str]) -> str | None:
             about = os.lstat(os.path.join(path, name, _MANIFEST))  # noqa: PTH118
         except OSError:
             continue
-        # What a save still writes is no checkpoint yet.
+        # What a save still writes is not a checkpoint yet.
         if about.st_size and not name.startswith("."):
             found.append((about.st_mtime_ns, name))
     return max(found)[1] if found else None

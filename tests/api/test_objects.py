@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(groups(model), lr=0.01),
     "foreach": lambda model: torch.optim.AdamW(groups(model), lr=0.01, foreach=True, amsgrad=True),
     "fused": lambda model: torch.optim.AdamW(groups(model), lr=0.01, fused=True),
-    "capturable": lambda model: torch.optim.Adam(groups(model), lr=torch.tensor(0.01), foreach=False),
+    "tensor lr": lambda model: torch.optim.Adam(groups(model), lr=torch.tensor(0.01), foreach=False),
     "sgd": lambda model: torch.optim.SGD(groups(model), lr=0.01, momentum=0.9, nesterov=True),
     "plain": lambda model: torch.optim.SGD(groups(model), lr=0.01),
     "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),

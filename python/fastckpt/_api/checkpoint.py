@@ -55,7 +55,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a tensor that is no plain one, or an object.
+    """A value made of others, in a checkpoint's structure: a tensor that is not plain, or an object.
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.

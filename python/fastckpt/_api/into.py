@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: More than these are counted, not listed.
 _LISTED = 20
+#: Values that are looked at for a hint in an error message.
+_SEARCHED = 100_000
 _FILLABLE = frozenset({"tensor", "array"})
 
 
@@ -65,8 +67,8 @@ class Into:
         strict: whether each side must have all tensors of the other.
 
     Attributes:
-        missing: with ``strict`` unset, the names of what the checkpoint has not.
-        unexpected: likewise, the names of what ``into`` has not.
+        missing: with ``strict`` unset, the names of what the checkpoint lacks.
+        unexpected: likewise, the names of what ``into`` lacks.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Into:
         self._composed: dict[int, Any] = {}
         #: Tensors of into by their ties: the number of what is to fill them.
         self._ties: dict[Any, int] = {}
-        #: Positions of what into has not.
+        #: Positions of what into lacks.
         self._dropped: set[int] = set()
         #: Parts of what does not fit are not reported again.
         self._unfit: set[Place | None] = set()
@@ -257,7 +259,7 @@ class Into:
         return new
 
     def _without_place(self, lacking: Sequence[_Entry]) -> None:
-        """What ``into`` has not: no matter for one place of a tied tensor, if ``into`` has another."""
+        """What ``into`` lacks: no matter for one place of a tied tensor, if ``into`` has another."""
         filled = {
             entry.item.token[1]: entry.given
             for entry in self._entries
@@ -291,7 +293,7 @@ class Into:
         self.missing = tuple(missing)
 
     def _extra(self, known: set[Place], selection: Selection) -> None:
-        """What the checkpoint has not: no matter for what is tied to something that is filled."""
+        """What the checkpoint lacks: no matter for what is tied to something that is filled."""
         filled = {entry.given.stored.tie for entry in self._entries if entry.given and entry.given.stored}
         missing = list(self.missing)
         last = self._entries[-1].item.position + 1 if self._entries else 0
@@ -495,7 +497,3 @@ def _holds_fresh_optimizer(into: Any) -> bool:
         elif isinstance(value, (list, tuple)):
             todo.extend(value)
     return False
-
-
-#: Values that are looked at for a hint in an error message.
-_SEARCHED = 100_000

@@ -102,8 +102,8 @@ def load(  # noqa: PLR0913 - all by name
             copy them (hooks, overrides, an extra state); an optimizer, also one
             that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read. The result
             has the objects themselves. Everything is compared before anything is changed. Where only one side has a
-            tie, that is no mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal. Tensors
-            that overlap in memory without being tied are a mismatch.
+            tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
+            Tensors that overlap in memory without being tied are a mismatch.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). Only tensors that match are
             read, and the result holds only what matches, tensors and values, and the containers that lead there:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
-#: What torch puts at the end of the keys of what ``get_extra_state`` returns.
-_EXTRA = "_extra_state"
 #: The token that stands for an object: a tensor of which no checkpoint has the number.
 _NUMBER = -1
 
@@ -58,7 +56,9 @@ class Owner:
         """
         if self.kind == "optimizer":
             return tie is not None
-        return self.kind == "module" and not entry.step.endswith(f"{_EXTRA}']") and (tie is None or tie in self._own)
+        if self.kind != "module" or entry.step.endswith(f"{torch_for('a module').EXTRA_STATE}']"):
+            return False
+        return tie is None or tie in self._own
 
     def unlike(self, tokens: Sequence[Token], *, strict: bool) -> str | None:
         """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed.
@@ -76,8 +76,9 @@ class Owner:
         if self.kind == "optimizer":
             return self._unlike_optimizer(state)
         if strict:
-            extra = torch_for("a module").extra_states(self.value)
-            stored = {key for key in state if isinstance(key, str) and key.endswith(_EXTRA)}
+            torch = torch_for("a module")
+            extra = torch.extra_states(self.value)
+            stored = {key for key in state if isinstance(key, str) and key.endswith(torch.EXTRA_STATE)}
             if extra is not None and extra != stored:
                 return f"extra state {sorted(stored)} in the checkpoint, {sorted(extra)} in into"
         return None

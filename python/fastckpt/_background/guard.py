@@ -87,7 +87,7 @@ def guard(module: Any) -> Guard:
         The guard, one for each module: ``remove()`` takes it off; it is a context manager that does.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not a module.
     """
     if not callable(getattr(module, "buffers", None)) or not callable(getattr(module, "register_buffer", None)):
         kind = type(module).__qualname__

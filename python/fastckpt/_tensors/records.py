@@ -1,4 +1,4 @@
-"""numpy's dtypes as plain values, and arrays of what is no plain element: fields, raw bytes, Python objects."""
+"""numpy's dtypes as plain values, and arrays of elements that are not plain: fields, raw bytes, Python objects."""
 
 from __future__ import annotations
 

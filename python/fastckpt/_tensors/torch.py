@@ -279,7 +279,7 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
 
 
 #: What torch puts at the end of the keys of what ``get_extra_state`` returns.
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 def extra_states(module: torch.nn.Module) -> set[str] | None:
@@ -289,7 +289,7 @@ def extra_states(module: torch.nn.Module) -> set[str] | None:
     if any(part._state_dict_hooks or type(part).state_dict is not base.state_dict for part in parts.values()):
         return None
     return {
-        f"{name}.{_EXTRA}" if name else _EXTRA
+        f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
         for name, part in parts.items()
         if type(part).get_extra_state is not base.get_extra_state
     }

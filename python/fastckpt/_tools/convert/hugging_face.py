@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: What lies beside a model and belongs to it, by the endings of the names.
 _BESIDE = (".json", ".txt", ".model", ".jinja")
-#: Tokens whose parts are no tensors of their own (docs/format.md, section 4).
+#: Tokens whose parts are not tensors of their own (docs/format.md, section 4).
 _MADE = ("coo", "compressed", "quantized", "expanded")
 #: Wrapper tensors are a tuple of a dict of the tensors in them, a context, sizes, strides, and at times flags.
 _WRAPPERS = (["tuple", 4], ["tuple", 5])
@@ -97,7 +97,7 @@ def _parts(tokens: list[Any]) -> set[int]:
 
 
 def _is_one(tokens: Sequence[Any], position: int) -> bool:
-    """Whether the value of a type is a tensor, an array or a random generator, and no container."""
+    """Whether the value of a type is a tensor, an array or a random generator, and not a container."""
     # A library's classes of containers have names of other modules.
     return tokens[position][1].startswith(("torch.", "numpy.")) or (
         tokens[position + 1] in _WRAPPERS and tokens[position + 2][:1] == ["dict"]
