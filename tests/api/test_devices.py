@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt._tensors import device as _device
 from harness import manifest, needs, standin
 from harness.same import bits
 
@@ -19,14 +18,7 @@ DEVICE = torch.device("standin", 0)
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
-    """Copies are late, and slabs are small next to the tensors."""
-    monkeypatch.setattr(_device, "SLAB", 1 << 16)
-    fastckpt.release_buffers()
-    standin.faults.reset(late=0.001)
-    yield standin.faults
-    standin.faults.reset()
-    # Slabs are kept: these are too small for others.
-    fastckpt.release_buffers()
+    yield from standin.late(monkeypatch, 0.001)
 
 
 def there(tensor):

@@ -14,12 +14,16 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import backend_registration
+
+import fastckpt
+from fastckpt._tensors import device as _device
 
 NAME = "standin"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -111,6 +115,19 @@ class Event:
 
 
 _default = Stream()
+
+
+def late(monkeypatch: Any, seconds: float) -> Iterator[Faults]:
+    """The body of a fixture: copies take up to ``seconds``, and slabs are small next to the tensors."""
+    monkeypatch.setattr(_device, "SLAB", 1 << 16)
+    fastckpt.release_buffers()
+    faults.reset(late=seconds)
+    yield faults
+    faults.reset()
+    _default.error = None
+    fastckpt.drain(60)
+    # Slabs are kept: these are too small for others.
+    fastckpt.release_buffers()
 
 
 def current_stream(device: Any = None) -> Stream:

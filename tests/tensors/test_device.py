@@ -31,15 +31,7 @@ SAVES = {
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
-    """Copies are late, slabs and blocks are small next to the tensors."""
-    monkeypatch.setattr(_device, "SLAB", 1 << 16)
-    fastckpt.release_buffers()
-    standin.faults.reset(late=0.002)
-    yield standin.faults
-    standin.faults.reset()
-    standin._default.error = None
-    fastckpt.drain(60)
-    fastckpt.release_buffers()
+    yield from standin.late(monkeypatch, 0.002)
 
 
 @pytest.fixture
