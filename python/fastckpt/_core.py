@@ -47,8 +47,10 @@ __all__ = [
     "remove",
     "remove_leftover",
     "save",
+    "set_group",
     "set_target",
     "try_priority",
+    "wait_for",
 ]
 
 __version__ = version("fastckpt-io")
@@ -67,5 +69,7 @@ probe = for_linux("probe")
 remove = for_linux("remove")
 remove_leftover = for_linux("remove_leftover")
 save = for_linux("save")
+set_group = for_linux("set_group")
 set_target = for_linux("set_target")
 try_priority = for_linux("try_priority")
+wait_for = for_linux("wait_for")

@@ -33,8 +33,10 @@ __all__ = [
     "remove",
     "remove_leftover",
     "save",
+    "set_group",
     "set_target",
     "try_priority",
+    "wait_for",
 ]
 
 __version__: str
@@ -175,6 +177,12 @@ def set_target(target: str) -> tuple[float, float]:
 
     ``ValueError`` for anything else.
     """
+
+def set_group(group: int, rank: int, size: int) -> None:
+    """Tell the monitor that this process is ``rank`` of ``size`` in the group with this number, which is not 0."""
+
+def wait_for(rank: int | None) -> None:
+    """Tell the monitor that this process waits for a rank of its group; None: no more."""
 
 @final
 class ProbedRing:

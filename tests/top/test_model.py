@@ -418,3 +418,43 @@ def test_text_pieces():
     ]
     assert text.block(16 << 20) == "16 MiB"
     assert text.clean("a\x1bb\u202ec") == "a\ufffdb\ufffdc"
+
+
+def joined(rank, number, group=77, waits_for=None, size=3):
+    """A rank that saves with others."""
+    waits = 0 if waits_for is None else waits_for + 1
+    process = replace(rank.proc.process, group=group, group_rank=number, group_size=size, waits_for=waits)
+    rank.proc = replace(rank.proc, process=process)
+    return rank
+
+
+def test_a_rank_that_waits_for_another_is_neither_slow_nor_stalled():
+    model = Model()
+    ranks = [joined(Rank(index).op(0), 2 - index) for index in range(3)]
+    look(model, 0.0, *ranks)
+    for now in range(1, 12):
+        for rank in ranks[:2]:
+            joined(rank.op(10 * GB, phase=Phase.COMMIT), 2 - ranks.index(rank), waits_for=0)
+        joined(ranks[2].op(now * GB // 10), 0).beat(now)
+        look(model, float(now), *ranks)
+    assert [(row.rank, row.state, row.wait) for row in model.rows][1:] == [(1, "WAIT", "rank 0"), (2, "WAIT", "rank 0")]
+    assert model.main.ranks == 3
+    assert [row.stalled_s for row in model.rows] == [None] * 3
+    assert [row.straggler for row in model.rows] == [True, False, False]
+    assert model.main.last == "rank 0"
+
+
+def test_a_rank_waits_also_before_its_operation_begins():
+    model, rank = Model(), joined(Rank(), 2, waits_for=1)
+    look(model, 0.0, rank)
+    (row,) = model.rows
+    assert (row.rank, row.state, row.wait) == (2, "WAIT", "rank 1")
+    rank.proc = replace(rank.proc, alive=False)
+    assert look(model, 1.0, rank).rows[:1] == [] or model.rows[0].state != "WAIT"
+
+
+def test_groups_that_save_alike_at_once_are_two_operations():
+    model = Model()
+    ranks = [joined(Rank(index).op(0), index % 2, group=1 + index // 2) for index in range(4)]
+    look(model, 0.0, *ranks)
+    assert [op.ranks for op in model.ops] == [2, 2]

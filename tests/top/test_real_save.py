@@ -221,6 +221,40 @@ fastckpt.save(state, sys.argv[1] + "/parent")
     assert not any(proc["alive"] for proc in procs)
 
 
+GROUP = """
+import os, sys
+import fastckpt
+from fastckpt import _core
+_core.set_group(2**63 + 5, 2, 4)
+fastckpt.save({}, sys.argv[1])
+_core.wait_for(1)
+os.write(1, b"waits\\n")
+sys.stdin.readline()
+_core.wait_for(None)
+os.write(1, b"waits no more\\n")
+sys.stdin.readline()
+"""
+
+
+def test_the_process_group_and_whom_a_rank_waits_for_are_published(place, tmp_path):
+    command = [sys.executable, "-c", GROUP, str(tmp_path / "c")]
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "RANK": "7"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+
+        def row():
+            (found,) = once(place)["ranks"]
+            return found["rank"], found["state"], found["wait"]
+
+        assert child.stdout.readline() == "waits\n"
+        assert row() == (2, "wait", "rank 1")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "waits no more\n"
+        assert row()[0] == 2
+        assert row()[1:] == ("done", None)
+        child.stdin.write("\n")
+
+
 def test_counters_can_be_turned_off(place, tmp_path):
     environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "FASTCKPT_TOP": "0"}
     code = "import fastckpt, sys; fastckpt.save({}, sys.argv[1])"

@@ -218,3 +218,5 @@ def test_the_golden_segment_says_what_the_rust_test_wrote():
     assert header.boot_id == bytes(range(16)).hex()
     assert found.process.heartbeat == 77
     assert found.process.bytes_written == 5_000_000_000
+    process = found.process
+    assert (process.group, process.group_rank, process.group_size, process.waits_for) == (9, 10, 16, 12)

@@ -91,9 +91,13 @@ fn fill(segment: &Segment) {
         (&process.target_save, 3_000_000_000),
         (&process.target_load, 4_000_000_000),
         (&process.ops_unslotted, 8),
+        (&process.group, 9),
+        (&process.waits_for, 12),
     ] {
         field.store(value, Relaxed);
     }
+    process.group_rank.store(10, Relaxed);
+    process.group_size.store(16, Relaxed);
 
     let operation = &segment.operations[1];
     for (field, value) in [

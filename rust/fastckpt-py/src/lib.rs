@@ -14,6 +14,7 @@ mod reader;
 mod report;
 mod save;
 mod snapshot;
+mod telemetry;
 
 #[pymodule]
 #[pyo3(name = "_core")]
@@ -27,5 +28,6 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     probe::register(module)?;
     hashes::register(module)?;
     snapshot::register(module)?;
+    telemetry::register(module)?;
     reader::register(module)
 }

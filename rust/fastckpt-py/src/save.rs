@@ -8,7 +8,6 @@ use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::save::{Contents, Request, save as core_save};
 use fastckpt_core::snapshot::State;
-use fastckpt_core::telemetry;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -133,20 +132,7 @@ fn save<'py>(
     to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
 }
 
-/// See `_core.pyi`.
-#[pyfunction]
-fn set_target(py: Python<'_>, target: &str) -> PyResult<(f64, f64)> {
-    let (save, load) = telemetry::parse_targets(target).ok_or_else(|| {
-        PyValueError::new_err(format!(
-            "{target:?} is not a target: give light, medium, high, GB/s per GPU (as in 2.5), or save=X,load=Y"
-        ))
-    })?;
-    py.detach(|| telemetry::set_target(save, load));
-    Ok((save as f64 / 1e9, load as f64 / 1e9))
-}
-
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SaveOptions>()?;
-    module.add_function(wrap_pyfunction!(save, module)?)?;
-    module.add_function(wrap_pyfunction!(set_target, module)?)
+    module.add_function(wrap_pyfunction!(save, module)?)
 }

@@ -290,9 +290,9 @@ def _list(args: argparse.Namespace) -> int:
     source.close()
     found: list[dict[str, Any]] = []
     words = []
-    for proc in sorted(snapshot.procs, key=lambda proc: (proc.header.rank, proc.header.pid)):
+    for proc in sorted(snapshot.procs, key=lambda proc: (proc.rank, proc.header.pid)):
         header = proc.header
-        rank = header.rank if header.rank >= 0 else None
+        rank = proc.rank if proc.rank >= 0 else None
         state = "alive" if proc.alive else f"dead, touched {text.ago(snapshot.real - proc.touched)} ago"
         words.append(
             f"{proc.path}: pid {header.pid}, rank {'-' if rank is None else rank}, fastckpt {header.version}, "

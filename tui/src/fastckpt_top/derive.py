@@ -119,13 +119,18 @@ def phase_counts(running: list[OpTrack]) -> str:
 
 def order(proc: Proc) -> tuple[int, int, int]:
     """Sorts processes by rank, those without one last."""
-    rank = proc.header.rank
+    rank = proc.rank
     return (0 if rank >= 0 else 1, rank, proc.header.pid)
 
 
 def name(proc: Proc) -> str:
     """How to call a process in a sentence."""
-    return f"rank {proc.header.rank}" if proc.header.rank >= 0 else f"pid {proc.header.pid}"
+    return f"rank {proc.rank}" if proc.rank >= 0 else f"pid {proc.header.pid}"
+
+
+def awaits(proc: Proc) -> str:
+    """`rank 3` for a process that waits for that rank; else empty."""
+    return "" if proc.waits_for is None else f"rank {proc.waits_for}"
 
 
 def title(group: Group) -> str:
@@ -152,7 +157,7 @@ def bare(proc: Proc) -> Row:
     return Row(
         key=proc.key,
         proc_key=proc.key,
-        rank=header.rank if header.rank >= 0 else None,
+        rank=proc.rank if proc.rank >= 0 else None,
         gpu=header.gpu if header.gpu >= 0 else None,
         pid=header.pid,
         uid=header.uid,

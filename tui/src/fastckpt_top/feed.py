@@ -169,9 +169,9 @@ class ShmFeed:
     def _read(self, path: str, inode: int, mono: float) -> Proc | None:
         file = self._files.get(path) or self._open(path, inode)
         if file.final is not None:
-            return file.final
+            return file.final if not self._ranks or file.final.rank in self._ranks else None
         header = file.header
-        if (self._pids and header.pid not in self._pids) or (self._ranks and header.rank not in self._ranks):
+        if self._pids and header.pid not in self._pids:
             return None
         if file.alive and mono - file.probed >= PROBE_S:
             file.probed = mono
@@ -195,7 +195,7 @@ class ShmFeed:
         )
         if not file.alive:  # nothing in it will change any more
             file.final = proc
-        return proc
+        return proc if not self._ranks or proc.rank in self._ranks else None
 
     def _open(self, path: str, inode: int) -> _File:
         fd = os.open(path, _OPEN)

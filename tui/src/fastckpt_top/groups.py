@@ -29,6 +29,7 @@ class Group:
     """One operation of the node.
 
     Attributes:
+        team: What the ranks have in common: their process group, or the job's name.
         kind: As in the segment.
         label: Base name of the target.
         step: Training step, -1 unknown.
@@ -42,6 +43,7 @@ class Group:
     """
 
     def __init__(self, track: OpTrack) -> None:
+        self.team = track.proc.team
         self.kind = track.op.kind
         self.label = track.op.label
         self.step = track.op.step
@@ -71,7 +73,8 @@ class Group:
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one."""
         op = track.op
-        if (op.kind, op.label, op.step) != (self.kind, self.label, self.step) or track.proc.key in self.members:
+        same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
+        if not same or track.proc.key in self.members:
             return False
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end
@@ -116,12 +119,13 @@ class Past:
         end = start + record.dur_ns / 1e9
         step = record.step if record.step >= 0 else None
         for checkpoint in reversed(self.checkpoints):
-            same = (checkpoint.kind, checkpoint.label, checkpoint.step) == (kind, record.label, step)
+            mine, theirs = (proc.team, kind, record.label, step), (checkpoint.team, checkpoint.kind)
+            same = mine == (*theirs, checkpoint.label, checkpoint.step)
             together = start <= checkpoint.end + TOGETHER_S and end >= checkpoint.start - TOGETHER_S
             if same and together and all(key != proc.key for key, _ in checkpoint.members):
                 break
         else:
-            checkpoint = Checkpoint(kind, record.label, step, start, end)
+            checkpoint = Checkpoint(kind, record.label, step, start, end, team=proc.team)
             self.checkpoints.append(checkpoint)
         checkpoint.start = min(checkpoint.start, start)
         checkpoint.end = max(checkpoint.end, end)

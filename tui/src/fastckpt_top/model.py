@@ -6,7 +6,7 @@ Pure: no I/O, no clock of its own.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -404,8 +404,8 @@ class Model:
         return self.node.target.of(group.kind) * group.gpus, self.node.target.name
 
     def _eta(self, track: OpTrack) -> float | None:
-        """Seconds until a rank is durable. Ended ranks: 0."""
-        if not track.running:
+        """Seconds until a rank is durable. Ended ranks, and those that only wait for others: 0."""
+        if not track.running or track.proc.waits_for is not None:
             return 0.0
         elapsed = track.elapsed(self.mono)
         op = track.op
@@ -425,6 +425,9 @@ class Model:
         return track.start + max(track.op.t_phase_mono_ns - track.op.t_start_mono_ns, 0) / 1e9
 
     def _straggler(self, group: Group, etas: dict[tuple[str, int], float | None]) -> OpTrack | None:
+        awaited = self._awaited(group)
+        if awaited is not None:
+            return awaited
         known = [
             (eta, track)
             for track in group.members.values()
@@ -435,6 +438,18 @@ class Model:
         eta, track = max(known, key=lambda pair: pair[0])
         median = statistics.median(eta for eta, _ in known)
         return track if track.running and eta > BEHIND * median and eta - median > 0.5 else None  # noqa: PLR2004
+
+    def _awaited(self, group: Group) -> OpTrack | None:
+        """The rank for which most of the others wait, by their own word, if it is here and at work."""
+        waits = Counter(
+            rank for track in group.members.values() if track.running and (rank := track.proc.waits_for) is not None
+        )
+        at_work = {
+            track.proc.rank: track
+            for track in group.members.values()
+            if track.running and track.proc.waits_for is None and track.elapsed(self.mono) >= QUIET_S
+        }
+        return next((at_work[rank] for rank, _ in waits.most_common() if rank in at_work), None)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -462,7 +477,12 @@ class Model:
             )
             if not shown:
                 rows.append(
-                    replace(derive.bare(proc), state="IDLE" if proc.alive else "EXIT", target=self._idle_target())
+                    replace(
+                        derive.bare(proc),
+                        state="WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT",
+                        wait=derive.awaits(proc),
+                        target=self._idle_target(),
+                    )
                 )
         self.rows = rows
 
@@ -512,7 +532,7 @@ class Model:
             files=op.files_total,
             files_done=op.files_done,
             error=(errno_name(op.error) or "failed") if op.phase == Phase.FAILED else "",
-            wait=derive.row_wait(state, threads) if track.running else "",
+            wait=derive.awaits(proc) or (derive.row_wait(state, threads) if track.running else ""),
             p50_s=percentile(histogram, 0.5),
             p99_s=percentile(histogram, 0.99),
             histogram=histogram,
@@ -524,6 +544,8 @@ class Model:
         op = track.op
         if track.died or op.phase == Phase.FAILED:
             return "DEAD" if track.died else "FAILED"
+        if track.proc.waits_for is not None:
+            return "WAIT"
         if not op.running:
             recent = track.end is not None and self.mono - track.end < DONE_S
             return "EXIT" if not track.proc.alive else "DONE" if recent else "IDLE"

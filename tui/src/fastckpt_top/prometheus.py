@@ -131,22 +131,22 @@ def render(model: Model) -> str:
 def _one_per_rank(snapshot: Snapshot) -> list[Proc]:
     """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two."""
     living = [proc for proc in snapshot.procs if proc.alive]
-    ranks = {proc.header.rank for proc in living}
-    dead: dict[int, Proc] = {}
+    places = {(proc.team, proc.rank) for proc in living}
+    dead: dict[tuple[str, int], Proc] = {}
     for proc in snapshot.procs:
-        rank = proc.header.rank
-        if not proc.alive and rank >= 0 and rank not in ranks:
-            other = dead.get(rank)
+        place = (proc.team, proc.rank)
+        if not proc.alive and proc.rank >= 0 and place not in places:
+            other = dead.get(place)
             if other is None or other.header.mono0_ns < proc.header.mono0_ns:
-                dead[rank] = proc
-    return sorted([*living, *dead.values()], key=lambda proc: (proc.header.rank, proc.header.pid))
+                dead[place] = proc
+    return sorted([*living, *dead.values()], key=lambda proc: (proc.rank, proc.header.pid))
 
 
 def _who(proc: Proc) -> dict[str, str]:
     header = proc.header
-    if header.rank < 0:  # nothing else tells such processes apart
+    if proc.rank < 0:  # nothing else tells such processes apart
         return {"rank": "", "gpu": str(header.gpu) if header.gpu >= 0 else "", "pid": str(header.pid)}
-    return {"rank": str(header.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
+    return {"rank": str(proc.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
 
 
 def _process(page: _Page, proc: Proc) -> None:

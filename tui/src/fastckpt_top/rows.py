@@ -115,7 +115,7 @@ class Row:
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, or empty.
         running: Whether the operation goes on.
-        state: Six letters at most: the phase, or `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
+        state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
         rate: Bytes/s over the last second; None unknown or not moving data.
         average: Bytes/s of the operation so far, or in all.
@@ -292,6 +292,7 @@ class Checkpoint:
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
+        team: What its ranks have in common: their process group, or the job's name.
     """
 
     kind: str
@@ -308,6 +309,7 @@ class Checkpoint:
     members: set[tuple[str, int]] = field(default_factory=set)
     gpus: int = 0
     p99_s: float = 0.0
+    team: str = ""
 
     @property
     def seconds(self) -> float:

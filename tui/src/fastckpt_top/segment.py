@@ -129,6 +129,10 @@ PROCESS: Final[_Fields] = (
     ("target_save", 0x60, "Q"),
     ("target_load", 0x68, "Q"),
     ("ops_unslotted", 0x70, "Q"),
+    ("group", 0x78, "Q"),
+    ("group_rank", 0x80, "I"),
+    ("group_size", 0x84, "I"),
+    ("waits_for", 0x88, "Q"),
 )
 OPERATION: Final[_Fields] = (
     ("seq", 0x00, "Q"),
@@ -281,6 +285,10 @@ class Process:
     target_save: int = 0
     target_load: int = 0
     ops_unslotted: int = 0
+    group: int = 0
+    group_rank: int = 0
+    group_size: int = 0
+    waits_for: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from fastckpt_top.segment import Header, History, Operation, Process, Thread
+
+_MOST: Final = 2**31 - 1
+"""The highest rank that is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,22 @@ class Proc:
     alive: bool
     same_clock: bool
     touched: float
+
+    @property
+    def rank(self) -> int:
+        """Its rank: in its process group, where it saves or loads with others, else the launcher's; -1 unknown."""
+        return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
+
+    @property
+    def team(self) -> str:
+        """What processes have in common that do one operation together."""
+        return f"group {self.process.group}" if self.process.group else f"job {self.header.job}"
+
+    @property
+    def waits_for(self) -> int | None:
+        """The rank that it waits for; None if for nobody."""
+        waits = self.process.waits_for
+        return min(waits - 1, _MOST) if waits and self.process.group and self.alive else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,8 +190,8 @@ class OpTrack:
         return None if self.died or elapsed < 1e-3 or not self.done else self.done / elapsed  # noqa: PLR2004
 
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
-        """Seconds without progress or sign of life, if that is too long; else None."""
-        if not self.running:
+        """Seconds without progress or sign of life, if that is too long; else None. To wait for others is no stall."""
+        if not self.running or self.proc.waits_for is not None:
             return None
         silent = track.silent_s(self.proc, mono)
         if silent >= HEARTBEAT_STALL_S:

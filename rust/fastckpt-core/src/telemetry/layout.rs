@@ -173,7 +173,11 @@ structures! {
         target_save: AtomicU64,
         target_load: AtomicU64,
         ops_unslotted: AtomicU64,
-        reserved: [AtomicU64; 17],
+        group: AtomicU64,
+        group_rank: AtomicU32,
+        group_size: AtomicU32,
+        waits_for: AtomicU64,
+        reserved: [AtomicU64; 14],
     }
 
     /// 5.3.

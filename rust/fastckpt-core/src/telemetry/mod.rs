@@ -3,6 +3,7 @@
 
 pub mod clock;
 mod codes;
+mod group;
 mod lane;
 pub mod layout;
 mod operation;
@@ -12,6 +13,7 @@ mod target;
 mod tests;
 
 pub use codes::{Kind, Phase, State};
+pub use group::{set_group, wait_for};
 pub use lane::Lane;
 pub use operation::{Operation, Planned};
 pub use process::set_target;

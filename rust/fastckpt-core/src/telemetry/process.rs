@@ -11,6 +11,7 @@ use rustix::fs::stat;
 
 use super::clock::{now, time_of_day};
 use super::codes::Kind;
+use super::group;
 use super::layout::{
     HISTORY, Header, MAGIC, MAJOR, MINOR, NO_SLOT, OPERATIONS, OperationSlot, Record, Segment, THREADS,
     ThreadSlot, UNSEEN, empty,
@@ -31,10 +32,17 @@ fn lock_for_certain() -> MutexGuard<'static, Option<Process>> {
 /// Sets the target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
 pub fn set_target(save: u64, load: u64) {
     target::set(save, load);
+    with_segment(|segment| {
+        segment.process.target_save.store(save, Relaxed);
+        segment.process.target_load.store(load, Relaxed);
+    });
+}
+
+/// Changes the segment of this process, if it has one.
+pub(super) fn with_segment(change: impl FnOnce(&Segment)) {
     let Some(guard) = lock() else { return };
     if let Some(process) = guard.as_ref().filter(|process| process.pid == std::process::id()) {
-        process.segment.process.target_save.store(save, Relaxed);
-        process.segment.process.target_load.store(load, Relaxed);
+        change(process.segment);
     }
 }
 
@@ -74,6 +82,7 @@ impl Process {
             let targets = target::targets(environment);
             segment.process.target_save.store(targets.0, Relaxed);
             segment.process.target_load.store(targets.1, Relaxed);
+            group::fill(&segment.process);
             if let Some(before) = before {
                 inherit(segment, before.segment);
             }

@@ -22,6 +22,7 @@ STATE_STYLES: Final = {
     "EXIT": "dim",
     "DONE": "dim",
     "PLAN": "dim",
+    "WAIT": "dim",
     "STAGE": "low",
     "SOURCE": "low",
     "LIMIT": "low",
