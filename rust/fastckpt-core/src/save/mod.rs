@@ -2,9 +2,12 @@
 //! a workspace, [`seal`] completes it with index and manifest, and [`Workspace::publish`] gives it the checkpoint's
 //! name. [`save`] takes all three.
 
-mod job;
+mod assemble;
+pub(crate) mod job;
 mod part;
 mod shards;
+mod whole;
+pub(crate) mod work;
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -191,10 +194,10 @@ pub(crate) fn check_size(
     if manifest::at_most(tensors, plan, structure, metadata) <= most {
         return Ok(());
     }
-    let shards = plan.shards.iter().map(|shard| job::shard_entry(shard, 0));
+    let shards = plan.shards.iter().map(|shard| whole::shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
-        job::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
+        whole::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
     });
     let (structure, metadata) = (tokens("structure", structure)?, tokens("metadata", metadata)?);
     let body = empty_body(0.0, plan.block_size, structure, metadata);

@@ -259,7 +259,8 @@ fn a_part_is_some_shards_of_the_plan_in_order() {
     let Small { tensors, contents, plan } = &state;
     let part = Part { plan, tensors, bytes: Bytes::Tensors(contents), shards: &[1] };
     let (options, begin) = (Options::default(), Instant::now());
-    let job = job::WriteJob::new(&part, &workspace, &Choice::new(&options, part.total()), &options, begin);
+    let work = whole::Whole::new(&part);
+    let job = job::WriteJob::new(&work, &workspace, &Choice::new(&options, part.total()), &options, begin);
     assert_eq!((job.files(), job.blocks(), job.file(0)), (1, 5, 1));
     let none = state.write(&workspace, &[]).unwrap();
     assert!(none.shards.is_empty() && none.tensors.is_empty() && none.unsynced.is_none());
