@@ -421,6 +421,8 @@ class Reader:
         """The structure, as JSON text."""
     def metadata(self) -> str:
         """The caller's metadata, as JSON text."""
+    def per_rank(self) -> str | None:
+        """What each rank of the job saved for itself, as JSON text; None where there is nothing."""
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
     def read(

@@ -194,6 +194,10 @@ impl Reader {
         self.checkpoint.body().metadata.get()
     }
 
+    fn per_rank(&self) -> Option<&str> {
+        self.checkpoint.body().per_rank.as_ref().map(|text| text.get())
+    }
+
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let body = self.checkpoint.body();
         let writer = PyDict::new(py);
