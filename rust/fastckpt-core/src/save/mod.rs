@@ -5,7 +5,7 @@
 mod assemble;
 pub(crate) mod job;
 mod part;
-mod shards;
+pub(crate) mod shards;
 mod whole;
 pub(crate) mod work;
 
@@ -17,6 +17,7 @@ use serde_json::value::RawValue;
 
 pub use self::part::{Bytes, Part, Unsynced};
 pub use self::shards::{Written, link_shard, write_shards};
+pub(crate) use self::whole::{shard_entry, tensor_entry};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
@@ -193,10 +194,10 @@ pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], 
     if manifest::at_most(tensors, plan, texts) <= most {
         return Ok(());
     }
-    let shards = plan.shards.iter().map(|shard| whole::shard_entry(shard, 0));
+    let shards = plan.shards.iter().map(|shard| shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
-        whole::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
+        tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
     });
     let body = empty_body(0.0, plan.block_size, texts)?;
     manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
