@@ -21,8 +21,8 @@ use crate::save::SaveOptions;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Reader {
-    checkpoint: Arc<Checkpoint>,
+pub(crate) struct Reader {
+    pub(crate) checkpoint: Arc<Checkpoint>,
 }
 
 /// See `_core.pyi`. Its attributes are already Python objects: a load of many small tensors reads each of them several

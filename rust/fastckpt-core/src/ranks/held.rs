@@ -104,17 +104,12 @@ impl Held {
         if low >= high {
             return Ok(());
         }
-        let fetched;
         let source = self.memory(item, &(low..high))?;
-        let from = match &source {
-            Some(source) => source.bytes(),
-            None => {
-                let mut buffer = vec![0; (high - low) as usize];
-                self.fetch(item, low, &mut buffer)?;
-                fetched = buffer;
-                &fetched
-            }
-        };
+        let mut fetched = vec![0; if source.is_some() { 0 } else { (high - low) as usize }];
+        if source.is_none() {
+            self.fetch(item, low, &mut fetched)?;
+        }
+        let from = source.as_ref().map_or(&*fetched, Source::bytes);
         lines(item, range, (to, start), |local, len| {
             let at = (local - low) as usize;
             from.get(at..at + len)
@@ -161,7 +156,7 @@ fn runs(item: &Item, range: &Range<u64>) -> impl Iterator<Item = Run> {
 
 /// Where a row lies in local memory.
 const fn place(item: &Item, to: i64) -> u64 {
-    item.base.wrapping_add_signed(to)
+    item.base.wrapping_add(to).cast_unsigned()
 }
 
 /// Copies each row in `range` of the tensor to its place in `to`. `from` returns the bytes of a row, given its place in
@@ -185,5 +180,7 @@ fn lines<'a>(
 }
 
 fn misfit(what: &str, range: &Range<u64>) -> Error {
-    Error::Invalid(format!("bytes {range:?} of a tensor do not fit into {what}: the plans of the ranks are wrong"))
+    Error::Invalid(format!(
+        "bytes {range:?} of a tensor do not fit into {what}: the plans of the ranks are wrong"
+    ))
 }

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry;
 use crate::format::layout::Shard;
-use crate::share::pieces::Piece;
+use crate::share::Piece;
 
 /// Bytes of a piece on its way.
 const SIZE: usize = 28;

@@ -27,7 +27,7 @@ use crate::save::job::WriteJob;
 use crate::save::shards::allocate;
 use crate::save::work::Work as _;
 use crate::save::{check_size, empty_body, seal, shard_entry, tensor_entry};
-use crate::share::pieces::Piece;
+use crate::share::Piece;
 use crate::share::{Duties, Grain, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
@@ -275,9 +275,10 @@ impl RankSave {
         let Table { plan, tensors, share } = &*self.table;
         let Commit { pieces, structure, metadata, per_rank, files, figures } = commit;
         let crcs = share.cover_all(pieces)?;
-        let shards = plan.shards.iter().map(|shard| {
-            shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &crcs))
-        });
+        let shards = plan
+            .shards
+            .iter()
+            .map(|shard| shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &crcs)));
         let entries = tensors.iter().zip(&plan.places).zip(&crcs);
         let entries =
             entries.map(|((tensor, &place), crcs)| tensor_entry(tensor, place, pieces::to_hex(crcs)));
@@ -291,7 +292,8 @@ impl RankSave {
             ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?
         };
         // What several processes have put together is looked at as a load would.
-        decode::check(&body).map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
+        decode::check(&body)
+            .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
         seal(&mut workspace, &body, files, None, operation)?;
         let total = plan.shards.iter().map(|shard| shard.bytes).sum();
         if !tick(total, total) {

@@ -13,7 +13,7 @@ use crate::format::checksum;
 use crate::format::geometry::{self, Extent};
 use crate::format::layout::Plan;
 use crate::save::work::{Unit, Work};
-use crate::share::pieces::Piece;
+use crate::share::Piece;
 use crate::share::{Duties, Item};
 use crate::sys::memory::Source;
 
@@ -109,18 +109,18 @@ impl<'a> Ranges<'a> {
                 }
             }
             let first = used;
-            let mut supplied = 0;
+            let mut given = 0;
             while let Some(supply) = supplies.get(used) {
                 let (shard, start, end) = place(supply);
                 if shard != unit.shard || start < unit.start || end > unit.end {
                     break;
                 }
-                supplied += supply.item.len;
+                given += supply.item.len;
                 used += 1;
             }
             let needed: u64 = pieces[first_piece..].iter().map(|(_, _, len)| len).sum();
-            if supplied != needed {
-                return Err(incomplete(plan, &unit, supplied, needed));
+            if given != needed {
+                return Err(incomplete(plan, &unit, given, needed));
             }
             let messages = messages(&supplies[first..used]);
             units.push(Needs { unit, first_piece, supplies: first..used, messages });
@@ -195,9 +195,8 @@ impl<'a> Ranges<'a> {
         let all = &self.supplies[self.units[number].supplies.clone()];
         let last = all.partition_point(|supply| start(supply) < offset + bytes.end);
         let first = all.partition_point(|supply| start(supply) < offset);
-        let inside = move |supply: &&Supply<'_>| {
-            supply.item.tensor == tensor && supply.item.bytes.end > bytes.start
-        };
+        let inside =
+            move |supply: &&Supply<'_>| supply.item.tensor == tensor && supply.item.bytes.end > bytes.start;
         all[first.min(last)..last].iter().filter(inside)
     }
 }
@@ -228,9 +227,9 @@ fn messages(supplies: &[Supply<'_>]) -> Vec<(usize, Range<u64>)> {
     found.into_iter().collect()
 }
 
-fn incomplete(plan: &Plan, unit: &Unit, supplied: u64, needed: u64) -> Error {
+fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
     Error::Invalid(format!(
-        "of {needed} bytes of tensors in bytes {}..{} of `{}`, the ranks have {supplied}: the ranks' plans are wrong",
+        "of {needed} bytes of tensors in bytes {}..{} of `{}`, the ranks have {given}: the ranks' plans are wrong",
         unit.start, unit.end, plan.shards[unit.shard].file
     ))
 }
@@ -287,9 +286,9 @@ impl Work for Ranges<'_> {
                 }
                 From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
                 // Nothing of such an item is written without a copy, so all of it is copied at once.
-                From::Message(place) => self.with(number, place, item.len, |payload| {
-                    unpack(payload, item, (&mut *to, start))
-                })?,
+                From::Message(place) => {
+                    self.with(number, place, item.len, |payload| unpack(payload, item, (&mut *to, start)))?;
+                }
             }
         }
         Ok(checksum::of(to))
