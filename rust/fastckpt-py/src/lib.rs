@@ -9,10 +9,13 @@ mod buffers;
 mod commit;
 mod error;
 mod hashes;
+mod mail;
 mod probe;
+mod ranks_save;
 mod reader;
 mod report;
 mod save;
+mod share;
 mod snapshot;
 mod telemetry;
 
@@ -29,5 +32,8 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     hashes::register(module)?;
     snapshot::register(module)?;
     telemetry::register(module)?;
-    reader::register(module)
+    reader::register(module)?;
+    share::register(module)?;
+    mail::register(module)?;
+    ranks_save::register(module)
 }
