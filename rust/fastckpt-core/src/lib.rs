@@ -17,6 +17,7 @@ pub mod probe;
 pub mod ranks;
 pub mod read;
 pub mod save;
+pub mod share;
 pub mod snapshot;
 pub mod sys;
 pub mod telemetry;
