@@ -266,6 +266,25 @@ impl Mail {
         Ok(())
     }
 
+    /// Whether all of these incoming messages are here. If not, they and those before them are admitted from now on.
+    pub fn are_here(&self, messages: impl IntoIterator<Item = usize>) -> Result<bool> {
+        let mut state = lock(&self.state);
+        if let Some(why) = &state.stopped {
+            return Err(Error::Stopped(why.clone()));
+        }
+        let mut here = true;
+        for message in messages {
+            if !state.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?.is_here() {
+                here = false;
+                if state.demanded <= message {
+                    state.demanded = message + 1;
+                    self.changed.notify_all();
+                }
+            }
+        }
+        Ok(here)
+    }
+
     /// Waits for bytes of an incoming message. The message and those before it are admitted meanwhile. Each byte can be
     /// taken once, and all must be.
     pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {

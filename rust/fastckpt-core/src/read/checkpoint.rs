@@ -103,15 +103,17 @@ impl Checkpoint {
 
     fn open_settled(path: &Path, keep: bool, mut known: Option<Vec<u8>>) -> Result<Self> {
         let give_up = Instant::now() + REPLACED_WAIT;
-        let mut doubt = None;
+        let (mut doubt, given) = (None, known.is_some());
         loop {
             match Self::open_once(path, keep, &mut known) {
+                // It was the one that was given, up to some point. A second attempt would open another one.
+                Err(error) if given && known.is_none() => return Err(error),
                 // A client of a network file system may have the manifest of an earlier checkpoint, for a while.
-                Err(Error::Replaced { .. })
-                    if known.is_some()
+                Err(error @ Error::Replaced { .. })
+                    if given
                         && (is_local(path) || doubt.get_or_insert_with(Instant::now).elapsed() > DOUBT) =>
                 {
-                    return Err(Error::Replaced { path: path.to_path_buf() });
+                    return Err(error);
                 }
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
