@@ -256,7 +256,7 @@ class Forge:
         timeout: float = 60.0,
         zygotes: Sequence[zygote.Zygote] | None = None,
     ) -> Iterator[Group]:
-        """``size`` ranks for as long as the block lasts. ``store``: in a process of its own, as torchrun's agent has it,
+        """``size`` ranks for as long as the block lasts. ``store``: in a process of its own, as in torchrun's agent,
         or in rank 0; ``backend=""``: no process group; ``timeout``: of torch's group and store, in seconds;
         ``zygotes``: one a rank, for ranks in several network namespaces, that reach the store at ``host``."""
         made = Group(zygotes or [self.zygote] * size, store, host, backend, timeout)
