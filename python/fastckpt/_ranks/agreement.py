@@ -1,0 +1,427 @@
+"""How ranks come to one table, in one round where their tables are equal and in two where they differ.
+
+For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.demands.Demands`):
+
+    agreement = Agreement(local)
+    verdict = operation.round("arrive", agreement.arrival(), combine=combine_arrivals, decide=agreement.decide)
+    answer = None
+    if agreement.is_open(verdict):
+        offer = agreement.offer(verdict)
+        answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
+    agreed = agreement.settle(verdict, answer)
+
+Arrivals and verdicts are JSON of some 200 bytes; offers and answers are bytes. Arrivals can travel inside of another
+value: ``combine_arrivals`` takes a list of them. ``decide`` and ``unite`` run on the coordinator; what only that needs
+(the structure) does not travel.
+
+What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
+coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
+manifest) travel up, one by one, and its tensors as lists, of which equal ones travel and come back as one.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt._state.groups import split_model
+from fastckpt._state.unflatten import is_tensor
+from fastckpt._tensors.spread import Spread
+
+from .differences import Differences, Path
+from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, packed, unpacked
+from .unite import SpreadLists, Variant, holders_of, unite
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .describe import Local
+
+EQUAL, CUTS, TABLES = "equal", "cuts", "tables"
+_LEVEL = 1
+
+
+class TensorOf(NamedTuple):
+    """A tensor of the job: as ``_core.Share.to_save`` takes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    logical: tuple[str, tuple[int, ...]] | None
+    spreads: tuple[int, ...]
+
+
+class Holding(NamedTuple):
+    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 where ``fill`` brings the bytes."""
+
+    tensor: int
+    part: int
+    address: int
+    nbytes: int
+
+
+class Agreed:
+    """What all ranks agree on, and what this one holds of it.
+
+    Attributes:
+        tensors: of the job, those of ``per_rank`` at the end.
+        spreads: what their numbers stand for.
+        held: the memories of this rank.
+        prefix: what the names of the model's tensors start with.
+        structure: on the coordinator, the tokens of the state, JSON text.
+        metadata: likewise, of the metadata.
+        per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
+    """
+
+    def __init__(self, tensors: list[TensorOf], spreads: list[Spread], prefix: str) -> None:
+        self.tensors = tensors
+        self.spreads = spreads
+        self.prefix = prefix
+        self.held: list[Holding] = []
+        self.structure: str | None = None
+        self.metadata: str | None = None
+        self.per_rank: str | None = None
+        self._movers: list[Any] = []
+
+    def hold(self, tensor: int, part: int, address: int, nbytes: int, mover: Any) -> None:
+        """Note a memory of this rank."""
+        if nbytes:
+            self.held.append(Holding(tensor, part, address, nbytes))
+            self._movers.append(mover)
+
+    def fill(self, index: int, start: int, address: int, nbytes: int) -> None:
+        """The core's callback for memory without an address: ``index`` is that in ``held``."""
+        self._movers[index](start, address, nbytes)
+
+    @property
+    def needs_fill(self) -> bool:
+        """Whether there is such memory."""
+        return any(mover is not None for mover in self._movers)
+
+
+def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
+    """What several ranks say of their tables, as one: a digest is None where they differ."""
+    main, cuts, extra = arrivals[0]
+    for other_main, other_cuts, other_extra in arrivals[1:]:
+        main = main if main == other_main else None
+        cuts = cuts if cuts == other_cuts else None
+        extra = extra or other_extra
+    return [main, cuts, extra]
+
+
+def combine_offers(offers: Sequence[bytes]) -> bytes:
+    """What several ranks offer, as one: each table is there once."""
+    if len(offers) == 1:
+        return offers[0]
+    classes: dict[str, list[int]] = {}
+    extras: list[Any] = []
+    blobs: dict[str, bytes] = {}
+    for offer in offers:
+        more, own, these = _offer_of(offer)
+        for name, ranks in more.items():
+            classes.setdefault(name, []).extend(ranks)
+        extras += own
+        blobs.update(these)
+    return _offer(classes, extras, blobs)
+
+
+def _offer(classes: dict[str, list[int]], extras: list[Any], blobs: dict[str, bytes]) -> bytes:
+    head = json.dumps([{name: _runs(ranks) for name, ranks in classes.items()}, extras, list(blobs)])
+    return packed(head.encode(), *blobs.values())
+
+
+def _offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, bytes]]:
+    head, *blobs = unpacked(offer)
+    classes, extras, names = json.loads(head)
+    ranks = {name: [rank for start, stop in runs for rank in range(start, stop)] for name, runs in classes.items()}
+    return ranks, extras, dict(zip(names, blobs, strict=True))
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks as half-open runs."""
+    out: list[list[int]] = []
+    for rank in sorted(ranks):
+        if out and out[-1][1] == rank:
+            out[-1][1] += 1
+        else:
+            out.append([rank, rank + 1])
+    return out
+
+
+class Agreement:
+    """The agreement of one save.
+
+    Args:
+        local: what this rank saves.
+        operation: the word that error messages begin with.
+    """
+
+    def __init__(self, local: Local, operation: str = "save") -> None:
+        self.local = local
+        self.operation = operation
+        #: Of the coordinator.
+        self._structure: str | None = None
+        self._metadata: str | None = None
+        self._extras: list[Any] = []
+
+    def arrival(self) -> list[Any]:
+        """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
+        return [*self.local.digests, self.local.extra is not None]
+
+    def decide(self, combined: list[Any]) -> list[Any]:
+        """The verdict on what arrived: which parts differ, and whether there is something per rank."""
+        main, cuts, extra = combined
+        return [TABLES if main is None else CUTS if cuts is None else EQUAL, extra]
+
+    @staticmethod
+    def is_open(verdict: list[Any]) -> bool:
+        """Whether a second round is needed."""
+        return verdict != [EQUAL, False]
+
+    def offer(self, verdict: list[Any]) -> bytes:
+        """What goes up second."""
+        what, has_extras = verdict
+        local = self.local
+        classes: dict[str, list[int]] = {}
+        extras: list[Any] = []
+        blobs: dict[str, bytes] = {}
+        main, cuts = local.digests
+        if what == TABLES:
+            blobs[main] = zlib.compress(local.main, _LEVEL)
+        if what != EQUAL:
+            classes[f"{main} {cuts}"] = [local.rank]
+            blobs[cuts] = local.cuts
+        if has_extras and local.extra is not None:
+            tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in local.extra.tensors]).encode()
+            tokens = local.extra.structure().encode()
+            names = digest(tensors), digest(tokens)
+            blobs |= dict(zip(names, (tensors, tokens), strict=True))
+            extras.append([local.rank, *names])
+        return _offer(classes, extras, blobs)
+
+    def unite(self, combined: bytes) -> bytes:
+        """What comes down: everything that a rank needs to know beside its own table.
+
+        Raises:
+            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+        """
+        classes, extras, blobs = _offer_of(combined)
+        variants: dict[str, list[tuple[list[Spread], list[int]]]] = {}
+        for name, ranks in sorted(classes.items(), key=lambda one: min(one[1])):
+            main, cuts = name.split()
+            variants.setdefault(main, []).append((decode_spreads(blobs[cuts]), sorted(ranks)))
+        parts: list[bytes] = []
+        if not variants:
+            parts += [b"", b""]
+        elif len(variants) == 1:
+            parts += self._unite_cuts(next(iter(variants.values())))
+        else:
+            tables = {
+                main: Variant(decode(zlib.decompress(blobs[main])), spreads) for main, spreads in variants.items()
+            }
+            parts += self._unite_tables(tables)
+        return packed(*parts, *self._unite_extras(extras, blobs))
+
+    def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
+        """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
+        variant = Variant(self.local.table, spreads)
+        made = SpreadLists(self.local.size)
+        lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
+        differences = Differences(self.operation)
+        for number, found in enumerate(lists):
+            if found in made.without:
+                spread, absent = made.without[found]
+                index = next(
+                    i for i, kind in enumerate(variant.table.kind) if variant.table.kinds[kind].spread == number
+                )
+                differences.texts(
+                    Path(None, variant.table.names[index]),
+                    [(spread.ranks, "spread"), (absent, "not so")],
+                    "save on every rank what a mesh of it holds",
+                )
+        differences.raise_any()
+        return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
+
+    def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
+        """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
+        united = unite(list(variants.values()), self.local.size, operation=self.operation)
+        prefix = split_model(self.operation, united.flat, self.local.model_key)
+        self._structure, self._metadata = united.structure, united.metadata
+        tensors = united.flat.tensors
+        kinds, kind = kinds_of(
+            (tensor.dtype, tensor.shape, tensor.logical, which)
+            for tensor, which in zip(tensors, united.lists, strict=True)
+        )
+        # A rank finds its tensors by name, but for these.
+        number_of = {tensor.name: number for number, tensor in enumerate(tensors)}
+        others = {
+            main: [
+                [index, numbers]
+                for index, (name, numbers) in enumerate(zip(variant.table.names, each, strict=True))
+                if numbers != [number_of.get(name)]
+            ]
+            for (main, variant), each in zip(variants.items(), united.numbers, strict=True)
+        }
+        head = [united.spread_lists, [tensor.name for tensor in tensors], kinds, others, prefix]
+        data = packed(json.dumps(head, separators=(",", ":")).encode(), kind.astype("<u4").tobytes())
+        return [zlib.compress(data, _LEVEL), encode_spreads(united.spreads)]
+
+    def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
+        """What ranks have alone: lists of tensors, and the ranks that have each."""
+        lists: dict[str, list[int]] = {}
+        self._extras = []
+        for rank, tensors, tokens in sorted(extras):
+            lists.setdefault(tensors, []).append(rank)
+            self._extras.append((rank, blobs[tokens]))
+        head = json.dumps([_runs(ranks) for ranks in lists.values()])
+        return [head.encode(), *(blobs[tensors] for tensors in lists)]
+
+    def settle(self, verdict: list[Any], answer: bytes | None) -> Agreed:
+        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        local = self.local
+        what, _ = verdict
+        main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
+        if what == TABLES:
+            agreed = self._settle_tables(zlib.decompress(main), decode_spreads(cuts))
+        else:
+            agreed = self._settle_own(
+                json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else []
+            )
+        if local.rank == 0:
+            agreed.structure = self._structure or local.flat.structure()
+            agreed.metadata = self._metadata or local.about.structure()
+        if extras:
+            self._settle_extras(agreed, extras)
+        return agreed
+
+    def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> Agreed:
+        """All ranks have the same tensors as this one."""
+        local = self.local
+        flat = local.flat
+        prefix = split_model(self.operation, flat, local.model_key)
+        if lists is None:
+            spreads = [Spread(tuple(range(local.size))), *local.spreads]
+            lists = [[number] for number in range(len(spreads))]
+        own = [tuple(each) for each in lists]
+        spread_of = flat.spreads.get
+        agreed = Agreed(
+            [
+                TensorOf(name, dtype, tuple(shape), _logical(logical), own[spread_of(index, 0)])
+                for index, (name, dtype, shape, _, _, logical) in enumerate(flat.tensors)
+            ],
+            spreads,
+            prefix,
+        )
+        self._hold(agreed, [[number] for number in range(len(flat.tensors))])
+        return agreed
+
+    def _settle_tables(self, main: bytes, spreads: list[Spread]) -> Agreed:
+        """Ranks have different tensors."""
+        head, kind = unpacked(main)
+        lists, names, kinds, others, prefix = json.loads(head)
+        own = [tuple(each) for each in lists]
+        made = [(dtype, tuple(shape), _logical(logical), own[which]) for dtype, shape, logical, which in kinds]
+        numbers = memoryview(kind).cast("I")
+        agreed = Agreed(
+            [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)], spreads, prefix
+        )
+        number_of = {name: number for number, name in enumerate(names)}
+        mine = [[number_of.get(name, -1)] for name in self.local.table.names]
+        for index, numbers_of_it in others[self.local.digests[0]]:
+            mine[index] = numbers_of_it
+        self._hold(agreed, mine)
+        return agreed
+
+    def _hold(self, agreed: Agreed, numbers: list[list[int]]) -> None:
+        """Note the memories of this rank: where its tensors are among those of the job."""
+        local = self.local
+        flat = local.flat
+        where = _Parts(agreed.spreads, local.rank)
+        tensors = agreed.tensors
+        mover_of = flat.movers.get
+        for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
+            if not tensor.capacity:
+                continue
+            spread = flat.spreads.get(index, 0)
+            wanted = local.spreads[spread - 1] if spread else None
+            for number in mine:
+                part = where.part(tensors[number].spreads, wanted)
+                agreed.hold(number, part, tensor.address, tensor.capacity, mover_of(index))
+
+    def _settle_extras(self, agreed: Agreed, parts: list[bytes]) -> None:
+        """Add what each rank has alone."""
+        head, *lists = parts
+        runs = json.loads(head)
+        by_rank = {
+            rank: number for number, each in enumerate(runs) for start, stop in each for rank in range(start, stop)
+        }
+        tensors = [json.loads(each) for each in lists]
+        taken = {tensor.name for tensor in agreed.tensors}
+        first: dict[int, int] = {}
+        for rank in sorted(by_rank):
+            first[rank] = len(agreed.tensors)
+            if not tensors[by_rank[rank]]:
+                continue
+            agreed.spreads.append(Spread((rank,)))
+            mine = (len(agreed.spreads) - 1,)
+            for name, dtype, shape, logical in tensors[by_rank[rank]]:
+                whole = _unique(f"per_rank.{rank}.{name}", taken)
+                agreed.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
+        local = self.local
+        if local.extra is not None:
+            for index, tensor in enumerate(local.extra.tensors):
+                agreed.hold(
+                    first[local.rank] + index, 0, tensor.address, tensor.capacity, local.extra.movers.get(index)
+                )
+        if local.rank == 0 and self._extras:
+            agreed.per_rank = _list_of(self._extras, first, local.size)
+
+
+class _Parts:
+    """Which part of a rank is meant, where it is in several spreads of a tensor."""
+
+    def __init__(self, spreads: list[Spread], rank: int) -> None:
+        self.spreads = spreads
+        self.inside = [rank in spread.ranks for spread in spreads]
+        self._known: dict[tuple[tuple[int, ...], Spread | None], int] = {}
+
+    def part(self, numbers: tuple[int, ...], wanted: Spread | None) -> int:
+        """The number of the part that is held as ``wanted``, or whole if that is None."""
+        known = self._known.get((numbers, wanted))
+        if known is None:
+            mine = [number for number in numbers if self.inside[number]]
+            known = self._known[numbers, wanted] = next(
+                part
+                for part, number in enumerate(mine)
+                if (not self.spreads[number].mesh if wanted is None else self.spreads[number] == wanted)
+            )
+        return known
+
+
+def _logical(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    return None if value is None else (value[0], tuple(value[1]))
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    count, made = 1, name
+    while made in taken:
+        made = f"{name}~{count}"
+        count += 1
+    taken.add(made)
+    return made
+
+
+def _list_of(extras: list[Any], first: dict[int, int], size: int) -> str:
+    """The structures of all ranks as a list, with the numbers of the tensors of the job."""
+    structures = dict(extras)
+    out: list[Any] = [["list", size]]
+    for rank in range(size):
+        if rank not in structures:
+            out.append(None)
+            continue
+        for token in json.loads(structures[rank]):
+            if is_tensor(token):
+                token[1] += first[rank]
+            out.append(token)
+    return json.dumps(out, separators=(",", ":"))
