@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[2] / "rust" / "fastckpt-core" / "src"
 LAYERS = (
     ("sys", "error", "environment"),
     ("format",),
-    ("telemetry", "commit"),
+    ("telemetry", "commit", "share"),
     ("engine",),
     ("save", "read"),
     ("snapshot", "probe"),

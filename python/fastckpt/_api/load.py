@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
@@ -175,9 +175,7 @@ def load(  # noqa: PLR0913 - all by name
         RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
     source = path_of("load", path)
-    check_engine("load", io, threads)
     check_framework("load", framework)
-    check_unknown("load", unknown)
     if device is not None and framework == "numpy":
         raise ValueError('load: framework="numpy" makes arrays, which are on no device')
     if mmap:
@@ -187,17 +185,20 @@ def load(  # noqa: PLR0913 - all by name
             raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
         if io not in {"auto", "buffered"}:
             raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
-    wishes = _Wishes(
-        into=into,
-        selection=Selection(keys, exclude),
-        strict=bool(strict),
+    wishes = wishes_of(
+        into,
+        keys=keys,
+        exclude=exclude,
+        strict=strict,
         dtype=dtype,
-        renaming=Renaming(strip_prefix, rename),
+        rename=rename,
+        strip_prefix=strip_prefix,
         framework=framework,
         device=device,
-        types=Types("load", registry, framework=framework, plain=unknown == "plain"),
-        mmap=bool(mmap),
-        verify=bool(verify),
+        registry=registry,
+        unknown=unknown,
+        mmap=mmap,
+        verify=verify,
         io=io,
         threads=threads,
         progress=progress,
@@ -208,7 +209,7 @@ def load(  # noqa: PLR0913 - all by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wishes:
+class Wishes:
     """What a load was asked for, checked."""
 
     into: Any
@@ -226,9 +227,86 @@ class _Wishes:
     progress: bool
 
 
-def _load(source: str, wishes: _Wishes) -> Loaded:
+def wishes_of(  # noqa: PLR0913 - all by name
+    into: Any,
+    *,
+    keys: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+    dtype: Any = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    strip_prefix: str | Sequence[str] | None = None,
+    framework: str = "auto",
+    device: Any = None,
+    registry: Registry | None = None,
+    unknown: Unknown = "error",
+    mmap: bool = False,
+    verify: bool = True,
+    io: Engine = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+) -> Wishes:
+    """Check what :func:`load` takes.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range.
+    """
+    check_engine("load", io, threads)
+    check_unknown("load", unknown)
+    return Wishes(
+        into=into,
+        selection=Selection(keys, exclude),
+        strict=bool(strict),
+        dtype=dtype,
+        renaming=Renaming(strip_prefix, rename),
+        framework=framework,
+        device=device,
+        types=Types("load", registry, framework=framework, plain=unknown == "plain"),
+        mmap=bool(mmap),
+        verify=bool(verify),
+        io=io,
+        threads=threads,
+        progress=progress,
+    )
+
+
+class Matched(NamedTuple):
+    """What a load brings, and what becomes of it.
+
+    Attributes:
+        targets: what is to be read, and where to.
+        numbers: with ``mmap``, the tensors whose pages are to be checked.
+        build: makes the state, once all has been read.
+        missing: see :class:`LoadReport`.
+        unexpected: likewise.
+    """
+
+    targets: Targets
+    numbers: list[int]
+    build: Callable[[], Any]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _load(source: str, wishes: Wishes) -> Loaded:
     began = time.perf_counter()
     reader = _core.Reader(source)
+    found = match(reader, source, wishes, stacklevel=7)
+    report = _read(source, reader, found, wishes)
+    state = found.build()
+    return Loaded(
+        state, conclude(LoadReport, source, began, report, missing=found.missing, unexpected=found.unexpected)
+    )
+
+
+def match(reader: _core.Reader, source: str, wishes: Wishes, *, stacklevel: int) -> Matched:
+    """Compare what is asked for with an open checkpoint. Nothing is read or changed yet.
+
+    Raises:
+        StructureMismatchError: ``into`` does not fit.
+        Exception: see :func:`load`.
+    """
     with paused():
         stored = reader.tensors()
     every = parse(reader.structure())
@@ -245,7 +323,7 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
         check = Validator(stored, types=wishes.types)
         unflatten(tokens, check)
     if check.unknown:
-        warn_of_unknown("load", check.unknown, stacklevel=6)
+        warn_of_unknown("load", check.unknown, stacklevel=stacklevel)
     placement = None
     if wishes.device is not None or wishes.dtype is not None:
         stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, wishes.types)
@@ -254,26 +332,22 @@ def _load(source: str, wishes: _Wishes) -> Loaded:
         tokens = wishes.renaming.of(tokens, strict=strict)
         every = tokens if chosen is None else _with(every, origin, tokens)
     targets = Targets(stored, wishes.framework, placement)
-    given = None
-    numbers: list[int] = []
-    if wishes.into is not None:
-        given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
-        if wishes.device is not None and not given.has_objects:
-            raise ValueError("load: device is for new tensors: those of into stay where they are")
-        tokens = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
-        missing = (*missing, *given.missing)
-    else:
+    if wishes.into is None:
+        numbers: list[int] = []
         if wishes.mmap:
             numbers = sorted({token[1] for token in check.found})
             targets.mappings = reader.map(numbers)
         targets.make(check.found)
-    report = _read(source, reader, targets, numbers, wishes)
-    if given is not None:
-        state = given.build(tokens)
-    else:
-        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=wishes.types))
-    unexpected = () if given is None else given.unexpected
-    return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
+
+        def build() -> Any:
+            return unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=wishes.types))
+
+        return Matched(targets, numbers, build, missing, ())
+    given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
+    if wishes.device is not None and not given.has_objects:
+        raise ValueError("load: device is for new tensors: those of into stay where they are")
+    left = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
+    return Matched(targets, [], lambda: given.build(left), (*missing, *given.missing), given.unexpected)
 
 
 def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
@@ -285,14 +359,13 @@ def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) ->
     return out
 
 
-def _read(
-    source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: _Wishes
-) -> Mapping[str, Any]:
-    """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
+def _read(source: str, reader: _core.Reader, found: Matched, wishes: Wishes) -> Mapping[str, Any]:
+    """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors that are to be checked."""
+    targets = found.targets
     try:
         with ticker("load", source, shown=wishes.progress) as tick:
             if targets.mappings is not None:
-                checked = numbers if wishes.verify else []
+                checked = found.numbers if wishes.verify else []
                 return reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
             return reader.read(
                 targets.requests,

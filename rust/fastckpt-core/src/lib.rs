@@ -16,6 +16,7 @@ pub mod format;
 pub mod probe;
 pub mod read;
 pub mod save;
+pub mod share;
 pub mod snapshot;
 pub mod sys;
 pub mod telemetry;
