@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fastckpt
 from harness import hosts
 
 
 def _where(path):
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
-    return socket.gethostname(), os.listdir(path), float(total)
+    return socket.gethostname(), sorted(each.name for each in Path(path).iterdir()), float(total)
 
 
 @pytest.fixture
