@@ -10,7 +10,7 @@ For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.d
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
 
-Arrivals and verdicts are JSON of some 200 bytes; offers and answers are bytes. Arrivals can travel inside of another
+``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes; offers and answers are bytes. Arrivals can travel inside of another
 value: ``combine_arrivals`` takes a list of them. ``decide`` and ``unite`` run on the coordinator; what only that needs
 (the structure) does not travel.
 
@@ -22,7 +22,6 @@ manifest) travel up, one by one, and its tensors as lists, of which equal ones t
 from __future__ import annotations
 
 import json
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.groups import split_model
@@ -30,16 +29,12 @@ from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors.spread import Spread
 
 from .differences import Differences, Path
+from .offers import CUTS, EQUAL, TABLES, Parts, classes_of, compressed, expanded, offer_of, runs_of
 from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, packed, unpacked
 from .unite import SpreadLists, Variant, holders_of, unite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .describe import Local
-
-EQUAL, CUTS, TABLES = "equal", "cuts", "tables"
-_LEVEL = 1
 
 
 class TensorOf(NamedTuple):
@@ -100,55 +95,6 @@ class Agreed:
         return any(mover is not None for mover in self._movers)
 
 
-def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks say of their tables, as one: a digest is None where they differ."""
-    main, cuts, extra = arrivals[0]
-    for other_main, other_cuts, other_extra in arrivals[1:]:
-        main = main if main == other_main else None
-        cuts = cuts if cuts == other_cuts else None
-        extra = extra or other_extra
-    return [main, cuts, extra]
-
-
-def combine_offers(offers: Sequence[bytes]) -> bytes:
-    """What several ranks offer, as one: each table is there once."""
-    if len(offers) == 1:
-        return offers[0]
-    classes: dict[str, list[int]] = {}
-    extras: list[Any] = []
-    blobs: dict[str, bytes] = {}
-    for offer in offers:
-        more, own, these = _offer_of(offer)
-        for name, ranks in more.items():
-            classes.setdefault(name, []).extend(ranks)
-        extras += own
-        blobs.update(these)
-    return _offer(classes, extras, blobs)
-
-
-def _offer(classes: dict[str, list[int]], extras: list[Any], blobs: dict[str, bytes]) -> bytes:
-    head = json.dumps([{name: _runs(ranks) for name, ranks in classes.items()}, extras, list(blobs)])
-    return packed(head.encode(), *blobs.values())
-
-
-def _offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, bytes]]:
-    head, *blobs = unpacked(offer)
-    classes, extras, names = json.loads(head)
-    ranks = {name: [rank for start, stop in runs for rank in range(start, stop)] for name, runs in classes.items()}
-    return ranks, extras, dict(zip(names, blobs, strict=True))
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as half-open runs."""
-    out: list[list[int]] = []
-    for rank in sorted(ranks):
-        if out and out[-1][1] == rank:
-            out[-1][1] += 1
-        else:
-            out.append([rank, rank + 1])
-    return out
-
-
 class Agreement:
     """The agreement of one save.
 
@@ -167,7 +113,7 @@ class Agreement:
 
     def arrival(self) -> list[Any]:
         """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
-        return [*self.local.digests, self.local.extra is not None]
+        return [*self.local.told.digests, self.local.extra is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict on what arrived: which parts differ, and whether there is something per rank."""
@@ -183,22 +129,12 @@ class Agreement:
         """What goes up second."""
         what, has_extras = verdict
         local = self.local
-        classes: dict[str, list[int]] = {}
-        extras: list[Any] = []
-        blobs: dict[str, bytes] = {}
-        main, cuts = local.digests
-        if what == TABLES:
-            blobs[main] = zlib.compress(local.main, _LEVEL)
-        if what != EQUAL:
-            classes[f"{main} {cuts}"] = [local.rank]
-            blobs[cuts] = local.cuts
-        if has_extras and local.extra is not None:
-            tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in local.extra.tensors]).encode()
-            tokens = local.extra.structure().encode()
-            names = digest(tensors), digest(tokens)
-            blobs |= dict(zip(names, (tensors, tokens), strict=True))
-            extras.append([local.rank, *names])
-        return _offer(classes, extras, blobs)
+        if not has_extras or local.extra is None:
+            return local.told.offer(what)
+        tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in local.extra.tensors]).encode()
+        tokens = local.extra.structure().encode()
+        names = digest(tensors), digest(tokens)
+        return local.told.offer(what, [[local.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
         """What comes down: everything that a rank needs to know beside its own table.
@@ -206,20 +142,15 @@ class Agreement:
         Raises:
             ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
         """
-        classes, extras, blobs = _offer_of(combined)
-        variants: dict[str, list[tuple[list[Spread], list[int]]]] = {}
-        for name, ranks in sorted(classes.items(), key=lambda one: min(one[1])):
-            main, cuts = name.split()
-            variants.setdefault(main, []).append((decode_spreads(blobs[cuts]), sorted(ranks)))
+        classes, extras, blobs = offer_of(combined)
+        variants = classes_of(classes, blobs)
         parts: list[bytes] = []
         if not variants:
             parts += [b"", b""]
         elif len(variants) == 1:
             parts += self._unite_cuts(next(iter(variants.values())))
         else:
-            tables = {
-                main: Variant(decode(zlib.decompress(blobs[main])), spreads) for main, spreads in variants.items()
-            }
+            tables = {main: Variant(decode(expanded(blobs[main])), spreads) for main, spreads in variants.items()}
             parts += self._unite_tables(tables)
         return packed(*parts, *self._unite_extras(extras, blobs))
 
@@ -265,7 +196,7 @@ class Agreement:
         }
         head = [united.spread_lists, [tensor.name for tensor in tensors], kinds, others, prefix]
         data = packed(json.dumps(head, separators=(",", ":")).encode(), kind.astype("<u4").tobytes())
-        return [zlib.compress(data, _LEVEL), encode_spreads(united.spreads)]
+        return [compressed(data), encode_spreads(united.spreads)]
 
     def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
         """What ranks have alone: lists of tensors, and the ranks that have each."""
@@ -274,7 +205,7 @@ class Agreement:
         for rank, tensors, tokens in sorted(extras):
             lists.setdefault(tensors, []).append(rank)
             self._extras.append((rank, blobs[tokens]))
-        head = json.dumps([_runs(ranks) for ranks in lists.values()])
+        head = json.dumps([runs_of(ranks) for ranks in lists.values()])
         return [head.encode(), *(blobs[tensors] for tensors in lists)]
 
     def settle(self, verdict: list[Any], answer: bytes | None) -> Agreed:
@@ -283,7 +214,7 @@ class Agreement:
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
-            agreed = self._settle_tables(zlib.decompress(main), decode_spreads(cuts))
+            agreed = self._settle_tables(expanded(main), decode_spreads(cuts))
         else:
             agreed = self._settle_own(
                 json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else []
@@ -328,7 +259,7 @@ class Agreement:
         )
         number_of = {name: number for number, name in enumerate(names)}
         mine = [[number_of.get(name, -1)] for name in self.local.table.names]
-        for index, numbers_of_it in others[self.local.digests[0]]:
+        for index, numbers_of_it in others[self.local.told.digests[0]]:
             mine[index] = numbers_of_it
         self._hold(agreed, mine)
         return agreed
@@ -337,7 +268,7 @@ class Agreement:
         """Note the memories of this rank: where its tensors are among those of the job."""
         local = self.local
         flat = local.flat
-        where = _Parts(agreed.spreads, local.rank)
+        where = Parts(agreed.spreads, local.rank)
         tensors = agreed.tensors
         mover_of = flat.movers.get
         for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
@@ -376,27 +307,6 @@ class Agreement:
                 )
         if local.rank == 0 and self._extras:
             agreed.per_rank = _list_of(self._extras, first, local.size)
-
-
-class _Parts:
-    """Which part of a rank is meant, where it is in several spreads of a tensor."""
-
-    def __init__(self, spreads: list[Spread], rank: int) -> None:
-        self.spreads = spreads
-        self.inside = [rank in spread.ranks for spread in spreads]
-        self._known: dict[tuple[tuple[int, ...], Spread | None], int] = {}
-
-    def part(self, numbers: tuple[int, ...], wanted: Spread | None) -> int:
-        """The number of the part that is held as ``wanted``, or whole if that is None."""
-        known = self._known.get((numbers, wanted))
-        if known is None:
-            mine = [number for number in numbers if self.inside[number]]
-            known = self._known[numbers, wanted] = next(
-                part
-                for part, number in enumerate(mine)
-                if (not self.spreads[number].mesh if wanted is None else self.spreads[number] == wanted)
-            )
-        return known
 
 
 def _logical(value: Any) -> tuple[str, tuple[int, ...]] | None:

@@ -15,7 +15,8 @@ from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
 from fastckpt._tensors import memory as _memory
 
-from .table import NO_CHECK, Table, digest, encode, encode_spreads, kinds_of
+from .offers import Told
+from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Local:
         extra: what belongs to this rank alone, flattened; None for nothing.
         spreads: the spreads of the tensors that are spread.
         table: the main part of the table.
-        main: that, encoded, and ``cuts`` the spreads, encoded.
+        told: both parts of the table, as ranks tell them.
         model_key: see :func:`fastckpt.save`.
     """
 
@@ -64,9 +65,7 @@ class Local:
         self.spreads = spreads
         self.model_key = model_key
         self.table = table_of(flat, about.structure())
-        self.main = encode(self.table)
-        self.cuts = encode_spreads(spreads)
-        self.digests = digest(self.main), digest(self.cuts)
+        self.told = Told.of(rank, encode(self.table), encode_spreads(spreads))
 
     def clear(self) -> None:
         """Let go of the caller's memory."""

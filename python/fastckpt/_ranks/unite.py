@@ -42,6 +42,17 @@ class Variant(NamedTuple):
         return sorted(rank for _, ranks in self.spreads for rank in ranks)
 
 
+class Holder(NamedTuple):
+    """What ranks say that they have of a tensor: by the spread, or whole if that is None.
+
+    ``before`` is how many more such memories of the tensor they have named before.
+    """
+
+    spread: Spread | None
+    before: int
+    ranks: Sequence[int]
+
+
 class United(NamedTuple):
     """The union.
 
@@ -80,20 +91,20 @@ class SpreadLists:
         #: By the number of a list: ranks that are in a mesh, and do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
-    def add(self, holders: Iterable[tuple[Spread | None, Sequence[int]]]) -> int:
-        """The number of the list of these spreads, each with the ranks that have said so; None where whole."""
-        whole: set[int] = set()
-        said: dict[Spread, set[int]] = {}
-        for spread, ranks in holders:
+    def add(self, holders: Iterable[Holder]) -> int:
+        """The number of the list of what is held."""
+        whole: dict[int, set[int]] = {}
+        said: dict[tuple[Spread, int], set[int]] = {}
+        for spread, before, ranks in holders:
             if spread is None:
-                whole.update(ranks)
+                whole.setdefault(before, set()).update(ranks)
             else:
-                said.setdefault(spread, set()).update(ranks)
-        if whole:
-            said.setdefault(Spread(tuple(sorted(whole))), whole)
+                said.setdefault((spread, before), set()).update(ranks)
+        for before, ranks_ in whole.items():
+            said.setdefault((Spread(tuple(sorted(ranks_))), before), ranks_)
         numbers = []
         missing = None
-        for spread, sayers in said.items():
+        for (spread, _), sayers in said.items():
             absent = [rank for rank in spread.ranks if rank not in sayers]
             if absent and missing is None:
                 missing = (spread, sorted(absent))
@@ -114,11 +125,11 @@ class SpreadLists:
         return known
 
 
-def holders_of(variant: Variant, number: int) -> list[tuple[Spread | None, Sequence[int]]]:
+def holders_of(variant: Variant, number: int) -> list[Holder]:
     """What the ranks of a variant have of the tensors with that number of a spread."""
     if not number:
-        return [(None, variant.ranks)]
-    return [(spreads[number - 1], ranks) for spreads, ranks in variant.spreads]
+        return [Holder(None, 0, variant.ranks)]
+    return [Holder(spreads[number - 1], 0, ranks) for spreads, ranks in variant.spreads]
 
 
 def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") -> United:

@@ -525,6 +525,11 @@ def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor of the shape of ``tensor``, on its device; spread over ranks as that is."""
+    return torch.empty_like(tensor.detach(), dtype=dtype)
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:
     """A new tensor in host memory for ``nbytes`` that lie at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:
