@@ -1,7 +1,8 @@
 """Child processes by the hundred: one small process imports everything once and forks for each trial.
 
 A trial that kills, limits or strips its process needs a process of its own, and an interpreter takes 300 ms to start;
-a fork takes five. The children run the functions of :mod:`harness.jobs` by name and answer in JSON lines.
+a fork takes five. The children run the functions of :mod:`harness.jobs` by name (those of another module as
+``module:name``) and answer in JSON lines. ``FASTCKPT_TEST_IMPORT`` names modules to import once, before any fork.
 """
 
 # ruff: noqa: BLE001 - a child's every exception goes to its parent
@@ -182,7 +183,7 @@ class Zygote:
             raise AssertionError("the zygote did not start")
 
     def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
-        """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``."""
+        """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``, or the function that a job names."""
         ours, theirs = socket.socketpair()
         with theirs:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
@@ -237,9 +238,10 @@ def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
         if request["hold"]:
             channel.receive()
-        jobs = importlib.import_module("harness.jobs")
+        module, _, name = request["job"].rpartition(":")
+        jobs = importlib.import_module(module or "harness.jobs")
         try:
-            value = getattr(jobs, request["job"])(channel, **request["arguments"])
+            value = getattr(jobs, name)(channel, **request["arguments"])
             answer = {"returned": value}
         except BaseException as error:
             answer = {
@@ -267,6 +269,8 @@ def _text(value: Any) -> str | None:
 def serve(descriptor: int) -> None:
     """The zygote's loop: fork or reap, as asked, until the other side closes."""
     importlib.import_module("harness.jobs")
+    for module in filter(None, os.environ.get("FASTCKPT_TEST_IMPORT", "").split(",")):
+        importlib.import_module(module)
     control = Channel(socket.socket(fileno=descriptor))
     control.send("ready")
     while True:
