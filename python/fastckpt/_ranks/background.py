@@ -114,9 +114,7 @@ class Job:
                 if pending._cancelled:
                     raise CancelledError
                 began = time.perf_counter()
-                written = save_order(
-                    self.session, operation, pending.path, self.order, timeout=self.timeout, tick=tick
-                )
+                written = save_order(self.session, operation, pending.path, self.order, timeout=self.timeout, tick=tick)
                 pending._report = self._report(written, began)
         except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught

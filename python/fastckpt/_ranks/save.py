@@ -139,7 +139,9 @@ def order(
         types=Types(operation, registry),
         default=default,
     )
-    warn_of_unnamed(operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4)
+    warn_of_unnamed(
+        operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
+    )
     return Order(local, settings)
 
 
@@ -166,7 +168,9 @@ def save_order(
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
     options = _core.SaveOptions(model_prefix=agreed.prefix, **order.settings)
-    share = _core.Share.to_save(agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options)
+    share = _core.Share.to_save(
+        agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
+    )
     portion = Portion(share, agreed.held, agreed.fill if agreed.needs_fill else None, options)
 
     def texts(_: list[Any]) -> Texts:
