@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from fastckpt._background.pending import PendingSave
     from fastckpt._state.flatten import Flat
 
-    from .peers import Operation
+    from .calls import Call
     from .save import Order, Written
-    from .session import Session
 
 #: Tensors begin at such addresses in the snapshot: what the processor copies fastest.
 _ALIGNED = 64
@@ -42,21 +41,10 @@ _MOST_THREADS = 4
 class Job:
     """What an asynchronous save of this rank does between the call and the durable checkpoint."""
 
-    def __init__(
-        self,
-        pending: PendingSave,
-        session: Session,
-        operation: Operation,
-        order: Order,
-        *,
-        timeout: float,
-        progress: bool,
-    ) -> None:
+    def __init__(self, pending: PendingSave, call: Call, order: Order, *, progress: bool) -> None:
         self.pending = pending
-        self.session = session
-        self.operation = operation
+        self.call = call
         self.order = order
-        self.timeout = timeout
         self.progress = progress
         self.memory: snapshot_memory.Memory | None = None
         self.waited = 0.0
@@ -103,7 +91,7 @@ class Job:
         pending = self.pending
         error: BaseException | None = None
         try:
-            with self.operation as operation, ExitStack() as stack:
+            with self.call.operation as operation, ExitStack() as stack:
                 bar = stack.enter_context(ticker("save", pending.path, shown=True)) if self.progress else None
 
                 def tick(done: int, total: int) -> None:
@@ -113,9 +101,10 @@ class Job:
 
                 if pending._cancelled:
                     raise CancelledError
-                began = time.perf_counter()
-                written = save_order(self.session, operation, pending.path, self.order, timeout=self.timeout, tick=tick)
-                pending._report = self._report(written, began)
+                written = save_order(
+                    self.call.session, operation, pending.path, self.order, timeout=self.call.timeout, tick=tick
+                )
+                pending._report = self._report(written)
         except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught
         finally:
@@ -125,7 +114,7 @@ class Job:
             error = None
         pending._finish(error)
 
-    def _report(self, written: Written, began: float) -> RankSaveReport:
+    def _report(self, written: Written) -> RankSaveReport:
         pending = self.pending
         own = dict(written.own)
         pending._written = own["bytes"]
@@ -173,7 +162,7 @@ def start(job: Job) -> None:
     except BaseException as error:
         job.release()
         pending._abandon()
-        with job.operation:
+        with job.call.operation:
             raise error
 
 

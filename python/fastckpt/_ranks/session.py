@@ -23,6 +23,11 @@ class Session:
         self.peers = Peers(group.rank, group.size, group.store, group.host)
         self.link = Link(group)
 
+    def close(self) -> None:
+        """The process group is gone."""
+        self.peers.close()
+        self.link.drop()
+
     def name(self, rank: int) -> str:
         """What a rank is called in errors."""
         host = self.peers.host_of(rank)

@@ -13,15 +13,20 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
 from fastckpt._tensors import memory as _memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_T = TypeVar("_T")
+
+class _Kept(Protocol):
+    def close(self) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Kept)
 
 #: Up to this many ranks every rank connects to every other when a group is made, as torch has it by default; beyond,
 #: where torch can, those connect that have something to say to each other.
@@ -61,7 +66,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
         operation: the word that error messages begin with.
         process_group: a process group of torch's, or None for the default one. Where none was initialised, this process
             works alone.
-        make: called with the group.
+        make: called with the group; what it returns is closed when the group is gone.
 
     Raises:
         TypeError: ``process_group`` is no process group.
@@ -79,10 +84,12 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
             f"{operation}: process_group is given, but torch.distributed is not initialised: call init_process_group"
         )
     group = _checked(operation, process_group)
-    if group not in _kept:
-        _kept[group] = make(_group_of(group))
-    kept_one: _T = _kept[group]
-    return kept_one
+    known: _T | None = _kept.get(group)
+    if known is None:
+        known = _kept[group] = make(_group_of(group))
+        # At the latest when the interpreter ends: threads of gloo's must not outlive it.
+        finalize(group, known.close)
+    return known
 
 
 def _checked(operation: str, process_group: Any) -> Any:
@@ -116,7 +123,7 @@ def _group_of(group: Any) -> Group:
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
     # what a former group of the same name has left.
-    return Group(rank, size, ranks, host, dist.PrefixStore(members, _own_connection(_default_store())))
+    return Group(rank, size, ranks, host, dist.PrefixStore(members, _default_store()))
 
 
 def _default_store() -> Any:

@@ -1,0 +1,231 @@
+"""All processes of a job save and load one checkpoint, without a copy of it in one place and without an export.
+
+state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
+fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
+fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as there are now
+
+The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
+fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
+works alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from fastckpt import _core
+from fastckpt._api import in_flight
+from fastckpt._api.options import Engine, Unknown
+from fastckpt._api.outcome import conclude
+from fastckpt._api.progress import ticker
+from fastckpt._api.reports import Loaded, RankLoadReport, RankSaveReport
+from fastckpt._api.save import warn_of_failures
+from fastckpt._background.pending import OnError, PendingSave, check_on_error
+from fastckpt._background.save_async import tell_unasked_but
+from fastckpt._files import Files
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks import background
+from fastckpt._ranks.calls import Call
+from fastckpt._ranks.save import order, save_order
+from fastckpt._ranks.session import session
+from fastckpt._state.registry import Registry
+from fastckpt._tensors.ranges import range_of
+
+__all__ = ["RankLoadReport", "RankSaveReport", "load", "load_per_rank", "save", "save_async"]
+
+#: Seconds for which a rank may make no progress.
+TIMEOUT = 600.0
+
+
+def save(  # noqa: PLR0913 - all by name
+    state: Any,
+    path: AnyPath,
+    *,
+    process_group: Any = None,
+    per_rank: Any = None,
+    timeout: float = TIMEOUT,
+    overwrite: bool = True,
+    metadata: Any = None,
+    files: Files | None = None,
+    shard_size: int | str = "5GB",
+    model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
+    io: Engine = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | str | None = None,
+    progress: bool = False,
+) -> RankSaveReport:
+    """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
+
+    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name holds what it held
+    before, whatever befalls any rank. The files are those that :func:`fastckpt.save` writes of the same state in one
+    process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
+
+    Args:
+        state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Plain
+            tensors and values that several ranks have must be equal on them; tensors of up to 64 KiB are compared,
+            larger ones are taken to be equal, and the ranks that have one share the work. Mappings may have keys that
+            only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
+        path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
+        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
+            one; where none was initialised, this process alone. It must have all ranks of the DTensors' meshes.
+        per_rank: a state that is this rank's own: random states, the position of a data loader. No DTensors.
+            :func:`load_per_rank` gives it back.
+        timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
+            when the first one came.
+        overwrite: as for :func:`fastckpt.save`; so are the following. What is not of this process (``io``, ``threads``,
+            ``default``, ``registry``, ``bandwidth_limit``, ``progress``) has to be the same on all ranks.
+        metadata: the same on all ranks.
+        files: the same on all ranks.
+        shard_size: the same on all ranks.
+        model_key: the same on all ranks.
+        default: for what cannot be saved.
+        registry: types that this call knows.
+        io: the engine of this rank.
+        threads: worker threads of this rank.
+        bandwidth_limit: bytes per second that this rank may write.
+        progress: show a progress bar of what this rank writes.
+
+    Returns:
+        What was done: ``bytes`` by this rank, ``bytes_total`` by all.
+
+    Raises:
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks, their
+            hosts and what happened there. Nothing was committed, unless the message says that the outcome is not known.
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
+        ValueError: the ranks differ in what must be equal; or an argument is out of range, ``path`` is a URL, or this
+            process is not in ``process_group``.
+        FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
+        OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
+        TypeError: ``process_group`` is none.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.save`.
+    """
+    began = time.perf_counter()
+    call = Call("save", session("save", process_group), path, timeout)
+    with range_of("fastckpt.distributed.save"), call.operation as operation:
+        call.check()
+        placed = order(
+            "save",
+            call.session,
+            state,
+            per_rank=per_rank,
+            overwrite=overwrite,
+            metadata=metadata,
+            files=files,
+            shard_size=shard_size,
+            model_key=model_key,
+            default=default,
+            registry=registry,
+            io=io,
+            threads=threads,
+            bandwidth_limit=bandwidth_limit,
+        )
+        try:
+            in_flight.wait_for_path(call.path)
+            with ticker("save", call.path, shown=progress) as tick:
+                written = save_order(call.session, operation, call.path, placed, timeout=call.timeout, tick=tick)
+        finally:
+            # An error's traceback has this frame, and with it exports of the caller's buffers.
+            placed.local.clear()
+    saved = conclude(RankSaveReport, call.path, began, written.own)
+    warn_of_failures()
+    return saved
+
+
+def save_async(  # noqa: PLR0913 - all by name
+    state: Any,
+    path: AnyPath,
+    *,
+    process_group: Any = None,
+    per_rank: Any = None,
+    timeout: float = TIMEOUT,
+    on_error: OnError = "raise",
+    overwrite: bool = True,
+    metadata: Any = None,
+    files: Files | None = None,
+    shard_size: int | str = "5GB",
+    model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
+    io: Engine = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | str | None = None,
+    progress: bool = False,
+) -> PendingSave:
+    """Write the state of all ranks in the background; the state of this rank may change when this returns.
+
+    What this rank holds is copied to host memory, and everything else happens in a thread: to agree with the other
+    ranks, to write, to commit. Every rank of the group calls it, before or after other saves and loads of the group in
+    the same order; those wait for it on every rank. One asynchronous save is in flight at a time: another one of this
+    process is waited for. The memory is kept for the next save (see :func:`fastckpt.release_buffers`). The process does
+    not end before the checkpoint is durable, or has failed.
+
+    Args:
+        state: as for :func:`save`.
+        path: as for :func:`save`.
+        process_group: as for :func:`save`.
+        per_rank: as for :func:`save`.
+        timeout: as for :func:`save`.
+        on_error: what becomes of a failure that nobody asks for, as for :func:`fastckpt.save_async`.
+        overwrite: as for :func:`save`.
+        metadata: as for :func:`save`.
+        files: as for :func:`save`. Contents are taken at the call.
+        shard_size: as for :func:`save`.
+        model_key: as for :func:`save`.
+        default: as for :func:`save`.
+        registry: as for :func:`save`.
+        io: as for :func:`save`.
+        threads: as for :func:`save`.
+        bandwidth_limit: as for :func:`save`.
+        progress: show a progress bar of what this rank writes.
+
+    Returns:
+        A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
+        on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
+
+    Raises:
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and what follows
+            fails the save on the other ranks.
+        Exception: an earlier asynchronous save failed, and its result was never asked for, as for
+            :func:`fastckpt.save_async`.
+        TypeError: ``process_group`` is none.
+        ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.save_async`.
+    """
+    began = time.perf_counter()
+    call = Call("save", session("save_async", process_group), path, timeout)
+    with range_of("fastckpt.distributed.save_async"):
+        try:
+            call.check()
+            check_on_error("save_async", on_error)
+            placed = order(
+                "save_async",
+                call.session,
+                state,
+                per_rank=per_rank,
+                overwrite=overwrite,
+                metadata=metadata,
+                files=files,
+                shard_size=shard_size,
+                model_key=model_key,
+                default=default,
+                registry=registry,
+                io=io,
+                threads=threads,
+                bandwidth_limit=bandwidth_limit,
+            )
+        except BaseException:
+            # The turn is taken: the other ranks must hear of it.
+            with call.operation:
+                raise
+        pending = PendingSave(call.path, began, on_error)
+        background.start(background.Job(pending, call, placed, progress=progress))
+    tell_unasked_but(pending)
+    return pending
