@@ -156,6 +156,10 @@ class Reader:
         """The caller's metadata, as JSON text."""
         return self._manifest.metadata
 
+    def per_rank(self) -> str | None:
+        """What each rank saved for itself, as JSON text; None where there is nothing."""
+        return self._manifest.per_rank
+
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
         return self._manifest.info
