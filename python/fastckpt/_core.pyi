@@ -460,7 +460,8 @@ class Reader:
         A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
         its tensor. Where a request has no address, ``drain(request, start, address, nbytes)`` takes the bytes
         ``[start, start + nbytes)`` of what it asks for, in row-major order, from ``address``, called from worker
-        threads. An extent that is read whole is compared with its checksum when ``verify`` is set.
+        threads. With ``verify`` every extent that a request touches is read whole and compared with its checksum;
+        without it only what is wanted is read, and gaps of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
