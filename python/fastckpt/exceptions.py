@@ -4,6 +4,10 @@ Where Python has an exception for the case, that one is raised: ``FileNotFoundEr
 ``PermissionError``, and ``OSError`` with its ``errno`` (``ENOSPC``, ``EIO``) and ``filename``.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 
 class CheckpointError(Exception):
     """The root of all errors that are fastckpt's own."""
@@ -43,3 +47,38 @@ class StructureMismatchError(CheckpointError, ValueError):
     """
 
     differences: tuple[str, ...] = ()
+
+
+class RankFailure(NamedTuple):
+    """What one rank failed of, or that it has not answered.
+
+    Attributes:
+        rank: its index in the process group.
+        host: the name of its host; empty where the rank has never been heard of.
+        message: what happened, as ``failed: OSError: [Errno 28] No space left on device``.
+    """
+
+    rank: int
+    host: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}{self.host and ' on ' + self.host} {self.message}"
+
+
+class RanksError(CheckpointError):
+    """Ranks that save or load together did not all succeed. A rank that failed itself raises its own exception instead.
+
+    Attributes:
+        failures: the ranks that failed or have not answered, at most 16 of them, and why. Empty where no rank is known
+            to be the cause: the store of the process group has gone.
+    """
+
+    failures: tuple[RankFailure, ...] = ()
+
+    def __init__(self, message: str, failures: tuple[RankFailure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+    def __reduce__(self) -> tuple[type[RanksError], tuple[str, tuple[RankFailure, ...]]]:
+        return type(self), (str(self), self.failures)

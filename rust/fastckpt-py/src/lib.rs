@@ -9,10 +9,13 @@ mod buffers;
 mod commit;
 mod error;
 mod hashes;
+mod mail;
 mod probe;
+mod ranks_save;
 mod reader;
 mod report;
 mod save;
+mod share;
 mod snapshot;
 
 #[pymodule]
@@ -27,5 +30,8 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     probe::register(module)?;
     hashes::register(module)?;
     snapshot::register(module)?;
-    reader::register(module)
+    reader::register(module)?;
+    share::register(module)?;
+    mail::register(module)?;
+    ranks_save::register(module)
 }

@@ -21,8 +21,8 @@ use crate::save::SaveOptions;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Reader {
-    checkpoint: Arc<Checkpoint>,
+pub(crate) struct Reader {
+    pub(crate) checkpoint: Arc<Checkpoint>,
 }
 
 /// See `_core.pyi`. Its attributes are already Python objects: a load of many small tensors reads each of them several
@@ -192,6 +192,10 @@ impl Reader {
 
     fn metadata(&self) -> &str {
         self.checkpoint.body().metadata.get()
+    }
+
+    fn per_rank(&self) -> Option<&str> {
+        self.checkpoint.body().per_rank.as_ref().map(|text| text.get())
     }
 
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -27,6 +27,14 @@ pub trait Job: Sync {
     /// Whether blocks go to the disk or come from it.
     const WRITE: bool;
 
+    /// Whether blocks may wait for other processes. If so, the calling thread runs none: it keeps reporting progress.
+    fn waits(&self) -> bool {
+        false
+    }
+
+    /// Ends all such waits. Called after a failure, once it was kept as that of the operation.
+    fn stop(&self) {}
+
     /// Number of blocks.
     fn blocks(&self) -> usize;
 

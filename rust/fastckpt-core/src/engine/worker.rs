@@ -93,6 +93,7 @@ impl<'a, J: Job> Shared<'a, J> {
     pub(super) fn fail(&self, error: Error) {
         lock(&self.failure).get_or_insert(error);
         self.stop.store(true, Ordering::Relaxed);
+        self.job.stop();
     }
 
     pub(super) fn stopped(&self) -> bool {

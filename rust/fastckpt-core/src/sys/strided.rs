@@ -147,6 +147,26 @@ impl Rows {
         std::iter::from_fn(line).filter(|line| line.len > 0)
     }
 
+    /// The number of bytes of the rows that lie in `range` of the tensor. For rows in the order of the tensor.
+    #[must_use]
+    pub fn bytes_in(&self, range: &Range<u64>) -> u64 {
+        let below = |at: u64| {
+            let (mut rest, mut inner) = (at.saturating_sub(self.first), self.bytes());
+            let mut below = 0;
+            for axis in &self.axes {
+                inner /= axis.count;
+                let i = rest / axis.from;
+                if i >= axis.count {
+                    return below + axis.count * inner;
+                }
+                below += i * inner;
+                rest -= i * axis.from;
+            }
+            below + rest.min(self.row)
+        };
+        below(range.end) - below(range.start)
+    }
+
     /// The axis around the innermost one; a single index if there is none.
     fn outer(&self) -> Axis {
         let outer = self.axes.len().checked_sub(2).map(|at| self.axes[at]);

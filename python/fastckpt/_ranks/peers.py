@@ -1,0 +1,185 @@
+"""The ranks of one process group, and what they do together."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from fastckpt._ranks.member import Member
+from fastckpt._ranks.protocol import LAST, StopError, Turn
+from fastckpt._ranks.requests import Steps, UnreachableError
+from fastckpt._ranks.store import Transport
+from fastckpt.exceptions import RanksError
+
+#: Seconds that the store may take when the user has interrupted the program.
+_HURRY = 5.0
+
+__all__ = ["LAST", "Operation", "Peers"]
+
+
+class Peers:
+    """The ranks of one process group. It is kept as long as the group: its counters move with those of the others.
+
+    Args:
+        rank: the index of this process in the group.
+        size: processes in the group.
+        store: the ``torch.distributed.Store`` of the group; a group of one needs none.
+        host: the name of this host, for errors.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, host: str) -> None:
+        self.rank, self.size, self.host = rank, size, host
+        self._member = Member(rank, size, host, secrets.token_hex(8))
+        self._transport = Transport(store) if size > 1 else None
+        self._turns = threading.Condition()
+        self._ended: set[int] = set()
+        self._next = 0
+
+    @property
+    def session(self) -> str:
+        """A word that all ranks of this group have, and no other group in this store; known after the first round."""
+        return self._member.session
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of a rank's host; empty where this rank has not heard of it."""
+        return self._member.hosts.get(rank, "")
+
+    def operation(self, kind: str, path: str, timeout: float) -> Operation:
+        """Take the next turn: an operation that all ranks begin in the same order.
+
+        It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
+        turns before it have ended on this rank.
+
+        Args:
+            kind: ``save`` or ``load``.
+            path: to what, the same on all ranks.
+            timeout: seconds of silence after which a rank is taken to be gone.
+        """
+        with self._turns:
+            return Operation(self, Turn(self._member, kind, path, timeout))
+
+    def close(self) -> None:
+        """End the threads of the store."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _run(self, steps: Steps, timeout: float) -> Any:
+        """Serve the requests of a generator, and return what it returns."""
+        reply: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                request = steps.send(reply) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            reply = error = None
+            if self._transport is None:
+                raise AssertionError(f"a group of one asks for {request}")
+            try:
+                reply = self._transport.serve(request, timeout)
+            except BaseException as raised:  # noqa: BLE001 - the generator decides
+                error = raised
+
+    def _enter(self, number: int) -> None:
+        with self._turns:
+            self._turns.wait_for(lambda: self._next >= number)
+
+    def _leave(self, number: int) -> None:
+        with self._turns:
+            self._ended.add(number)
+            while self._next in self._ended:
+                self._ended.remove(self._next)
+                self._next += 1
+            self._turns.notify_all()
+
+
+class Operation:
+    """One operation of all ranks, as a context manager around what this rank does.
+
+    An exception in the body goes to all ranks with the next round, then it is raised; the others get a ``RanksError``.
+    The round ``done`` is the last: a body that has had its answer cannot fail for others.
+    """
+
+    def __init__(self, peers: Peers, turn: Turn) -> None:
+        self._peers, self._turn = peers, turn
+        self._looked = float("-inf")
+
+    def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
+        self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end(error)
+        finally:
+            self._peers._leave(self._turn.number)  # noqa: SLF001 - they are one
+
+    def round(
+        self,
+        name: str,
+        value: Any,
+        *,
+        combine: Callable[[list[Any]], Any] | None = None,
+        decide: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Take part in the next round, and return its answer, the same on all ranks.
+
+        Args:
+            name: the round, the same on all ranks; ``done`` is the last.
+            value: what this rank says: None, numbers, text, bytes, lists and dicts of them.
+            combine: makes one value of several, those of ranks or of what it has made; they come in the order
+                of ranks as far as a tree has one, this rank's first. Without it, the answer is made of the list of all.
+            decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
+                all. It calls ``alive`` where it takes long. Without it, the answer is the value.
+
+        Raises:
+            RanksError: a rank has failed or does not answer, or the store does not.
+        """
+        return self._run(self._turn.round(name, value, None, combine, decide))
+
+    def alive(self) -> None:
+        """Say that this rank makes progress. Cheap: most calls do nothing."""
+        if self._peers.size > 1 and not self._turn.over:
+            self._run(self._turn.alive())
+
+    def check(self) -> None:
+        """Raise if another rank has failed, so that a long body ends early. Cheap: at most one look a second.
+
+        Raises:
+            RanksError: a rank has failed or does not answer, or the store does not.
+        """
+        if self._peers.size == 1 or self._turn.over:
+            return
+        now = time.monotonic()
+        if now - self._looked >= max(self._turn.slice, self._peers.size / 1024):
+            self._looked = now
+            self._run(self._turn.look())
+
+    def _run(self, steps: Steps, limit: float = math.inf) -> Any:
+        try:
+            return self._peers._run(steps, min(limit, self._turn.timeout))  # noqa: SLF001 - they are one
+        except UnreachableError as error:
+            raise self._turn.unreachable(error) from error
+
+    def _end(self, error: BaseException | None) -> None:
+        interrupted = error is not None and not isinstance(error, Exception)
+        try:
+            verdict = self._run(self._turn.end(error), _HURRY if interrupted else math.inf)
+        except RanksError as unreachable:
+            if interrupted:
+                return
+            verdict = unreachable
+        if verdict is None:
+            return
+        if isinstance(error, StopError):
+            raise verdict from None
+        if error is not None and sys.version_info >= (3, 11):
+            error.add_note(str(verdict))

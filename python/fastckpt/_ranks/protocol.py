@@ -1,0 +1,520 @@
+"""The rounds of one operation of many ranks: a state machine without clock, I/O or threads.
+
+Its methods are generators of requests; ``peers.py`` serves them from a store of torch's, the tests from a simulated
+one.
+
+**A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself: each call takes one,
+however it ends. It has **rounds**. In a round each rank posts one message for the rank above it, which waits for those
+of the ranks below it, joins them with its own, and posts the result; rank 0, the coordinator, makes the answer.
+
+**The verdict** of a round stands in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to a
+failure, by compare-and-set alone; whoever finds a failure in it, or puts it there, has the same verdict as all others.
+So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped while it
+was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The bell is a
+key that appears after the verdict, to wake those who wait; it may also ring for nothing.
+
+**Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
+rank listens to those below until it has their messages, and to the coordinator until it has the verdict. The beats of a
+rank that has posted are not needed: if its message was lost, it is silent.
+
+**A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
+message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
+have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the verdict.
+
+**Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
+all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
+store did not answer) says so when it next comes: until then it is silent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from fastckpt._ranks import tree, words
+from fastckpt._ranks.member import Member, hello_of
+from fastckpt._ranks.messages import Message, join
+from fastckpt._ranks.requests import (
+    Add,
+    Call,
+    Forget,
+    Get,
+    Now,
+    Put,
+    Remove,
+    Steps,
+    Swap,
+    UnreachableError,
+    Wait,
+    value_of,
+)
+from fastckpt.exceptions import RankFailure, RanksError
+
+#: The last round: its answer is the outcome of the operation.
+LAST = "done"
+#: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
+VALUE = 4 << 20
+#: Seconds that a rank waits for the others once it knows that the turn has failed.
+GRACE = 5.0
+#: Bytes of an answer that the register itself holds.
+INLINE = 16 << 10
+DECIDING = b"deciding"
+
+
+class StopError(RanksError):
+    """Another rank has failed: the body of an operation ends here, and the verdict follows."""
+
+
+@dataclass
+class _Listening:
+    """A rank waits for the messages of those below it."""
+
+    began: float
+    now: float
+    waiting: set[int]
+    #: When the turn was known to have failed.
+    failed: float | None = None
+    #: There is a verdict already.
+    decided: bool = False
+    found: dict[int, Message] = field(default_factory=dict)
+    #: Of each rank the last count of its beats, and when it was new.
+    heard: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def fail(self) -> None:
+        self.failed = self.now if self.failed is None else self.failed
+
+
+def _is_final(verdict: bytes | None) -> bool:
+    """Whether what a register holds is a verdict."""
+    return verdict is not None and verdict != DECIDING
+
+
+class Turn:
+    """One operation of one rank.
+
+    Args:
+        member: the rank.
+        kind: what it does, as ``save``.
+        path: to what.
+        timeout: seconds of silence after which a rank is taken to be gone.
+    """
+
+    def __init__(self, member: Member, kind: str, path: str, timeout: float) -> None:
+        self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
+        self.number = member.turn
+        member.turn += 1
+        self.name = ""
+        #: Rounds that it has begun.
+        self.rounds = 0
+        #: It is in a round, not between two.
+        self.inside = False
+        #: It has the verdict of its last round, or has left without.
+        self.over = False
+        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed.
+        self.long_slice = timeout / 20
+        self.slice = min(self.long_slice, 1.0)
+        self._grace = min(GRACE, timeout)
+        self._beaten: float | None = None
+        #: Somebody has failed, and all can know.
+        self._aborted = False
+        #: This rank has said that it succeeded, and does not know the outcome.
+        self._unknown = False
+        #: The coordinator has done what the operation is for.
+        self._committed = False
+        #: Keys that this rank may have made, or may be the last to remove: beats and its hello, its messages, answers.
+        self._small: set[str] = set()
+        self._posted: list[str] = []
+        self._answers: dict[int, list[str]] = {}
+
+    # Keys.
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, ("fastckpt", self.member.session, self.number, *parts)))
+
+    def _up(self, rank: int) -> str:
+        return self._key(self.rounds, "up", rank)
+
+    def _beat_of(self, rank: int) -> str:
+        key = self._key("beat", rank)
+        self._small.add(key)
+        return key
+
+    def _register(self, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "verdict")
+
+    def _bell(self, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "bell")
+
+    @property
+    def _abort(self) -> str:
+        return self._key("abort")
+
+    # What a rank does while it works.
+
+    def alive(self) -> Steps:
+        """Say that this rank makes progress; to the store, at most forty times in ``timeout``."""
+        if not self._working():
+            return
+        now = yield Now()
+        if self._beaten is None or now - self._beaten >= self.long_slice / 2:
+            self._beaten = now
+            beat = self._beat_of(self.member.rank)
+            yield Add(beat, 1)
+            if not self._working():  # another thread has left meanwhile
+                yield Remove((beat,))
+
+    def _working(self) -> bool:
+        return not self.over and bool(self.member.session)
+
+    def look(self) -> Steps:
+        """Raise ``StopError`` if a rank has failed in this turn."""
+        if not self._working():
+            return
+        told = yield from value_of(self._abort)
+        if told is not None:
+            self._aborted = True
+            failure = RankFailure(*json.loads(told))
+            raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
+
+    # One round.
+
+    def round(
+        self,
+        name: str,
+        value: Any,
+        failure: RankFailure | None = None,
+        combine: Callable[[list[Any]], Any] | None = None,
+        decide: Callable[[Any], Any] | None = None,
+    ) -> Steps:
+        """Take part in the next round and return its answer.
+
+        Args:
+            name: the round, the same on all ranks; ``LAST`` is the last.
+            value: what this rank says.
+            failure: that this rank has failed instead, or that it stopped for that of another.
+            combine: makes one value of those of a rank and the ranks below it, its own first; None makes a list of all.
+            decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
+
+        Raises:
+            RanksError: a rank failed or is silent.
+            UnreachableError: the store does not answer.
+        """
+        self.name = name
+        if self.member.size == 1:
+            return self._alone(value, failure, combine, decide)
+        self._posted.clear()
+        if not self.member.session:
+            yield from self._meet()
+        yield from self._settle()
+        self.rounds += 1
+        self.inside = True
+        call = [self.kind, self.path, name]
+        own = Message(call, [failure] if failure else [], 0, [value] if combine is None else value)
+        messages = yield from self._collect(own)
+        if messages is None:
+            verdict = yield from value_of(self._register())
+        elif self.member.rank:
+            message = join(self.member, own, messages, combine)
+            self._unknown = name == LAST and not message.failures
+            yield from self._post(self._up(self.member.rank), message.encode())
+            verdict = yield from self._await()
+        else:
+            verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
+        answer = yield from self._take(verdict)
+        self.inside = self._unknown = False
+        return answer
+
+    def _alone(
+        self,
+        value: Any,
+        failure: RankFailure | None,
+        combine: Callable[[list[Any]], Any] | None,
+        decide: Callable[[Any], Any] | None,
+    ) -> Any:
+        """Take part in a round of one rank. There is nobody to tell: an exception goes up as it is."""
+        self.rounds += 1
+        if failure:
+            raise self.error([failure])
+        joined = [value] if combine is None else combine([value])
+        answer = joined if decide is None else decide(joined)
+        self.over = self.name == LAST
+        return answer
+
+    def _meet(self) -> Steps:
+        self._small.add(hello_of(self.member.rank))
+        silent = yield from self.member.meet(self.timeout, self.long_slice)
+        if silent is not None:
+            self.owe(f"gave up: {silent}")
+            raise self.error([silent])
+
+    # Up.
+
+    def _collect(self, own: Message) -> Steps:
+        """Return the messages of the ranks below by rank, in order, or None if there is a verdict.
+
+        What is missing is a failure of ``own``.
+        """
+        member = self.member
+        now = yield Now()
+        state = _Listening(now, now, set(tree.below(member.rank, member.size)))
+        state.heard = dict.fromkeys(state.waiting, (0, now))
+        if own.failures:
+            state.fail()
+            yield from self._tell(own.failures[0])
+        while state.waiting:
+            keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
+            hurry = state.failed is not None and state.now - state.failed <= self._grace
+            pause = min(self.slice, self._grace / 10) if hurry else self.slice
+            if not (yield Wait(tuple(keys.values()), pause)):
+                yield from self.alive()
+            state.now = yield Now()
+            if (yield from self._receive(keys, state)):
+                continue
+            yield from self._listen(state, own)
+            yield from self._look_around(state)
+            if self._has_waited(state):
+                break
+        if state.decided:
+            return None
+        if self._aborted and not own.failures:
+            # The one that failed may answer to another rank, and what is missing here must not pass for success.
+            own.failures.append(RankFailure(*json.loads((yield from value_of(self._abort)))))
+        return {rank: state.found[rank] for rank in sorted(state.found)}
+
+    def _expected(self, rank: int) -> str:
+        """Return the key that shows that a rank below has come, or has got as far as this rank."""
+        return self._up(rank) if rank in self.member.answered else hello_of(rank)
+
+    def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
+        """Take what has come, and return whether there was anything."""
+        member, came = self.member, False
+        values = yield Get(tuple(keys.values()))
+        for rank, data in zip(keys, values, strict=True):
+            if data is None:
+                continue
+            came = True
+            if rank not in member.answered:
+                yield from member.answer(rank, data)
+                state.heard[rank] = (0, state.now)
+                continue
+            message = Message.decode((yield from self._fetch(keys[rank], data, remove=True)))
+            member.known.add(rank)
+            state.waiting.discard(rank)
+            state.found[rank] = message
+            if message.failures:
+                state.fail()
+        return came
+
+    def _listen(self, state: _Listening, own: Message) -> Steps:
+        """Listen to the ranks below whose messages are missing, and give up those that are silent."""
+        member = self.member
+        for rank in sorted(state.waiting):
+            if rank in member.answered and rank not in member.known:
+                # It may have restarted since it said hello.
+                yield from member.answer(rank, (yield from value_of(hello_of(rank))))
+            beats = yield Add(self._beat_of(rank), 0)
+            before, since = state.heard[rank]
+            if beats != before:
+                state.heard[rank] = (beats, state.now)
+            elif state.now - since >= self.timeout:
+                silent = member.silent(rank, self.timeout)
+                own.failures.append(silent)
+                state.waiting.discard(rank)
+                state.fail()
+                yield from self._tell(silent)
+
+    def _look_around(self, state: _Listening) -> Steps:
+        """See whether the turn has failed elsewhere, or has a verdict already."""
+        aborted, verdict = yield Get((self._abort, self._register()))
+        if aborted is not None:
+            self._aborted = True
+            state.fail()
+        state.decided = _is_final(verdict)
+
+    def _has_waited(self, state: _Listening) -> bool:
+        """Whether a rank that knows of a failure has waited long enough for the messages that are missing."""
+        if any(rank not in self.member.answered for rank in state.waiting):
+            return False
+        return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
+
+    # Down.
+
+    def _decide(self, joined: Message, decide: Callable[[Any], Any] | None) -> Steps:
+        """Make the answer, as the coordinator, and return the verdict, which may be another's."""
+        if joined.failures:
+            return (yield from self._conclude(b"", words.failed(joined.failures, joined.more)))
+        yield Remove(tuple(self._answers.pop(self.rounds - 1, ())))
+        yield from self.alive()
+        verdict = yield Swap(self._register(), b"", DECIDING)
+        if verdict != DECIDING:
+            return verdict
+        try:
+            answer = joined.value if decide is None else (yield Call(decide, joined.value))
+            data = words.encode(answer)
+        except BaseException as error:
+            yield from self._conclude(DECIDING, words.failed([self.member.failure(words.told(error))]))
+            yield from self.leave(failed=True)
+            raise
+        self._committed = self.name == LAST
+        final = b"=" + data if len(data) < INLINE else (yield from self._cut(self._register(), data))
+        return (yield from self._conclude(DECIDING, final))
+
+    def _conclude(self, expected: bytes, verdict: bytes, number: int | None = None) -> Steps:
+        """Put a verdict into a register if that is as expected, ring the bell, and return the verdict that it has."""
+        held = yield Swap(self._register(number), expected, verdict)
+        if _is_final(held):
+            yield Put(self._bell(number), b"")
+        return held
+
+    def _await(self) -> Steps:
+        """Return the verdict when the coordinator has made it, or give up when that is silent."""
+        before, since = 0, (yield Now())
+        while True:
+            if (yield Wait((self._bell(),), self.long_slice)):
+                verdict = yield from value_of(self._register())
+                if _is_final(verdict):
+                    return verdict
+            beats = yield Add(self._beat_of(0), 0)
+            now = yield Now()
+            if beats != before:
+                before, since = beats, now
+            elif now - since >= self.timeout:
+                return (yield from self._give_up())
+
+    def _give_up(self) -> Steps:
+        """Make the coordinator's silence the verdict, unless there is one, and return it."""
+        silent = self.member.silent(0, self.timeout)
+        yield from self._tell(silent)
+        verdict = yield from self._conclude(b"", words.failed([silent]))
+        if verdict == DECIDING:
+            unknown = self.name == LAST
+            verdict = yield from self._conclude(DECIDING, words.failed([silent], unknown=unknown))
+        return verdict
+
+    def _take(self, verdict: bytes) -> Steps:
+        """Return the answer that a verdict is, or raise the failure."""
+        self._answers[self.rounds] = []
+        if verdict[:1] == b"!":
+            failures, more, unknown = json.loads(verdict[1:])
+            yield from self.leave(failed=True)
+            raise self.error([RankFailure(*one) for one in failures], more, unknown=unknown)
+        data = yield from self._fetch(self._register(), verdict)
+        self._answers[self.rounds] += [self._register(), self._bell()]
+        if self.name == LAST:
+            yield from self.leave()
+        return words.decode(data)
+
+    # Ends.
+
+    def _tell(self, failure: RankFailure) -> Steps:
+        """Tell those who work that the turn has failed; the first failure stands."""
+        if not self._aborted:
+            self._aborted = True
+            yield Swap(self._abort, b"", json.dumps(list(failure)).encode())
+
+    def leave(self, *, failed: bool = False) -> Steps:
+        """End the turn on this rank; the last rank to leave clears what is left of it."""
+        self.over = True
+        member = self.member
+        if member.size == 1 or not member.session:
+            return
+        try:
+            if failed:
+                yield Forget()
+            if mine := [*self._small, *(self._posted if failed else ())]:
+                yield Remove(tuple(mine))
+            if (yield Add(self._key("left"), 1)) == member.size:
+                rounds = (self.rounds - 1, self.rounds, self.rounds + 1)
+                verdicts = [key for one in rounds if one > 0 for key in (self._register(one), self._bell(one))]
+                parts = chain.from_iterable(self._answers.values())
+                yield Remove((self._key("left"), self._abort, *dict.fromkeys([*verdicts, *parts])))
+        except UnreachableError:
+            return  # the verdict is known; keys that stay hurt nobody
+
+    def end(self, error: BaseException | None) -> Steps:
+        """End the body of the operation, which may have raised; return the verdict where that is a failure."""
+        if self.over:
+            return None
+        if error is None:
+            yield from self.leave()
+        elif not isinstance(error, Exception):
+            # The user wants to get away: nobody waits for anybody.
+            yield from self.abandon(self.member.failure(words.told(error)))
+        else:
+            failure = self.member.failure(words.told(error))
+            if isinstance(error, StopError):
+                (failure,) = error.failures
+            try:
+                yield from self.round("", None, failure)
+            except RanksError as verdict:
+                return verdict
+        return None
+
+    def abandon(self, failure: RankFailure) -> Steps:
+        """Leave without a verdict, so that the others have one at once."""
+        if self.member.session:
+            self.over = True
+            verdict = words.failed([failure])
+            yield from self._tell(failure)
+            first = self.rounds if self.inside else self.rounds + 1
+            for number in (first, first + 1):
+                if (yield from self._conclude(b"", verdict, number))[:1] == b"!" or self.name == LAST:
+                    break
+            yield from self.leave(failed=True)
+
+    def owe(self, why: str) -> None:
+        """Leave without a verdict, and without a word: the others are told when this rank next comes."""
+        if not self.over and self.member.size > 1:
+            self.member.owed.append((self, self.member.failure(why)))
+        self.over = True
+
+    def _settle(self) -> Steps:
+        """Tell of the turns that this rank left without a word."""
+        while owed := self.member.owed:
+            turn, failure = owed[0]
+            yield from turn.abandon(failure)
+            owed.pop(0)
+
+    def error(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> RanksError:
+        """Return the error that tells what failed, and what that means for the checkpoint."""
+        ending = words.ending(self.kind, unknown=unknown, committed=self._committed)
+        others = f"; and {more:,} more" if more else ""
+        told = "; ".join(str(failure) for failure in failures) + others
+        return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
+
+    def unreachable(self, error: UnreachableError) -> RanksError:
+        """Leave because the store does not answer, and return the error that says so."""
+        self.owe(f"gave up: {error}")
+        ending = words.ending(self.kind, unknown=self._unknown, committed=self._committed)
+        return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
+
+    # Values of any size.
+
+    def _post(self, key: str, data: bytes) -> Steps:
+        """Put a value that may be too large for one key."""
+        self._posted.append(key)
+        yield Put(key, b"=" + data if len(data) < VALUE else (yield from self._cut(key, data)))
+
+    def _cut(self, key: str, data: bytes) -> Steps:
+        """Put a large value as parts beside a key, and return what the key is to hold."""
+        starts = range(0, len(data), VALUE)
+        for part, start in enumerate(starts):
+            self._posted.append(f"{key}/{part}")
+            yield Put(f"{key}/{part}", data[start : start + VALUE])
+        return b"#%d" % len(starts)
+
+    def _fetch(self, key: str, held: bytes, *, remove: bool = False) -> Steps:
+        """Return the value whose key holds ``held``; else than removing its keys, remember them."""
+        parts = [f"{key}/{part}" for part in range(int(held[1:]))] if held[:1] == b"#" else []
+        pieces = [] if parts else [held[1:]]
+        for part in parts:
+            piece = yield from value_of(part)
+            pieces.append(piece)
+        if remove:
+            yield Remove((key, *parts))
+        else:
+            self._answers[self.rounds] += parts
+        return b"".join(pieces)

@@ -1,0 +1,237 @@
+"""Serves the requests of the protocol from a store of torch's: TCPStore, FileStore, HashStore, PrefixStore over them.
+
+A client of a TCPStore whose server is stopped waits for ever, whatever timeout it was given. So every call runs in a
+thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is left behind: it ends when
+the server answers or goes. Where the store can be cloned, each line is a clone with a connection of its own, so that
+neither our waits block other users of the store nor theirs ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
+
+#: Seconds between two looks at a store whose clients must not wait in it, at first and at most.
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
+
+
+class _Task:
+    """One call, and what came of it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.ended = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _Line:
+    """A thread with a client of the store, which makes calls one after the other.
+
+    Args:
+        connect: makes the client; it may hang as well.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        threading.Thread(target=self._run, args=(connect,), name="fastckpt-store", daemon=True).start()
+
+    def start(self, function: Callable[[Any], Any]) -> _Task:
+        task = _Task(function)
+        self._tasks.put(task)
+        return task
+
+    def end(self) -> None:
+        self._tasks.put(None)
+
+    def _run(self, connect: Callable[[], Any]) -> None:
+        client: Any = None
+        failed: BaseException | None = None
+        try:
+            client = connect()
+        except Exception as error:  # noqa: BLE001 - it is the callers'
+            failed = error
+        while (task := self._tasks.get()) is not None:
+            task.error = failed
+            try:
+                task.result = None if failed else task.function(client)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                task.error = error
+            task.ended.set()
+            del task
+
+
+class Transport:
+    """The store of a process group, as the protocol sees it. Its methods may be called by any thread.
+
+    Args:
+        store: a ``torch.distributed.Store``.
+    """
+
+    def __init__(self, store: Any) -> None:
+        root = store
+        while hasattr(root, "underlying_store"):
+            root = root.underlying_store
+        host = getattr(root, "host", None)
+        self._name = (
+            f"the store of the process group at {host}:{root.port}"
+            if host
+            else (f"the store of the process group ({type(root).__name__})")
+        )
+        self._store = store
+        #: Clients of a server: they have connections, which wait without looking again and again.
+        self._remote = host is not None and hasattr(store, "clone")
+        self._lock = threading.Lock()
+        # Connections take a while to make: they are begun at once.
+        self._line: _Line | None = _Line(self._connect)
+        self._waiter: _Line | None = _Line(self._connect) if self._remote else None
+        self._waits: tuple[frozenset[str], _Task] | None = None
+
+    def serve(self, request: Request, limit: float) -> Any:
+        """Answer a request, whose calls may take ``limit`` seconds each.
+
+        Raises:
+            UnreachableError: the store does not answer.
+        """
+        if isinstance(request, Now):
+            return time.monotonic()
+        if isinstance(request, Call):
+            return request.function(request.value)
+        if isinstance(request, Wait):
+            return self._wait(request.keys, request.seconds, limit)
+        if isinstance(request, Forget):
+            return self._forget(limit)
+        return self._call(lambda client: _answer(client, request), limit, again=not isinstance(request, Add))
+
+    def close(self) -> None:
+        """End the threads, as far as they do not hang."""
+        with self._lock:
+            for line in (self._line, self._waiter):
+                if line is not None:
+                    line.end()
+            self._line = self._waiter = self._waits = None
+
+    def _connect(self) -> Any:
+        return self._store.clone() if self._remote else self._store
+
+    def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
+        """Make a call; a broken connection is made anew once, where the call may be repeated."""
+        while True:
+            with self._lock:
+                line = self._line = self._line or _Line(self._connect)
+            task = line.start(function)
+            ended = task.ended.wait(limit)
+            if ended and task.error is None:
+                return task.result
+            with self._lock:
+                if self._line is line:
+                    self._line = None
+            line.end()
+            if not ended:
+                raise UnreachableError(f"{self._name} has not answered for {limit:.1f} s{_CAUSE}")
+            if not (again and self._remote and isinstance(task.error, RuntimeError)):
+                raise UnreachableError(
+                    f"{self._name} does not answer ({_first_line(task.error)}){_CAUSE}"
+                ) from task.error
+            again = False
+
+    def _wait(self, keys: tuple[str, ...], seconds: float, limit: float) -> bool:
+        ends = time.monotonic() + seconds
+        if self._remote and (task := self._wait_there(keys, limit)) is not None:
+            if not task.ended.wait(seconds):
+                return False
+            with self._lock:
+                self._waits = None
+                if task.error is not None:
+                    self._waiter = None
+            if task.error is None and task.result:
+                return True
+        pause = _FIRST_LOOK
+        while not self._call(lambda client: client.check(list(keys)), limit):
+            left = ends - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_LOOK)
+        return True
+
+    def _forget(self, limit: float) -> None:
+        """End a wait at the server by what it waits for.
+
+        It would end with the store, perhaps in the middle of the interpreter's own end, which kills such threads badly.
+        """
+        with self._lock:
+            waits, self._waits = self._waits, None
+        if waits is None or waits[1].ended.is_set():
+            return
+        keys, task = waits
+
+        def ring(client: Any) -> list[str]:
+            missing = [key for key in keys if not client.check([key])]
+            for key in missing:
+                client.set(key, b"")
+            return missing
+
+        missing = self._call(ring, limit)
+        task.ended.wait(limit)
+        self.serve(Remove(tuple(missing)), limit)
+
+    def _wait_there(self, keys: tuple[str, ...], limit: float) -> _Task | None:
+        """Return a wait at the server for the keys, or for more; None: it waits for others."""
+        with self._lock:
+            if self._waits is not None:
+                awaited, task = self._waits
+                if awaited.issuperset(keys):
+                    return task
+                if not task.ended.is_set():
+                    # It hangs until its time is over, and nobody needs it.
+                    if self._waiter is not None:
+                        self._waiter.end()
+                    self._waiter = None
+            self._waiter = self._waiter or _Line(self._connect)
+            longest = timedelta(seconds=2 * limit + 60)
+            task = self._waiter.start(lambda client: client.wait(list(keys), longest) or client.check(list(keys)))
+            self._waits = frozenset(keys), task
+            return task
+
+
+_CAUSE = ": its host, usually rank 0 or the launcher, is gone or stopped"
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _answer(client: Any, request: Request) -> Any:
+    """Make the call that a request stands for."""
+    if isinstance(request, Put):
+        return client.set(request.key, request.value)
+    if isinstance(request, Get):
+        keys = list(request.keys)
+        there = [True] * len(keys) if client.check(keys) else [len(keys) > 1 and client.check([key]) for key in keys]
+        found = [key for key, one in zip(keys, there, strict=True) if one]
+        values = dict(zip(found, _values(client, found), strict=True))
+        return [values.get(key) for key in keys]
+    if isinstance(request, Add):
+        return client.add(request.key, request.amount)
+    if isinstance(request, Swap):
+        return client.compare_set(request.key, request.expected, request.value)
+    if isinstance(request, Remove):
+        for key in request.keys:
+            with contextlib.suppress(NotImplementedError):
+                client.delete_key(key)
+        return None
+    raise TypeError(request)
+
+
+def _values(client: Any, keys: list[str]) -> list[bytes]:
+    if len(keys) > 1 and client.has_extended_api():
+        return list(client.multi_get(keys))
+    return [client.get(key) for key in keys]

@@ -1,0 +1,90 @@
+"""What travels through the store: values as bytes, failures, and the words of errors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastckpt.exceptions import RankFailure
+
+#: The one key of a dict that stands for bytes.
+_BYTES = "\0bytes"
+#: How many failures an error lists; a full disk fails every rank.
+LISTED = 16
+#: A message of a failure is cut here: an exception may print a whole state.
+_MESSAGE = 2000
+
+
+def encode(value: Any) -> bytes:
+    """Return a value of None, bool, int, float, str, bytes, lists, tuples (as lists) and dicts as bytes.
+
+    Raises:
+        TypeError: it holds something else, or a dict has a key that is not a string.
+    """
+    blobs: list[bytes] = []
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, (bytes, bytearray, memoryview)):
+            blobs.append(bytes(one))
+            return {_BYTES: len(blobs[-1])}
+        if isinstance(one, dict):
+            for key in one:
+                if not isinstance(key, str) or key == _BYTES:
+                    raise TypeError(f"a dict that travels between ranks has the key {key!r}, which is not a word")
+            return {key: plain(item) for key, item in one.items()}
+        if isinstance(one, (list, tuple)):
+            return [plain(item) for item in one]
+        return one
+
+    text = json.dumps(plain(value), separators=(",", ":")).encode()
+    return b"%d\n%s%s" % (len(text), text, b"".join(blobs))
+
+
+def decode(data: bytes) -> Any:
+    """Return the value that ``encode`` was given, its tuples as lists."""
+    length, _, rest = data.partition(b"\n")
+    at = int(length)
+
+    def back(one: Any) -> Any:
+        nonlocal at
+        if isinstance(one, dict):
+            if _BYTES in one:
+                at += one[_BYTES]
+                return rest[at - one[_BYTES] : at]
+            return {key: back(item) for key, item in one.items()}
+        if isinstance(one, list):
+            return [back(item) for item in one]
+        return one
+
+    return back(json.loads(rest[:at]))
+
+
+def told(error: BaseException) -> str:
+    """Return what other ranks are told of an exception."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"failed: {text[:_MESSAGE]}"
+
+
+def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
+    """Return the first failure of each rank, in the order of ranks."""
+    by_rank: dict[int, RankFailure] = {}
+    for failure in failures:
+        by_rank.setdefault(failure.rank, failure)
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def ending(kind: str, *, unknown: bool, committed: bool) -> str:
+    """Return what a failure means for the checkpoint."""
+    if kind != "save":
+        return "what it was to be loaded into may be filled in part"
+    if committed:
+        return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
+    if unknown:
+        return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
+    return "nothing was committed, the old checkpoint stands"
+
+
+def failed(failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> bytes:
+    """Return the verdict that says what failed."""
+    return b"!" + json.dumps([[list(one) for one in failures], more, unknown]).encode()
