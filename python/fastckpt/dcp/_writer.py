@@ -11,7 +11,7 @@ from fastckpt._api import in_flight
 from fastckpt._api.options import Engine, check_bandwidth, check_engine
 from fastckpt._api.outcome import conclude
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import SaveReport
+from fastckpt._api.reports import RankSaveReport, SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
@@ -178,13 +178,14 @@ class Writer(_torch.StorageWriter):
         about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
         if self._coordinates and self._alone:
             report = self._save_alone(self._path, plan, planner, types, about)
+            self.report = conclude(SaveReport, self._path, began, report)
         else:
             from ._together import Wishes, save_together  # noqa: PLC0415 - only where there are several
 
             wishes = Wishes(self._path, self._group, self._timeout, self._model_key, self._options)
             report = save_together(wishes, plan, planner, types, about.structure())
+            self.report = conclude(RankSaveReport, self._path, began, report)
         self._written = True
-        self.report = conclude(SaveReport, self._path, began, report)
         return _torch.done([_result(item) for item in plan.items])
 
     def _save_alone(
