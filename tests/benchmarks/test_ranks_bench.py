@@ -39,7 +39,7 @@ def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
     assert results["many save fastckpt"]["coordination_seconds"] > 0
     # Direct and buffered writes are both counted, so all that is saved is written, and by nobody twice.
     assert 0.9 < results["fsdp save fastckpt"]["written_per_byte"] < 1.5
-    assert 1.9 < results["fsdp save dcp_hf"]["written_per_byte"]
+    assert results["fsdp save dcp_hf"]["written_per_byte"] > 1.9
     # So small a state meets no bar for sure; each has been measured, and the status tells.
     assert len(document["bars"]) == 8
     assert all(bar["measured"] is not None for bar in document["bars"])
