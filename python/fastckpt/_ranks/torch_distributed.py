@@ -186,13 +186,24 @@ class DataGroup:
         tensor = _tensor(address, nbytes, owner)
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
+    def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
+        """Give all ranks what rank 0 has: ``content`` there, of ``nbytes``. They come here at about the same time."""
+        from torch import distributed as dist  # noqa: PLC0415
+
+        data = bytearray(nbytes) if content is None else bytearray(content)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._met.add(0 if self.rank else 1)
+        self._gloo.broadcast([_tensor_of(data)], options).wait(timedelta(seconds=limit))
+        return bytes(data)
+
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
         Gloo does that when a transfer of it runs out of time, so one does. The group is of no use after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
-        tensor = _tensor_of(bytes(1))
+        tensor = _tensor_of(bytearray(1))
         # One may be closed already while others are open. In a large group only those that we have met are connected.
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
@@ -205,10 +216,10 @@ def _tensor(address: int, nbytes: int, owner: object) -> Any:
     return torch.from_numpy(_memory.at(address, nbytes, owner))
 
 
-def _tensor_of(content: bytes) -> Any:
+def _tensor_of(content: bytearray) -> Any:
     import torch  # noqa: PLC0415
 
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
