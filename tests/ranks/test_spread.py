@@ -318,7 +318,8 @@ def _refusals() -> None:
             return function(*args, **(kwargs or {}))
 
     good = distribute_tensor(numbered(4, 2), mesh, [Shard(0)])
-    inside = DTensor.from_local(Odd(numbered(4, 2)), mesh, [Shard(0)], run_check=False)
+    inside = distribute_tensor(numbered(4, 2), mesh, [Shard(0)])
+    inside._local_tensor = Odd(numbered(4, 2))
     sparse = distribute_tensor(numbered(4, 2), mesh, [Shard(0)])
     sparse._local_tensor = numbered(4, 2).to_sparse()
     short = DTensor.from_local(
