@@ -454,7 +454,9 @@ def fetched(values: Sequence[Tensor]) -> list[Bytes]:
     out: list[Any] = [None] * len(values)
     for indices in by_device.values():
         plain = [values[index].detach().resolve_conj().resolve_neg().contiguous() for index in indices]
-        raw = torch.cat([value.reshape(-1).view(torch.uint8) for value in plain]).cpu().numpy()
+        # As vectors by stride: one element can count as contiguous with a step to the next that is none.
+        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in plain]
+        raw = torch.cat(flat).cpu().numpy()
         ends = np.cumsum([value.nbytes for value in plain])
         for index, data in zip(indices, np.split(raw, ends[:-1]), strict=True):
             out[index] = data
