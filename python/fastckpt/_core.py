@@ -33,6 +33,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankLoad",
     "RankSave",
     "ReadRequest",
     "Reader",
@@ -64,6 +65,7 @@ Memory = for_linux("Memory")
 Probe = for_linux("Probe")
 ProbedFiles = for_linux("ProbedFiles")
 ProbedRing = for_linux("ProbedRing")
+RankLoad = for_linux("RankLoad")
 RankSave = for_linux("RankSave")
 SaveOptions = for_linux("SaveOptions")
 Share = for_linux("Share")

@@ -19,6 +19,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankLoad",
     "RankSave",
     "ReadRequest",
     "Reader",
@@ -72,6 +73,14 @@ class ExchangedReport(Report):
 
     sent: int
     received: int
+
+@type_check_only
+class LoadedReport(Report):
+    """A report of one rank, and the bytes that it read at the storage, received from others and read for others."""
+
+    storage: int
+    peers: int
+    sent: int
 
 @type_check_only
 class Saved(TypedDict):
@@ -429,8 +438,14 @@ class ReadRequest:
 class Reader:
     """An open checkpoint: manifest read and checked."""
 
-    def __new__(cls, path: str, *, keep: bool = False) -> Reader:
-        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced."""
+    def __new__(cls, path: str, *, keep: bool = False, manifest: bytes | None = None) -> Reader:
+        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
+
+        ``manifest`` is what :meth:`manifest` of another process's reader returned: of the file only the beginning is
+        read, and ReplacedCheckpointError raised where it is that of another manifest.
+        """
+    def manifest(self) -> bytes:
+        """The content of the manifest, read again."""
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""
     def checksum(self, tensor: int) -> int | None:
@@ -638,3 +653,48 @@ class RankSave:
         What runs in other threads is stopped, and so is the mail. A workspace that was not committed goes.
         ``committed`` says whether the coordinator has committed, for fastckpt-top.
         """
+
+@final
+class RankLoad:
+    """The load of one rank: ``read``, while two threads move the messages of its ``mail``."""
+
+    def __new__(
+        cls,
+        share: Share,
+        rank: int,
+        reader: Reader,
+        requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
+        drain: Callable[[int, int, int, int], None] | None,
+        *,
+        verify: bool,
+        io: str,
+        threads: int | None,
+    ) -> RankLoad:
+        """Find out what ``rank`` does.
+
+        Args:
+            share: made by :meth:`Share.to_load`.
+            rank: the rank.
+            reader: the checkpoint.
+            requests: for each part of the rank: tensor, part, the address of the lowest byte of its memory, or 0 when
+                ``drain`` takes its bytes, the bytes that are there, and for each dimension how many bytes apart
+                neighbours lie, or None for row-major order without gaps. The caller keeps the memory alive until
+                ``read`` or ``close`` has returned, whichever is last.
+            drain: where the address is 0, ``drain(index in requests, start, address, nbytes)`` takes the bytes
+                ``[start, start + nbytes)`` of the part, in row-major order; the threads of ``read`` call it.
+            verify: compare every extent with its checksum, at the rank that reads it.
+            io: the engine.
+            threads: how many read, or None.
+
+        ValueError where a part is missing, asked for twice or too large for its memory.
+        """
+    @property
+    def mail(self) -> Mail: ...
+    def read(self, tick: Callable[[int, int], None] | None) -> LoadedReport:
+        """Read what this rank reads for all, and wait for what others read for it; all parts are filled then.
+
+        ``sent`` are the bytes that other ranks want of this one; they may still be on their way. ``tick`` is called
+        with the bytes read and received so far, and in all. Works once: RuntimeError the second time.
+        """
+    def close(self) -> None:
+        """Stop the mail, and with it a ``read`` of another thread; forget the memory. May be called at any time."""

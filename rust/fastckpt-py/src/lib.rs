@@ -11,6 +11,7 @@ mod error;
 mod hashes;
 mod mail;
 mod probe;
+mod ranks_load;
 mod ranks_save;
 mod reader;
 mod report;
@@ -33,5 +34,6 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     reader::register(module)?;
     share::register(module)?;
     mail::register(module)?;
-    ranks_save::register(module)
+    ranks_save::register(module)?;
+    ranks_load::register(module)
 }

@@ -129,7 +129,7 @@ impl<'a> ReadJob<'a> {
         };
         self.compare(shard, piece, found)?;
         match &mut piece.destination {
-            PieceDestination::Strided(_) | PieceDestination::Push(..) => {
+            PieceDestination::Strided(_) | PieceDestination::Push(..) | PieceDestination::Take(_) => {
                 hand_over(&mut piece.destination, piece.start, bytes(piece.len))
             }
             PieceDestination::Shares(shares) => {
@@ -245,6 +245,7 @@ fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Re
             push(drain, rows.as_deref(), start, bytes).map_err(Error::Callback)?;
             Ok(0)
         }
+        PieceDestination::Take(take) => take(start, bytes).map(|()| 0),
         PieceDestination::Edges { .. }
         | PieceDestination::Mapped(_)
         | PieceDestination::Nowhere

@@ -69,21 +69,21 @@ impl Checkpoint {
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
-    /// once. `verify` as in [`Self::read`]. Destinations may wait for other processes; `stop` ends their waits after a
-    /// failure.
+    /// once. `verify` as in [`Self::read`]. With `stop`, destinations may wait for other processes; it ends their waits
+    /// after a failure.
     pub fn read_ranges(
         &self,
         wanted: Vec<Wanted>,
         verify: bool,
         options: &Options,
-        (operation, stop): (&Operation, Stop<'_>),
+        (operation, stop): (&Operation, Option<Stop<'_>>),
         tick: Tick<'_>,
     ) -> Result<Report> {
         let begin = Instant::now();
         let plan = plan::plan_ranges(&self.body, wanted, verify)?;
         let choice = Choice::new(options, plan.read);
         let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
-        job.stop = Some(stop);
+        job.stop = stop;
         let mut read = || {
             if verify {
                 self.check_headers(&job.shards)?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::engine::content::{Destination, Drain};
+use crate::engine::content::{Destination, Drain, Take};
 use crate::error::{Error, Result};
 use crate::format::geometry::{self, STRAIGHT};
 use crate::format::manifest::{Body, TensorEntry};
@@ -48,6 +48,7 @@ impl Request {
                 Destination::Memory(region) => self.rows.is_none() && region.len() as u64 == tensor.bytes(),
                 Destination::Mapped(map) => tensor.offset + tensor.bytes() <= map.len() as u64,
                 Destination::Strided(_) | Destination::Push(_) | Destination::Nowhere => true,
+                Destination::Take(_) => self.rows.is_none(),
             }
     }
 }
@@ -72,7 +73,7 @@ impl Wanted {
             && end <= bytes
             && match &self.destination {
                 Destination::Memory(region) => region.len() as u64 == end - start,
-                Destination::Strided(_) | Destination::Push(_) => true,
+                Destination::Strided(_) | Destination::Push(_) | Destination::Take(_) => true,
                 Destination::Mapped(_) | Destination::Nowhere => false,
             }
     }
@@ -111,6 +112,7 @@ pub(super) enum PieceDestination {
     Strided(Strided),
     /// All bytes of the piece, or only those of a box.
     Push(Drain, Option<Arc<Rows>>),
+    Take(Take),
     Mapped(Arc<FileMap>),
     Nowhere,
     /// Only a part of the piece is wanted, or parts of it go to different places. These are plain destinations.
@@ -173,6 +175,9 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
             }
             Destination::Push(drain) => {
                 cut.range(tensor, start, end, |_| PieceDestination::Push(Drain::clone(&drain), None));
+            }
+            Destination::Take(take) => {
+                cut.range(tensor, start, end, |_| PieceDestination::Take(Take::clone(&take)));
             }
             Destination::Mapped(_) | Destination::Nowhere => {}
         }
@@ -277,6 +282,9 @@ impl Cut<'_> {
             }
             Destination::Push(drain) => self
                 .rows(tensor, rows.as_ref(), |_| PieceDestination::Push(Drain::clone(&drain), rows.clone())),
+            Destination::Take(take) => {
+                self.rows(tensor, None, |_| PieceDestination::Take(Take::clone(&take)));
+            }
             Destination::Mapped(map) => {
                 self.rows(tensor, rows.as_ref(), |_| PieceDestination::Mapped(Arc::clone(&map)));
             }
