@@ -15,19 +15,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import Engine, Unknown
+from fastckpt._api.options import Engine, Framework, Unknown
 from fastckpt._api.outcome import conclude
+from fastckpt._api.per_rank import load_state_of
+from fastckpt._api.prepare import wishes_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import Loaded, RankLoadReport, RankSaveReport
 from fastckpt._api.save import warn_of_failures
 from fastckpt._background.pending import OnError, PendingSave, check_on_error
 from fastckpt._background.save_async import tell_unasked_but
 from fastckpt._files import Files
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath
 from fastckpt._ranks import background
 from fastckpt._ranks.calls import Call
+from fastckpt._ranks.load import load_wishes
 from fastckpt._ranks.save import order, save_order
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Registry
@@ -93,8 +95,9 @@ def save(  # noqa: PLR0913 - all by name
         What was done: ``bytes`` by this rank, ``bytes_total`` by all.
 
     Raises:
-        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks, their
-            hosts and what happened there. Nothing was committed, unless the message says that the outcome is not known.
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
+            known.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
         ValueError: the ranks differ in what must be equal; or an argument is out of range, ``path`` is a URL, or this
             process is not in ``process_group``.
@@ -229,3 +232,169 @@ def save_async(  # noqa: PLR0913 - all by name
         background.start(background.Job(pending, call, placed, progress=progress))
     tell_unasked_but(pending)
     return pending
+
+
+@overload
+def load(
+    path: AnyPath,
+    into: Any = ...,
+    *,
+    process_group: Any = ...,
+    timeout: float = ...,
+    keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[False] = ...,
+) -> Any: ...
+@overload
+def load(
+    path: AnyPath,
+    into: Any = ...,
+    *,
+    process_group: Any = ...,
+    timeout: float = ...,
+    keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[True],
+) -> Loaded: ...
+def load(  # noqa: PLR0913 - all by name
+    path: AnyPath,
+    into: Any = None,
+    *,
+    process_group: Any = None,
+    timeout: float = TIMEOUT,
+    keys: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+    dtype: Any = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    strip_prefix: str | Sequence[str] | None = None,
+    framework: Framework = "auto",
+    device: Any = None,
+    registry: Registry | None = None,
+    unknown: Unknown = "error",
+    verify: bool = True,
+    io: Engine = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+    report: bool = False,
+) -> Any:
+    """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
+
+    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read
+    once for all ranks: each reads a share, and passes on what others want; on one host the page cache does that.
+
+    Args:
+        path: the checkpoint's directory, the same on all ranks.
+        into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them. Objects may stand in
+            it, too: modules, and optimizers, whose state comes spread as their parameters are. Ranks may want different
+            tensors, as the stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
+        process_group: the ranks that load together, as for :func:`save`.
+        timeout: seconds for which a rank may make no progress before all give up.
+        keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.
+        exclude: what is left out.
+        strict: False allows differences. A tensor of the checkpoint is unexpected where no rank has a place for it.
+        dtype: cast floating-point tensors.
+        rename: other keys.
+        strip_prefix: a prefix that is taken off keys.
+        framework: what new tensors are.
+        device: where new torch tensors go.
+        registry: types that this call knows.
+        unknown: what a value of an unknown type becomes.
+        verify: compare every byte with its checksum.
+        io: the engine of this rank. Where all ranks of the group are on one host and all have ``auto`` or ``buffered``,
+            they read through the page cache; with ``uring``, ``threads`` or ``direct`` they exchange messages there,
+            too.
+        threads: worker threads of this rank.
+        progress: show a progress bar of what this rank reads.
+        report: return a report, too.
+
+    Returns:
+        The state, or with ``report=True`` a :class:`fastckpt.Loaded` of the state and a :class:`RankLoadReport`.
+
+    Raises:
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. What is in ``into`` may be filled in part.
+        StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
+            changed.
+        CorruptCheckpointError: the checkpoint is damaged; the message says where.
+        Exception: whatever :func:`fastckpt.load` raises, on this rank.
+        TypeError: ``process_group`` is none.
+        ValueError: an argument is out of range, or this process is not in ``process_group``.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.load`.
+    """
+    began = time.perf_counter()
+    call = Call("load", session("load", process_group), path, timeout)
+    with range_of("fastckpt.distributed.load"), call.operation as operation:
+        call.check()
+        wishes = wishes_of(
+            "load",
+            into=into,
+            keys=keys,
+            exclude=exclude,
+            strict=strict,
+            dtype=dtype,
+            rename=rename,
+            strip_prefix=strip_prefix,
+            framework=framework,
+            device=device,
+            registry=registry,
+            unknown=unknown,
+            verify=verify,
+            io=io,
+            threads=threads,
+            progress=progress,
+        )
+        in_flight.wait_for_path(call.path)
+        read = load_wishes(call, operation, wishes, stacklevel=3)
+    found = conclude(RankLoadReport, call.path, began, read.fields)
+    return Loaded(read.state, found) if report else read.state
+
+
+def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:
+    """Read what a rank has saved for itself, with ``per_rank=`` of :func:`save`. Each process reads by itself.
+
+    Args:
+        path: the checkpoint's directory.
+        rank: whose; None for this process's own, which takes as many ranks as have saved.
+        process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
+
+    Returns:
+        The state; None if that rank gave none.
+
+    Raises:
+        KeyError: nothing was saved with ``per_rank=``.
+        ValueError: another number of ranks has saved than is in ``process_group``, and ``rank`` is None; or ``rank`` is
+            out of range.
+        Exception: whatever :func:`fastckpt.load` raises.
+    """
+    own = None
+    if rank is None:
+        group = session("load_per_rank", process_group).group
+        own = (group.rank, group.size)
+    return load_state_of(path, rank, own)

@@ -23,7 +23,7 @@ LAYERS = (
     ("telemetry", "commit", "share"),
     ("engine",),
     ("save", "read"),
-    ("snapshot", "probe"),
+    ("snapshot", "probe", "ranks"),
 )
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 

@@ -55,7 +55,8 @@ def decode(text: str) -> Any:
 @dataclass
 class Strike:
     """What befalls a rank: a signal to itself, or an exception raised, at the ``nth`` call of ``where``
-    (``module:attribute`` or ``module:Class.method``) that has ``match`` among its positional arguments."""
+    (``module:attribute`` or ``module:Class.method``, also of the compiled core) that has ``match`` among its
+    positional arguments."""
 
     rank: int
     where: str
@@ -116,6 +117,8 @@ class Group:
         self._busy: set[int] = set()
         self._dead: set[int] = set()
         self._keeper: zygote.Child | None = None
+        # When the last strike came, by time.monotonic; None: it has not come.
+        self.struck: float | None = None
         try:
             port = 0
             if store == "apart":
@@ -145,12 +148,12 @@ class Group:
         """Begin ``function(*args, **kwargs)`` on all ranks (or some), and return at once. Arguments are pickled."""
         home = Path(sys.modules[function.__module__].__file__ or "").parent
         named = (function.__module__, function.__qualname__, str(home))
+        self.struck = None
         for rank in range(self.size) if ranks is None else ranks:
             if rank in self._busy or rank in self._dead:
                 raise AssertionError(f"rank {rank} has not ended its last call, or is dead")
             blow = strike if strike is not None and strike.rank == rank else None
-            request = {"function": named, "args": args, "kwargs": kwargs, "strike": blow}
-            self.children[rank].channel.send({"call": encode(request)})
+            self.children[rank].channel.send({"function": named, "with": encode((args, kwargs, blow))})
             self._busy.add(rank)
 
     def outcomes(self, timeout: float = 60.0, *, ranks: Sequence[int] | None = None) -> list[Outcome]:
@@ -234,9 +237,13 @@ class Group:
                 answer = decode(message["answer"])
                 raised = answer.pop("raised", None)
                 return Outcome(rank, raised=None if raised is None else Raised(**raised), **answer)
-            elif message["struck"]:
-                self._stopped(rank)
-                return Outcome(rank, "stopped")
+            elif "raised" in message:
+                raise AssertionError(f"rank {rank}: {message['raised']['trace']}")
+            else:
+                self.struck = message["at"]
+                if message["struck"]:
+                    self._stopped(rank)
+                    return Outcome(rank, "stopped")
 
 
 class Forge:

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ class Child:
 
 
 class Zygote:
-    """The process that forks. Use :func:`running`."""
+    """The process that forks; several threads may ask it. Use :func:`running`."""
 
     def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -179,13 +180,14 @@ class Zygote:
         )
         theirs.close()
         self.control = Channel(ours)
+        self._lock = threading.Lock()
         if self.control.receive(60) != "ready":
             raise AssertionError("the zygote did not start")
 
     def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
         """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``, or the function that a job names."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, self._lock:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
             # A descriptor rides on a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
             if self.control.receive(60) != "socket":
@@ -212,8 +214,9 @@ class Zygote:
         return self.start(job, **arguments).outcome(timeout)
 
     def reap(self, pid: int) -> int:
-        self.control.send({"reap": pid})
-        return int(self.control.receive(60))
+        with self._lock:
+            self.control.send({"reap": pid})
+            return int(self.control.receive(60))
 
 
 @contextlib.contextmanager

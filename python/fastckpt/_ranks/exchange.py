@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
 
+    from .attention import Attention
     from .torch_distributed import Group, Transfer
 
 _T = TypeVar("_T")
@@ -235,6 +236,26 @@ def _text(error: RuntimeError) -> str:
     return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 
+def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[[], None]) -> _T:
+    """Do the core's part of an operation, and see all messages off; ``attend`` is called while only they are left.
+
+    Raises:
+        LostError: the exchange broke off.
+        Exception: what the core raised.
+    """
+    try:
+        done = work()
+        if exchange is not None:
+            exchange.join(attend)
+    except Exception as error:
+        cause = None if exchange is None else exchange.error
+        # What stops the mail is what the core then fails of.
+        if cause is not None and cause is not error and str(cause) in str(error):
+            raise cause from None
+        raise
+    return done
+
+
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
     """Run what may wait for other ranks in a thread; ``attend`` is called meanwhile, and what it raises ends the wait.
 
@@ -257,3 +278,16 @@ def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
     if failed:
         raise failed[0]
     return found[0]
+
+
+def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: Attention) -> bytes:
+    """Give all ranks ``content``, which rank 0 has.
+
+    Raises:
+        LostError: a rank has gone.
+        RanksError: the operation has failed at another rank.
+    """
+    try:
+        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention)
+    except RuntimeError as error:
+        raise LostError(f"the manifest was not passed on: {_text(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import threading
@@ -10,10 +11,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from fastckpt._ranks import words
-from fastckpt._ranks.protocol import LAST, Member, Steps, StopError, Turn
+from fastckpt._ranks.member import Member
+from fastckpt._ranks.protocol import LAST, StopError, Turn
+from fastckpt._ranks.requests import Steps, UnreachableError
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
+
+#: Seconds that the store may take when the user has interrupted the program.
+_HURRY = 5.0
 
 __all__ = ["LAST", "Operation", "Peers"]
 
@@ -76,9 +81,8 @@ class Peers:
             reply = error = None
             if self._transport is None:
                 raise AssertionError(f"a group of one asks for {request}")
-            self._transport.limit = timeout
             try:
-                reply = self._transport.serve(request)
+                reply = self._transport.serve(request, timeout)
             except BaseException as raised:  # noqa: BLE001 - the generator decides
                 error = raised
 
@@ -155,26 +159,27 @@ class Operation:
         if self._peers.size == 1 or self._turn.over:
             return
         now = time.monotonic()
-        if now - self._looked >= min(1.0, self._turn.slice):
+        if now - self._looked >= max(self._turn.slice, self._peers.size / 1024):
             self._looked = now
             self._run(self._turn.look())
 
-    def _run(self, steps: Steps) -> Any:
-        return self._peers._run(steps, self._turn.timeout)  # noqa: SLF001 - they are one
+    def _run(self, steps: Steps, limit: float = math.inf) -> Any:
+        try:
+            return self._peers._run(steps, min(limit, self._turn.timeout))  # noqa: SLF001 - they are one
+        except UnreachableError as error:
+            raise self._turn.unreachable(error) from error
 
     def _end(self, error: BaseException | None) -> None:
-        turn = self._turn
-        if turn.over:
-            return
-        if error is None:
-            self._run(turn.leave())
-            return
-        stopped = isinstance(error, StopError)
-        failure = error.failures[0] if isinstance(error, StopError) else words.failure_of(turn.member, error)
+        interrupted = error is not None and not isinstance(error, Exception)
         try:
-            self._run(turn.round("", None, failure))
-        except RanksError as verdict:
-            if stopped:
-                raise verdict from None
-            if sys.version_info >= (3, 11):
-                error.add_note(str(verdict))
+            verdict = self._run(self._turn.end(error), _HURRY if interrupted else math.inf)
+        except RanksError as unreachable:
+            if interrupted:
+                return
+            verdict = unreachable
+        if verdict is None:
+            return
+        if isinstance(error, StopError):
+            raise verdict from None
+        if error is not None and sys.version_info >= (3, 11):
+            error.add_note(str(verdict))

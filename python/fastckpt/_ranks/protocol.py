@@ -1,7 +1,7 @@
 """The rounds of one operation of many ranks: a state machine without clock, I/O or threads.
 
-Its methods are generators. They yield requests to a store and a clock (``Put`` to ``Now``), and are sent the answers;
-``peers.py`` serves them from a store of torch's, the tests from a simulated one.
+Its methods are generators of requests; ``peers.py`` serves them from a store of torch's, the tests from a simulated
+one.
 
 **A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself: each call takes one,
 however it ends. It has **rounds**. In a round each rank posts one message for the rank above it, which waits for those
@@ -10,102 +10,58 @@ of the ranks below it, joins them with its own, and posts the result; rank 0, th
 **The verdict** of a round stands in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to a
 failure, by compare-and-set alone; whoever finds a failure in it, or puts it there, has the same verdict as all others.
 So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped while it
-was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn.
+was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The bell is a
+key that appears after the verdict, to wake those who wait; it may also ring for nothing.
 
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict. The beats of a
 rank that has posted are not needed: if its message was lost, it is silent.
 
-**A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
-So each rank says hello with a random word, the rank above answers under that word, and all keys of a turn carry the
-session that rank 0 drew. A rank answers a hello that changes again.
+**A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
+message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
+have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the verdict.
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
 all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
-store did not answer, the user interrupted it) says so when it next comes: until then it is silent.
+store did not answer) says so when it next comes: until then it is silent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from fastckpt._ranks import tree, words
+from fastckpt._ranks.member import Member, hello_of
+from fastckpt._ranks.messages import Message, join
+from fastckpt._ranks.requests import (
+    Add,
+    Call,
+    Forget,
+    Get,
+    Now,
+    Put,
+    Remove,
+    Steps,
+    Swap,
+    UnreachableError,
+    Wait,
+    value_of,
+)
 from fastckpt.exceptions import RankFailure, RanksError
 
-#: The round after which nothing can fail for others: its answer is the outcome of the operation.
+#: The last round: its answer is the outcome of the operation.
 LAST = "done"
 #: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
 VALUE = 4 << 20
 #: Seconds that a rank waits for the others once it knows that the turn has failed.
 GRACE = 5.0
 #: Bytes of an answer that the register itself holds.
-_INLINE = 16 << 10
-_DECIDING = b"deciding"
-
-
-class Put(NamedTuple):
-    """Set a key to bytes."""
-
-    key: str
-    value: bytes
-
-
-class Get(NamedTuple):
-    """Return the values of keys, None where there is none, without waiting."""
-
-    keys: tuple[str, ...]
-
-
-class Wait(NamedTuple):
-    """Wait until all keys exist, at most so many seconds; return whether they do."""
-
-    keys: tuple[str, ...]
-    seconds: float
-
-
-class Add(NamedTuple):
-    """Add to a counter, which begins at 0, and return what it is then."""
-
-    key: str
-    amount: int
-
-
-class Swap(NamedTuple):
-    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return what it is then."""
-
-    key: str
-    expected: bytes
-    value: bytes
-
-
-class Remove(NamedTuple):
-    """Remove keys, whether they exist or not."""
-
-    keys: tuple[str, ...]
-
-
-class Now(NamedTuple):
-    """Return the seconds of a clock that only goes forward."""
-
-
-class Call(NamedTuple):
-    """Return what a function makes of a value. It may take long."""
-
-    function: Callable[[Any], Any]
-    value: Any
-
-
-Request: TypeAlias = Put | Get | Wait | Add | Swap | Remove | Now | Call
-#: Answers of the store are of the type that the request says.
-Steps: TypeAlias = Generator[Request, Any, Any]
-
-
-class UnreachableError(Exception):
-    """The store does not answer. The text says which, and what may be the cause."""
+INLINE = 16 << 10
+DECIDING = b"deciding"
 
 
 class StopError(RanksError):
@@ -113,60 +69,27 @@ class StopError(RanksError):
 
 
 @dataclass
-class Member:
-    """What one rank remembers between turns.
+class _Listening:
+    """A rank waits for the messages of those below it."""
 
-    Args:
-        rank: its index in the group.
-        size: ranks in the group.
-        host: the name of its host.
-        word: a random word that no other rank, and no earlier process, has.
-    """
+    began: float
+    now: float
+    waiting: set[int]
+    #: When the turn was known to have failed.
+    failed: float | None = None
+    #: There is a verdict already.
+    decided: bool = False
+    found: dict[int, Message] = field(default_factory=dict)
+    #: Of each rank the count of its beats, and when that was new.
+    heard: dict[int, tuple[bytes | None, float]] = field(default_factory=dict)
 
-    rank: int
-    size: int
-    host: str
-    word: str
-    session: str = ""
-    #: The next turn.
-    turn: int = 0
-    #: Hosts of ranks that it has heard of.
-    hosts: dict[int, str] = field(default_factory=dict)
-    #: The word under which each rank below was last answered; empty once it has sent a message in this session.
-    answered: dict[int, str] = field(default_factory=dict)
-    #: Turns that it left without a verdict, and why.
-    owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.hosts[self.rank] = self.host
-        if self.rank == 0:
-            self.session = self.word
-
-    def silent(self, rank: int, seconds: float) -> RankFailure:
-        """Return the failure of a rank that does not answer."""
-        below = tree.count_below(rank, self.size) if rank else 0
-        through = f"; {below:,} ranks answer through it" if below else ""
-        why = f"has not answered for {seconds:.1f} s (timeout=){through}"
-        return RankFailure(rank, self.hosts.get(rank, ""), why)
+    def fail(self) -> None:
+        self.failed = self.now if self.failed is None else self.failed
 
 
-@dataclass
-class _Message:
-    """What goes up: of one rank, or of a rank and all below it."""
-
-    call: list[str]
-    failures: list[RankFailure]
-    #: Failures beyond those listed.
-    more: int
-    value: Any
-
-    def encode(self) -> bytes:
-        return words.encode([self.call, [list(one) for one in self.failures], self.more, self.value])
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Message:
-        call, failures, more, value = words.decode(data)
-        return cls(call, [RankFailure(*one) for one in failures], more, value)
+def _is_final(verdict: bytes | None) -> bool:
+    """Whether what a register holds is a verdict."""
+    return verdict is not None and verdict != DECIDING
 
 
 class Turn:
@@ -183,24 +106,27 @@ class Turn:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
         self.number = member.turn
         member.turn += 1
+        self.name = ""
         #: Rounds that it has begun.
         self.rounds = 0
-        #: It has the verdict of its last round, or has left.
+        #: It is in a round, not between two.
+        self.inside = False
+        #: It has the verdict of its last round, or has left without.
         self.over = False
-        #: The last round was answered: what follows cannot fail for others.
-        self.done = False
-        self.below = tree.below(member.rank, member.size)
-        #: How long one wait is before it looks around. Large groups look less often: the store serves them all.
-        self.slice = min(timeout / 20, max(1.0, member.size / 1024))
-        self._posted: list[str] = []
-        self._heard_of: set[int] = set()
-        self._beat_at: float | None = None
+        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed.
+        self.long_slice = timeout / 20
+        self.slice = min(self.long_slice, 1.0)
+        self._grace = min(GRACE, timeout)
+        self._beaten: float | None = None
+        #: Somebody has failed, and all can know.
         self._aborted = False
-        self._committed = False
-        #: This rank has said that it succeeded, and has not heard of the outcome.
+        #: This rank has said that it succeeded, and does not know the outcome.
         self._unknown = False
-        self._hellos: list[str] = []
-        #: The keys of answers by round, those that may still be there.
+        #: The coordinator has done what the operation is for.
+        self._committed = False
+        #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
+        self._small: set[str] = set()
+        self._posted: list[str] = []
         self._answers: dict[int, list[str]] = {}
 
     # Keys.
@@ -211,13 +137,14 @@ class Turn:
     def _up(self, rank: int) -> str:
         return self._key(self.rounds, "up", rank)
 
-    @property
-    def _register(self) -> str:
-        return self._key(self.rounds, "verdict")
+    def _beat_of(self, rank: int) -> str:
+        return self._key("beat", rank)
 
-    @property
-    def _bell(self) -> str:
-        return self._key(self.rounds, "bell")
+    def _register(self, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "verdict")
+
+    def _bell(self, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "bell")
 
     @property
     def _abort(self) -> str:
@@ -226,25 +153,28 @@ class Turn:
     # What a rank does while it works.
 
     def alive(self) -> Steps:
-        """Say that this rank makes progress. At most twice a slice it says so to the store."""
-        if not self.member.session:
+        """Say that this rank makes progress; to the store, at most forty times in ``timeout``."""
+        if not self._working():
             return
         now = yield Now()
-        if self.over:
-            return
-        if self._beat_at is None or now - self._beat_at >= self.slice / 2:
-            self._beat_at = now
-            self._heard_of.add(self.member.rank)
-            yield from self._guard(self._beat())
+        if self._beaten is None:
+            self._beaten = now  # most turns are short: they need no beats
+        elif now - self._beaten >= self.long_slice / 2:
+            self._beaten = now
+            beat = self._beat_of(self.member.rank)
+            self._small.add(beat)
+            yield Add(beat, 1)
+            if not self._working():  # another thread has left meanwhile
+                yield Remove((beat,))
 
-    def _beat(self) -> Steps:
-        yield Add(self._key("beat", self.member.rank), 1)
+    def _working(self) -> bool:
+        return not self.over and self.member.size > 1 and bool(self.member.session)
 
     def look(self) -> Steps:
         """Raise ``StopError`` if a rank has failed in this turn."""
-        if not self.member.session or self.over:
+        if not self._working():
             return
-        told = yield from self._guard(self._get(self._abort))
+        told = yield from value_of(self._abort)
         if told is not None:
             self._aborted = True
             failure = RankFailure(*json.loads(told))
@@ -265,56 +195,38 @@ class Turn:
         Args:
             name: the round, the same on all ranks; ``LAST`` is the last.
             value: what this rank says.
-            failure: that this rank has failed instead.
+            failure: that this rank has failed instead, or that it stopped for that of another.
             combine: makes one value of those of a rank and the ranks below it, its own first; None makes a list of all.
             decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
 
         Raises:
             RanksError: a rank failed or is silent.
+            UnreachableError: the store does not answer.
         """
         self.name = name
         if self.member.size == 1:
             return self._alone(value, failure, combine, decide)
-        return (yield from self._guard(self._round(value, failure, combine, decide)))
-
-    def _guard(self, steps: Steps) -> Steps:
-        """Run steps; what ends them but an answer or a verdict ends the turn here, and the others are owed a word."""
-        try:
-            return (yield from steps)
-        except UnreachableError as error:
-            self.owe(f"had given up: {error}")
-            raise RanksError(f"{self.kind}: {self.path}: {error}: {self._ending(unknown=self._unknown)}") from error
-        except BaseException as error:
-            if not self.over:
-                self.owe(words.failure_of(self.member, error).message)
-            raise
-
-    def _round(
-        self,
-        value: Any,
-        failure: RankFailure | None,
-        combine: Callable[[list[Any]], Any] | None,
-        decide: Callable[[Any], Any] | None,
-    ) -> Steps:
-        member = self.member
         self._posted.clear()
-        if not member.session:
+        if not self.member.session:
             yield from self._meet()
         yield from self._settle()
         self.rounds += 1
-        own = _Message([self.kind, self.path, self.name], [failure] if failure else [], 0, None)
-        own.value = [value] if combine is None else value
+        self.inside = True
+        call = [self.kind, self.path, name]
+        own = Message(call, [failure] if failure else [], 0, [value] if combine is None else value)
         messages = yield from self._collect(own)
         if messages is None:
-            return (yield from self._take((yield from self._get(self._register))))
-        joined = self._join(own, messages, combine)
-        if member.rank:
-            self._unknown = self.name == LAST and not joined.failures
-            yield from self._post(self._up(member.rank), joined.encode())
+            verdict = yield from value_of(self._register())
+        elif self.member.rank:
+            message = join(self.member, own, messages, combine)
+            self._unknown = name == LAST and not message.failures
+            yield from self._post(self._up(self.member.rank), message.encode())
             verdict = yield from self._await()
         else:
-            verdict = yield from self._decide(joined, decide)
-        return (yield from self._take(verdict))
+            verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
+        answer = yield from self._take(verdict)
+        self.inside = self._unknown = False
+        return answer
 
     def _alone(
         self,
@@ -323,274 +235,180 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
+        """Take part in a round of one rank. There is nobody to tell: an exception goes up as it is."""
         self.rounds += 1
         if failure:
-            self.over = True
-            raise words.error_of(self.kind, self.path, [failure], 0, self._ending(unknown=False))
-        try:
-            joined = [value] if combine is None else combine([value])
-            answer = joined if decide is None else decide(joined)
-        except BaseException:
-            self.over = True
-            raise
-        self.done = self.over = self.name == LAST
+            raise self.error([failure])
+        joined = [value] if combine is None else combine([value])
+        answer = joined if decide is None else decide(joined)
+        self.over = self.name == LAST
         return answer
 
-    # The session.
-
-    def _hello(self, rank: int) -> str:
-        return f"fastckpt/hello/{rank}"
-
-    def _welcome(self, rank: int, word: str) -> str:
-        return f"fastckpt/welcome/{rank}/{word}"
-
     def _meet(self) -> Steps:
-        """Learn the session from the rank above."""
-        member = self.member
-        hello, welcome = self._hello(member.rank), self._welcome(member.rank, member.word)
-        yield Put(hello, json.dumps([member.word, member.host]).encode())
-        began = yield Now()
-        while not (yield Wait((welcome,), self.slice)):
-            now = yield Now()
-            if now - began >= self.timeout:
-                gone = tree.above(member.rank)
-                while gone and (yield Get((self._hello(gone),)))[0] is not None:
-                    gone = tree.above(gone)
-                silent = member.silent(gone, self.timeout)
-                self.owe(f"had given up: {silent}")
-                raise words.error_of(self.kind, self.path, [silent], 0, self._ending(unknown=False))
-        (told,) = yield Get((welcome,))
-        member.session, hosts = json.loads(told)
-        member.hosts.update((int(rank), host) for rank, host in hosts.items())
-        yield Remove((welcome,))
-        self._hellos.append(hello)
-
-    def _answer_hello(self, rank: int, told: bytes | None) -> Steps:
-        """Answer a rank below that has said hello, or has said it anew."""
-        if told is None:
-            return
-        member = self.member
-        word, host = json.loads(told)
-        if member.answered.get(rank) in (word, ""):
-            return
-        member.answered[rank] = word
-        member.hosts[rank] = host
-        hosts = {0: member.hosts[0], member.rank: member.host}
-        yield Put(self._welcome(rank, word), json.dumps([member.session, hosts]).encode())
-
-    def _settle(self) -> Steps:
-        """Tell of turns that were left without a verdict."""
-        while self.member.owed:
-            turn, failure = self.member.owed[0]
-            yield from turn._tell(failure)  # noqa: SLF001 - a turn of the same rank
-            yield from turn.leave(failed=True)
-            self.member.owed.pop(0)
+        self._small |= {hello_of(self.member.rank), self.member.welcome()}
+        silent = yield from self.member.meet(self.timeout, self.long_slice)
+        if silent is not None:
+            self.owe(f"gave up: {silent}")
+            raise self.error([silent])
 
     # Up.
 
-    def _collect(self, own: _Message) -> Steps:  # noqa: C901, PLR0912, PLR0915 - one loop
+    def _collect(self, own: Message) -> Steps:
         """Return the messages of the ranks below by rank, in order, or None if there is a verdict.
 
         What is missing is a failure of ``own``.
         """
         member = self.member
-        found: dict[int, _Message] = {}
-        waiting = set(self.below)
         now = yield Now()
-        heard = dict.fromkeys(waiting, (-1, now))
-        failed_at = now if own.failures or self._aborted else None
-        if own.failures and own.failures[0].rank == member.rank:
+        state = _Listening(now, now, set(tree.below(member.rank, member.size)))
+        state.heard = dict.fromkeys(state.waiting, (None, now))
+        if own.failures:
+            state.fail()
             yield from self._tell(own.failures[0])
-        while waiting:
-            keys = {rank: self._up(rank) if rank in member.answered else self._hello(rank) for rank in sorted(waiting)}
-            pause = self.slice if failed_at is None else min(self.slice, max(0.01, failed_at + GRACE - now), GRACE / 10)
+        while state.waiting:
+            keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
+            hurry = state.failed is not None and state.now - state.failed <= self._grace
+            pause = min(self.slice, self._grace / 10) if hurry else self.slice
             if not (yield Wait(tuple(keys.values()), pause)):
                 yield from self.alive()
-            now = yield Now()
-            values = yield Get(tuple(keys.values()))
-            came = False
-            for rank, data in zip(keys, values, strict=True):
-                if rank not in member.answered:
-                    yield from self._answer_hello(rank, data)
-                    came |= data is not None
-                    heard[rank] = (-1, now) if data is not None else heard[rank]
-                elif data is not None:
-                    found[rank] = _Message.decode((yield from self._fetch(keys[rank], data, remove=True)))
-                    member.answered[rank] = ""
-                    waiting.discard(rank)
-                    came = True
-                    if found[rank].failures and failed_at is None:
-                        failed_at = now
-            if came:
+            state.now = yield Now()
+            if (yield from self._receive(keys, state)):
                 continue
-            for rank in sorted(waiting):
-                if member.answered.get(rank):
-                    yield from self._answer_hello(rank, (yield from self._get(self._hello(rank))))
-                self._heard_of.add(rank)
-                count = yield Add(self._key("beat", rank), 0)
-                if count != heard[rank][0]:
-                    heard[rank] = (count, now if heard[rank][0] >= 0 or count > 0 else heard[rank][1])
-                elif now - heard[rank][1] >= self.timeout:
-                    silent = member.silent(rank, self.timeout)
-                    own.failures.append(silent)
-                    waiting.discard(rank)
-                    failed_at = now if failed_at is None else failed_at
-                    yield from self._tell(silent)
-            told, rung = yield Get((self._abort, self._bell))
-            if rung is not None:
-                return None  # the others gave up before this rank came
-            if told is not None and failed_at is None:
-                self._aborted, failed_at = True, now
-            if failed_at is not None and now - failed_at >= GRACE:
+            yield from self._listen(state, own)
+            if self._has_waited(state):
                 break
+        if state.decided:
+            return None
         if self._aborted and not own.failures:
             # The one that failed may answer to another rank, and what is missing here must not pass for success.
-            (told,) = yield Get((self._abort,))
-            own.failures.append(RankFailure(*json.loads(told)))
-        return {rank: found[rank] for rank in sorted(found)}
+            own.failures.append(RankFailure(*json.loads((yield from value_of(self._abort)))))
+        return {rank: state.found[rank] for rank in sorted(state.found)}
 
-    def _join(
-        self, own: _Message, messages: dict[int, _Message], combine: Callable[[list[Any]], Any] | None
-    ) -> _Message:
-        """Make one message of a rank's own and those of the ranks below it."""
-        failures, more = list(own.failures), own.more + sum(message.more for message in messages.values())
-        for rank, message in messages.items():
-            failures += message.failures
-            if not own.failures and not message.failures and message.call != own.call:
-                failures.append(self._mismatch(own.call, rank, message.call))
-        if failures:
-            listed = words.first_of(failures)
-            return _Message(own.call, listed[: words.LISTED], more + len(listed[words.LISTED :]), None)
-        values = [own.value, *(message.value for message in messages.values())]
-        try:
-            if combine is None:
-                own.value = list(chain.from_iterable(values))
-            elif messages or self.member.rank == 0:
-                own.value = combine(values)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it fails the operation for all
-            return _Message(own.call, [words.failure_of(self.member, error)], 0, None)
-        return own
+    def _expected(self, rank: int) -> str:
+        """Return the key that shows that a rank below has come, or has got as far as this rank."""
+        return self._up(rank) if rank in self.member.answered else hello_of(rank)
 
-    def _mismatch(self, own: list[str], rank: int, other: list[str]) -> RankFailure:
-        def told(call: list[str]) -> str:
-            kind, path, name = call
-            return f"{kind}s {path}" if own[:2] != other[:2] else f"{kind}s {path} and is at {name!r}"
+    def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
+        """Take what has come, and return whether there was anything."""
+        member = self.member
+        values = yield Get(tuple(keys.values()))
+        came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
+        hellos = {rank: data for rank, data in came.items() if rank not in member.answered}
+        state.heard.update(dict.fromkeys(hellos, (None, state.now)))
+        read: list[str] = []
+        for rank, data in came.items():
+            if rank in hellos:
+                continue
+            message = Message.decode((yield from self._fetch(keys[rank], data, read)))
+            yield from self.alive()
+            member.known.add(rank)
+            state.waiting.discard(rank)
+            state.found[rank] = message
+            if message.failures:
+                state.fail()
+        yield from member.answer(hellos)
+        if read:
+            yield Remove(tuple(read))
+        return bool(came)
 
-        why = (
-            f"{told(other)}, rank {self.member.rank} {told(own)}: all ranks must make the same calls in the same order"
-        )
-        return RankFailure(rank, self.member.hosts.get(rank, ""), why)
+    def _listen(self, state: _Listening, own: Message) -> Steps:
+        """Listen to the ranks below whose messages are missing; see whether the turn has failed, or has a verdict."""
+        member = self.member
+        waiting = sorted(state.waiting)
+        beats = [self._beat_of(rank) for rank in waiting]
+        # A rank may have restarted since it said hello.
+        again = [rank for rank in waiting if rank in member.answered and rank not in member.known]
+        found = yield Get((self._abort, self._register(), *beats, *map(hello_of, again)))
+        state.decided = _is_final(found[1])
+        if found[0] is not None:
+            self._aborted = True
+            state.fail()
+        yield from member.answer(dict(zip(again, found[2 + len(waiting) :], strict=True)))
+        for rank, beat in zip(waiting, found[2:], strict=False):
+            before, since = state.heard[rank]
+            if beat != before:
+                state.heard[rank] = (beat, state.now)
+            elif state.now - since >= self.timeout:
+                silent = member.silent(rank, self.timeout)
+                own.failures.append(silent)
+                state.waiting.discard(rank)
+                state.fail()
+                yield from self._tell(silent)
+
+    def _has_waited(self, state: _Listening) -> bool:
+        """Whether a rank that knows of a failure has waited long enough for the messages that are missing."""
+        if any(rank not in self.member.answered for rank in state.waiting):
+            return False
+        return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
 
     # Down.
 
-    def _decide(self, joined: _Message, decide: Callable[[Any], Any] | None) -> Steps:
+    def _decide(self, joined: Message, decide: Callable[[Any], Any] | None) -> Steps:
         """Make the answer, as the coordinator, and return the verdict, which may be another's."""
         if joined.failures:
-            verdict = yield Swap(self._register, b"", self._failed(joined.failures, joined.more))
-            yield Put(self._bell, b"")
-            return verdict
+            return (yield from self._conclude(b"", words.failed(joined.failures, joined.more)))
         yield Remove(tuple(self._answers.pop(self.rounds - 1, ())))
         yield from self.alive()
-        verdict = yield Swap(self._register, b"", _DECIDING)
-        if verdict != _DECIDING:
+        verdict = yield Swap(self._register(), b"", DECIDING)
+        if verdict != DECIDING:
             return verdict
         try:
             answer = joined.value if decide is None else (yield Call(decide, joined.value))
             data = words.encode(answer)
         except BaseException as error:
-            failure = words.failure_of(self.member, error)
-            yield Swap(self._register, _DECIDING, self._failed([failure]))
-            yield Put(self._bell, b"")
+            yield from self._conclude(DECIDING, words.failed([self.member.failure(words.told(error))]))
             yield from self.leave(failed=True)
             raise
         self._committed = self.name == LAST
-        final = b"=" + data
-        if len(final) > _INLINE:
-            final = yield from self._cut(self._register, data)
-        verdict = yield Swap(self._register, _DECIDING, final)
-        yield Put(self._bell, b"")
-        return verdict
+        final = b"=" + data if len(data) < INLINE else (yield from self._cut(self._register(), data))
+        return (yield from self._conclude(DECIDING, final))
+
+    def _conclude(self, expected: bytes, verdict: bytes, number: int | None = None) -> Steps:
+        """Put a verdict into a register if that is as expected, ring the bell, and return the verdict that it has."""
+        held = yield Swap(self._register(number), expected, verdict)
+        if _is_final(held):
+            yield Put({self._bell(number): b""})
+        return held
 
     def _await(self) -> Steps:
-        """Return the verdict when the coordinator has made it, or give up when it is silent."""
-        heard, since = -1, (yield Now())
-        beat = self._key("beat", 0)
-        while not (yield Wait((self._bell,), self.slice)):
-            self._heard_of.add(0)
-            count = yield Add(beat, 0)
+        """Return the verdict when the coordinator has made it, or give up when that is silent."""
+        before, since = None, (yield Now())
+        while True:
+            yield Wait((self._bell(),), self.long_slice)
+            # The coordinator may have gone between the verdict and the bell.
+            verdict, beats = yield Get((self._register(), self._beat_of(0)))
+            if _is_final(verdict):
+                return verdict
             now = yield Now()
-            if count != heard:
-                since = now if heard >= 0 or count > 0 else since
-                heard = count
+            if beats != before:
+                before, since = beats, now
             elif now - since >= self.timeout:
                 return (yield from self._give_up())
-        return (yield from self._get(self._register))
 
     def _give_up(self) -> Steps:
-        """Put the coordinator's silence into the register, unless a verdict is there, and return what is there."""
+        """Make the coordinator's silence the verdict, unless there is one, and return it."""
         silent = self.member.silent(0, self.timeout)
         yield from self._tell(silent)
-        verdict = yield Swap(self._register, b"", self._failed([silent]))
-        if verdict == _DECIDING:
-            verdict = yield Swap(self._register, _DECIDING, self._failed([silent], unknown=self.name == LAST))
-        yield Put(self._bell, b"")
+        verdict = yield from self._conclude(b"", words.failed([silent]))
+        if verdict == DECIDING:
+            unknown = self.name == LAST
+            verdict = yield from self._conclude(DECIDING, words.failed([silent], unknown=unknown))
         return verdict
 
     def _take(self, verdict: bytes) -> Steps:
         """Return the answer that a verdict is, or raise the failure."""
-        self._answers[self.rounds] = [self._register, self._bell]
+        self._answers[self.rounds] = []
         if verdict[:1] == b"!":
             failures, more, unknown = json.loads(verdict[1:])
             yield from self.leave(failed=True)
-            listed = [RankFailure(*one) for one in failures]
-            raise words.error_of(self.kind, self.path, listed, more, self._ending(unknown=unknown))
-        data = yield from self._fetch(self._register, verdict)
+            raise self.error([RankFailure(*one) for one in failures], more, unknown=unknown)
+        data = yield from self._fetch(self._register(), verdict, self._answers[self.rounds])
+        self._answers[self.rounds].append(self._bell())
         if self.name == LAST:
-            self.done = True
             yield from self.leave()
         return words.decode(data)
 
-    def _failed(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> bytes:
-        return b"!" + json.dumps([[list(one) for one in failures], more, unknown]).encode()
-
-    def _ending(self, *, unknown: bool) -> str:
-        if self._committed:
-            return "this rank committed it, but the others had given up: what is at the path is new and whole"
-        if self.kind != "save":
-            return "what it was to be loaded into may be filled in part"
-        if unknown:
-            return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
-        return "nothing was committed, the old checkpoint stands"
-
-    # Keys come and go.
-
-    def _get(self, key: str) -> Steps:
-        return (yield Get((key,)))[0]
-
-    def _post(self, key: str, data: bytes) -> Steps:
-        """Put a value that may be too large for one key."""
-        self._posted.append(key)
-        yield Put(key, b"=" + data if len(data) < VALUE else (yield from self._cut(key, data)))
-
-    def _cut(self, key: str, data: bytes) -> Steps:
-        """Put a large value as parts beside a key, and return what the key is to hold."""
-        parts = -(-len(data) // VALUE)
-        for part in range(parts):
-            self._posted.append(f"{key}/{part}")
-            yield Put(f"{key}/{part}", data[part * VALUE : (part + 1) * VALUE])
-        return b"#%d" % parts
-
-    def _fetch(self, key: str, data: bytes, *, remove: bool = False) -> Steps:
-        """Return the value whose key holds ``data``."""
-        parts = [f"{key}/{part}" for part in range(int(data[1:]) if data[:1] == b"#" else 0)]
-        found = b""
-        for part in parts:
-            found += yield from self._get(part)
-        if remove:
-            yield Remove((key, *parts))
-        else:
-            self._answers[self.rounds] += parts
-        return found if parts else data[1:]
+    # Ends.
 
     def _tell(self, failure: RankFailure) -> Steps:
         """Tell those who work that the turn has failed; the first failure stands."""
@@ -604,20 +422,100 @@ class Turn:
         member = self.member
         if member.size == 1 or not member.session:
             return
-        own = [*self._hellos, *(self._key("beat", rank) for rank in sorted(self._heard_of))]
-        if failed:
-            own += self._posted
         try:
-            if own:
-                yield Remove(tuple(own))
+            if failed:
+                yield Forget()
+            if mine := [*self._small, *(self._posted if failed else ())]:
+                yield Remove(tuple(mine))
             if (yield Add(self._key("left"), 1)) == member.size:
-                answers = chain.from_iterable(self._answers.values())
-                yield Remove((self._key("left"), self._abort, self._register, self._bell, *answers))
+                rounds = (self.rounds - 1, self.rounds, self.rounds + 1)
+                verdicts = [key for one in rounds if one > 0 for key in (self._register(one), self._bell(one))]
+                parts = chain.from_iterable(self._answers.values())
+                yield Remove((self._key("left"), self._abort, *dict.fromkeys([*verdicts, *parts])))
         except UnreachableError:
-            pass  # the verdict is known; keys that stay hurt nobody
+            return  # the verdict is known; keys that stay hurt nobody
+
+    def end(self, error: BaseException | None) -> Steps:
+        """End the body of the operation, which may have raised; return the verdict where that is a failure."""
+        if self.over:
+            return None
+        if error is None:
+            yield from self.leave()
+        elif not isinstance(error, Exception):
+            # The user wants to get away: nobody waits for anybody.
+            yield from self.abandon(self.member.failure(words.told(error)))
+        else:
+            failure = self.member.failure(words.told(error))
+            if isinstance(error, StopError):
+                (failure,) = error.failures
+            try:
+                yield from self.round("", None, failure)
+            except RanksError as verdict:
+                return verdict
+        return None
+
+    def abandon(self, failure: RankFailure) -> Steps:
+        """Leave without a verdict, so that the others have one at once."""
+        if not self.member.session:
+            self.owe(failure.message)
+            return
+        self.over = True
+        verdict = words.failed([failure])
+        yield from self._tell(failure)
+        first = self.rounds if self.inside else self.rounds + 1
+        for number in (first, first + 1):
+            held = yield from self._conclude(b"", verdict, number)
+            if held[:1] == b"!" or self.name == LAST:
+                break
+        yield from self.leave(failed=True)
 
     def owe(self, why: str) -> None:
-        """Leave without a verdict: the other ranks are told when this one next comes."""
+        """Leave without a verdict, and without a word: the others are told when this rank next comes."""
+        if not self.over and self.member.size > 1:
+            self.member.owed.append((self, self.member.failure(why)))
         self.over = True
-        if self.member.size > 1:
-            self.member.owed.append((self, RankFailure(self.member.rank, self.member.host, why)))
+
+    def _settle(self) -> Steps:
+        """Tell of the turns that this rank left without a word."""
+        while owed := self.member.owed:
+            turn, failure = owed[0]
+            yield from turn.abandon(failure)
+            owed.pop(0)
+
+    def error(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> RanksError:
+        """Return the error that tells what failed, and what that means for the checkpoint."""
+        ending = words.ending(self.kind, unknown=unknown, committed=self._committed)
+        others = f"; and {more:,} more" if more else ""
+        told = "; ".join(str(failure) for failure in failures) + others
+        return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
+
+    def unreachable(self, error: UnreachableError) -> RanksError:
+        """Leave because the store does not answer, and return the error that says so."""
+        self.owe(f"gave up: {error}")
+        ending = words.ending(self.kind, unknown=self._unknown, committed=self._committed)
+        return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
+
+    # Values of any size.
+
+    def _post(self, key: str, data: bytes) -> Steps:
+        """Put a value that may be too large for one key."""
+        self._posted.append(key)
+        yield Put({key: b"=" + data if len(data) < VALUE else (yield from self._cut(key, data))})
+
+    def _cut(self, key: str, data: bytes) -> Steps:
+        """Put a large value as parts beside a key, and return what the key is to hold."""
+        starts = range(0, len(data), VALUE)
+        for part, start in enumerate(starts):
+            self._posted.append(f"{key}/{part}")
+            yield Put({f"{key}/{part}": data[start : start + VALUE]})
+        return b"#%d" % len(starts)
+
+    def _fetch(self, key: str, held: bytes, read: list[str]) -> Steps:
+        """Return the value whose key holds ``held``, and add its keys to ``read``."""
+        parts = [f"{key}/{part}" for part in range(int(held[1:]))] if held[:1] == b"#" else []
+        read += [key, *parts]
+        pieces = [] if parts else [held[1:]]
+        for part in parts:
+            piece = yield from value_of(part)
+            pieces.append(piece)
+        return b"".join(pieces)

@@ -22,10 +22,11 @@ from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
-from .agreement import Agreement, combine_arrivals, combine_offers
+from .agreement import Agreement
 from .attention import Attention
 from .describe import Local, describe
-from .exchange import Exchange, Link, LostError
+from .exchange import Exchange, Link, LostError, carried
+from .offers import combine_arrivals, combine_offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,7 @@ class Order:
         return json.dumps({**chosen, "files": files, "model_key": self.local.model_key}, sort_keys=True)
 
 
-def order(
+def order(  # noqa: PLR0913 - what a save takes, by name
     operation: str,
     session: Session,
     state: Any,
@@ -253,7 +254,8 @@ def write_checkpoint(
             combine=Link.combine,
             decide=lambda offer: [engine.create(path), Link.agree(offer)],
         )
-        engine.join(path, name)
+        if session.group.rank:
+            engine.join(path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
         group = session.link.meet(meeting, timeout, attention)
@@ -281,7 +283,7 @@ def write_checkpoint(
         if exchange is not None and not whole:
             exchange.end("the save has failed")
             session.link.drop()
-        engine.close()
+        engine.close(committed=whole)
 
 
 def _write(
@@ -297,18 +299,8 @@ def _write(
         if tick is not None:
             tick(done, total)
 
-    try:
-        with range_of("fastckpt.write"):
-            own: dict[str, Any] = dict(engine.write(each))
-        if exchange is not None:
-            exchange.join(attention)
-    except Exception as error:
-        cause = None if exchange is None else exchange.error
-        # What stops the mail is what the engine then fails of.
-        if cause is not None and cause is not error and str(cause) in str(error):
-            raise cause from None
-        raise
-    return own
+    with range_of("fastckpt.write"):
+        return carried(lambda: dict(engine.write(each)), exchange, attention)
 
 
 def _nothing(_: list[Any]) -> None:

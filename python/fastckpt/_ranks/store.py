@@ -16,7 +16,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from fastckpt._ranks.protocol import Add, Call, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
+from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
 
 #: Seconds between two looks at a store whose clients must not wait in it, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
@@ -53,12 +53,16 @@ class _Line:
 
     def _run(self, connect: Callable[[], Any]) -> None:
         client: Any = None
+        failed: BaseException | None = None
+        try:
+            client = connect()
+        except Exception as error:  # noqa: BLE001 - it is the callers'
+            failed = error
         while (task := self._tasks.get()) is not None:
+            task.error = failed
             try:
-                if client is None:
-                    client = connect()
-                task.result = task.function(client)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                task.result = None if failed else task.function(client)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
                 task.error = error
             task.ended.set()
             del task
@@ -84,15 +88,14 @@ class Transport:
         self._store = store
         #: Clients of a server: they have connections, which wait without looking again and again.
         self._remote = host is not None and hasattr(store, "clone")
-        #: Seconds that a call may take.
-        self.limit = 600.0
         self._lock = threading.Lock()
-        self._line: _Line | None = None
-        self._waiter: _Line | None = None
+        # Connections take a while to make: they are begun at once.
+        self._line: _Line | None = _Line(self._connect)
+        self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
 
-    def serve(self, request: Request) -> Any:
-        """Answer a request.
+    def serve(self, request: Request, limit: float) -> Any:
+        """Answer a request, whose calls may take ``limit`` seconds each.
 
         Raises:
             UnreachableError: the store does not answer.
@@ -102,8 +105,10 @@ class Transport:
         if isinstance(request, Call):
             return request.function(request.value)
         if isinstance(request, Wait):
-            return self._wait(request.keys, request.seconds)
-        return self._call(lambda client: _answer(client, request), again=not isinstance(request, Add))
+            return self._wait(request.keys, request.seconds, limit)
+        if isinstance(request, Forget):
+            return self._forget(limit)
+        return self._call(lambda client: _answer(client, request), limit, again=not isinstance(request, Add))
 
     def close(self) -> None:
         """End the threads, as far as they do not hang."""
@@ -116,13 +121,13 @@ class Transport:
     def _connect(self) -> Any:
         return self._store.clone() if self._remote else self._store
 
-    def _call(self, function: Callable[[Any], Any], *, again: bool = True) -> Any:
+    def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
         """Make a call; a broken connection is made anew once, where the call may be repeated."""
         while True:
             with self._lock:
                 line = self._line = self._line or _Line(self._connect)
             task = line.start(function)
-            ended = task.ended.wait(self.limit)
+            ended = task.ended.wait(limit)
             if ended and task.error is None:
                 return task.result
             with self._lock:
@@ -130,16 +135,16 @@ class Transport:
                     self._line = None
             line.end()
             if not ended:
-                raise UnreachableError(f"{self._name} has not answered for {self.limit:.1f} s{_CAUSE}")
+                raise UnreachableError(f"{self._name} has not answered for {limit:.1f} s{_CAUSE}")
             if not (again and self._remote and isinstance(task.error, RuntimeError)):
                 raise UnreachableError(
                     f"{self._name} does not answer ({_first_line(task.error)}){_CAUSE}"
                 ) from task.error
             again = False
 
-    def _wait(self, keys: tuple[str, ...], seconds: float) -> bool:
+    def _wait(self, keys: tuple[str, ...], seconds: float, limit: float) -> bool:
         ends = time.monotonic() + seconds
-        if self._remote and (task := self._wait_there(keys)) is not None:
+        if self._remote and (task := self._wait_there(keys, limit)) is not None:
             if not task.ended.wait(seconds):
                 return False
             with self._lock:
@@ -149,7 +154,7 @@ class Transport:
             if task.error is None and task.result:
                 return True
         pause = _FIRST_LOOK
-        while not self._call(lambda client: client.check(list(keys))):
+        while not self._call(lambda client: client.check(list(keys)), limit):
             left = ends - time.monotonic()
             if left <= 0:
                 return False
@@ -157,7 +162,28 @@ class Transport:
             pause = min(2 * pause, _LAST_LOOK)
         return True
 
-    def _wait_there(self, keys: tuple[str, ...]) -> _Task | None:
+    def _forget(self, limit: float) -> None:
+        """End a wait at the server by what it waits for.
+
+        It would end with the store, perhaps in the middle of the interpreter's own end, which kills such threads badly.
+        """
+        with self._lock:
+            waits, self._waits = self._waits, None
+        if waits is None or waits[1].ended.is_set():
+            return
+        keys, task = waits
+
+        def ring(client: Any) -> list[str]:
+            missing = [key for key in keys if not client.check([key])]
+            for key in missing:
+                client.set(key, b"")
+            return missing
+
+        missing = self._call(ring, limit)
+        task.ended.wait(limit)
+        self.serve(Remove(tuple(missing)), limit)
+
+    def _wait_there(self, keys: tuple[str, ...], limit: float) -> _Task | None:
         """Return a wait at the server for the keys, or for more; None: it waits for others."""
         with self._lock:
             if self._waits is not None:
@@ -170,7 +196,7 @@ class Transport:
                         self._waiter.end()
                     self._waiter = None
             self._waiter = self._waiter or _Line(self._connect)
-            longest = timedelta(seconds=2 * self.limit + 60)
+            longest = timedelta(seconds=2 * limit + 60)
             task = self._waiter.start(lambda client: client.wait(list(keys), longest) or client.check(list(keys)))
             self._waits = frozenset(keys), task
             return task
@@ -186,7 +212,12 @@ def _first_line(error: BaseException | None) -> str:
 def _answer(client: Any, request: Request) -> Any:
     """Make the call that a request stands for."""
     if isinstance(request, Put):
-        return client.set(request.key, request.value)
+        if len(request.values) > 1 and client.has_extended_api():
+            client.multi_set(list(request.values), list(request.values.values()))
+            return None
+        for key, value in request.values.items():
+            client.set(key, value)
+        return None
     if isinstance(request, Get):
         keys = list(request.keys)
         there = [True] * len(keys) if client.check(keys) else [len(keys) > 1 and client.check([key]) for key in keys]

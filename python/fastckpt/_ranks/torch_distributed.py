@@ -112,6 +112,7 @@ def _checked(operation: str, process_group: Any) -> Any:
 
 def _group_of(group: Any) -> Group:
     from torch import distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     ranks = tuple(dist.get_process_group_ranks(group))
     size = len(ranks)
@@ -123,14 +124,14 @@ def _group_of(group: Any) -> Group:
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
     # what a former group of the same name has left.
-    return Group(rank, size, ranks, host, dist.PrefixStore(members, _default_store()))
+    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
 
 
 def _default_store() -> Any:
     """The store of the default group: all versions of torch have this function, and none says so in public."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-    return distributed_c10d._get_default_store()  # noqa: SLF001
+    return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
@@ -165,10 +166,10 @@ class DataGroup:
     """
 
     def __init__(self, group: Group, name: str, timeout: float) -> None:
-        from torch import distributed as dist  # noqa: PLC0415
+        from torch.distributed import distributed_c10d  # noqa: PLC0415
 
         # With a connection of its own: while ranks look for each other, they wait in the store.
-        store = dist.PrefixStore(name, _own_connection(group.store))
+        store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
@@ -186,13 +187,24 @@ class DataGroup:
         tensor = _tensor(address, nbytes, owner)
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
+    def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
+        """Give all ranks what rank 0 has: ``content`` there, of ``nbytes``. They come here at about the same time."""
+        from torch import distributed as dist  # noqa: PLC0415
+
+        data = bytearray(nbytes) if content is None else bytearray(content)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._met.add(0 if self.rank else 1)
+        self._gloo.broadcast([_tensor_of(data)], options).wait(timedelta(seconds=limit))
+        return bytes(data)
+
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
         Gloo does that when a transfer of it runs out of time, so one does. The group is of no use after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
-        tensor = _tensor_of(bytes(1))
+        tensor = _tensor_of(bytearray(1))
         # One may be closed already while others are open. In a large group only those that we have met are connected.
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
@@ -205,10 +217,10 @@ def _tensor(address: int, nbytes: int, owner: object) -> Any:
     return torch.from_numpy(_memory.at(address, nbytes, owner))
 
 
-def _tensor_of(content: bytes) -> Any:
+def _tensor_of(content: bytearray) -> Any:
     import torch  # noqa: PLC0415
 
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -225,9 +237,9 @@ def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         except TypeError:  # a torch that cannot
             pass
         else:
-            options = gloo._Options()  # noqa: SLF001
-            options._devices = devices  # noqa: SLF001
-            options._timeout = timeout  # noqa: SLF001
-            options._threads = 2 * len(devices)  # noqa: SLF001
+            options = gloo._Options()
+            options._devices = devices
+            options._timeout = timeout
+            options._threads = 2 * len(devices)
             return gloo(store, rank, size, options)
     return gloo(store, rank, size, timeout)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from fastckpt.exceptions import RankFailure, RanksError
-
 if TYPE_CHECKING:
-    from fastckpt._ranks.protocol import Member
+    from fastckpt.exceptions import RankFailure
 
 #: The one key of a dict that stands for bytes.
 _BYTES = "\0bytes"
@@ -62,22 +60,31 @@ def decode(data: bytes) -> Any:
     return back(json.loads(rest[:at]))
 
 
-def failure_of(member: Member, error: BaseException) -> RankFailure:
+def told(error: BaseException) -> str:
     """Return what other ranks are told of an exception."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return RankFailure(member.rank, member.host, f"failed: {text[:_MESSAGE]}")
+    return f"failed: {text[:_MESSAGE]}"
 
 
-def first_of(failures: list[RankFailure]) -> list[RankFailure]:
-    """Return one failure a rank, in the order of ranks."""
+def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
+    """Return the first failure of each rank, in the order of ranks."""
     by_rank: dict[int, RankFailure] = {}
     for failure in failures:
         by_rank.setdefault(failure.rank, failure)
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def error_of(kind: str, path: str, failures: list[RankFailure], more: int, ending: str) -> RanksError:
-    """Return the error for all: what failed where, and what that means for the checkpoint."""
-    told = "; ".join(str(failure) for failure in failures)
-    others = f"; and {more:,} more" if more else ""
-    return RanksError(f"{kind}: {path}: {told}{others}: {ending}", tuple(failures))
+def ending(kind: str, *, unknown: bool, committed: bool) -> str:
+    """Return what a failure means for the checkpoint."""
+    if kind != "save":
+        return "what it was to be loaded into may be filled in part"
+    if committed:
+        return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
+    if unknown:
+        return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
+    return "nothing was committed, the old checkpoint stands"
+
+
+def failed(failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> bytes:
+    """Return the verdict that says what failed."""
+    return b"!" + json.dumps([[list(one) for one in failures], more, unknown]).encode()

@@ -14,6 +14,7 @@ pub mod environment;
 pub mod error;
 pub mod format;
 pub mod probe;
+pub mod ranks;
 pub mod read;
 pub mod save;
 pub mod share;

@@ -1,0 +1,116 @@
+"""What one rank remembers between its turns, and how the ranks of a group find each other in a store.
+
+**A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
+So each rank says hello with a word that no process had before, the rank above answers under that word, and the keys of
+all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nobody reads
+that. When the rank itself comes, its hello has another word, which the rank above sees and answers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastckpt._ranks import tree
+from fastckpt._ranks.requests import Get, Now, Put, Remove, Steps, Wait, value_of
+from fastckpt.exceptions import RankFailure
+
+if TYPE_CHECKING:
+    from fastckpt._ranks.protocol import Turn
+
+
+@dataclass
+class Member:
+    """One rank of a group.
+
+    Args:
+        rank: its index in the group.
+        size: ranks in the group.
+        host: the name of its host.
+        word: a random word that no other rank, and no earlier process, has.
+    """
+
+    rank: int
+    size: int
+    host: str
+    word: str
+    #: The session, which is the word of rank 0; empty until it is known.
+    session: str = ""
+    #: The number of the next turn.
+    turn: int = 0
+    #: Hosts of the ranks that it has heard of.
+    hosts: dict[int, str] = field(default_factory=dict)
+    #: The last hello of each rank below, which was answered.
+    answered: dict[int, bytes] = field(default_factory=dict)
+    #: The ranks below that have sent a message in this session: they need no answer any more.
+    known: set[int] = field(default_factory=set)
+    #: Turns that it left without a verdict, and why.
+    owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hosts[self.rank] = self.host
+        if self.rank == 0:
+            self.session = self.word
+
+    def failure(self, message: str) -> RankFailure:
+        """Return a failure of this rank."""
+        return RankFailure(self.rank, self.host, message)
+
+    def silent(self, rank: int, seconds: float) -> RankFailure:
+        """Return the failure of a rank that does not answer."""
+        below = tree.count_below(rank, self.size) if rank else 0
+        through = f"; {below:,} ranks answer through it" if below else ""
+        why = f"has not answered for {seconds:.1f} s (timeout=){through}"
+        return RankFailure(rank, self.hosts.get(rank, ""), why)
+
+    def meet(self, timeout: float, pause: float) -> Steps:
+        """Learn the session from the rank above. Return None, or the failure of the rank that does not answer."""
+        welcome = self.welcome()
+        began = now = yield Now()
+        above = [tree.above(self.rank)]
+        while above[-1]:
+            above.append(tree.above(above[-1]))
+        heard: dict[int, tuple[bytes | None, float]] = dict.fromkeys(above, (None, now))
+        while now - began < timeout:
+            # Again and again, as no other: each is answered, should an answer be lost.
+            yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
+            if (yield Wait((welcome,), pause)):
+                break
+            now = yield Now()
+            for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):
+                if hello != heard[rank][0]:
+                    heard[rank] = (hello, now)
+        else:
+            # Ranks above that say hello again and again wait as well; the nearest that does not is to blame.
+            silent = (rank for rank in above if now - heard[rank][1] > 3 * pause)
+            return self.silent(next(silent, 0), timeout)
+        told = yield from value_of(welcome)
+        self.session, hosts = json.loads(told)
+        self.hosts.update((int(rank), host) for rank, host in hosts.items())
+        yield Remove((welcome,))
+        return None
+
+    def welcome(self) -> str:
+        """Return the key in which the rank above answers the hello of this rank."""
+        return _welcome(self.rank, self.word)
+
+    def answer(self, hellos: dict[int, bytes | None]) -> Steps:
+        """Answer the ranks below that have said hello since they were answered."""
+        answers = {}
+        for rank, hello in hellos.items():
+            if hello and self.answered.get(rank) != hello:
+                word, host, _ = json.loads(hello)
+                self.answered[rank], self.hosts[rank] = hello, host
+                answers[_welcome(rank, word)] = [self.session, {0: self.hosts[0], self.rank: self.host}]
+        if answers:
+            yield Put({key: json.dumps(answer).encode() for key, answer in answers.items()})
+
+
+def hello_of(rank: int) -> str:
+    """Return the key in which a rank says hello. It is there as long as the rank is in its first turn."""
+    return f"fastckpt/hello/{rank}"
+
+
+def _welcome(rank: int, word: str) -> str:
+    return f"fastckpt/welcome/{rank}/{word}"

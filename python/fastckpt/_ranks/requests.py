@@ -1,0 +1,75 @@
+"""What the protocol asks of the world: a store, a clock, and functions that may take long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeAlias
+
+
+class Put(NamedTuple):
+    """Set keys to bytes."""
+
+    values: dict[str, bytes]
+
+
+class Get(NamedTuple):
+    """Return the values of keys, None where there is none, without waiting."""
+
+    keys: tuple[str, ...]
+
+
+class Wait(NamedTuple):
+    """Wait until all keys exist, at most so many seconds; return whether they do."""
+
+    keys: tuple[str, ...]
+    seconds: float
+
+
+class Forget(NamedTuple):
+    """End the last wait: its keys will not come. Those that did not may be set and removed for that."""
+
+
+class Add(NamedTuple):
+    """Add to a counter, which begins at 0, and return what it is then. Its value is text of digits."""
+
+    key: str
+    amount: int
+
+
+class Swap(NamedTuple):
+    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return what it is then."""
+
+    key: str
+    expected: bytes
+    value: bytes
+
+
+class Remove(NamedTuple):
+    """Remove keys, whether they exist or not."""
+
+    keys: tuple[str, ...]
+
+
+class Now(NamedTuple):
+    """Return the seconds of a clock that only goes forward."""
+
+
+class Call(NamedTuple):
+    """Return what a function makes of a value."""
+
+    function: Callable[[Any], Any]
+    value: Any
+
+
+Request: TypeAlias = Put | Get | Wait | Forget | Add | Swap | Remove | Now | Call
+#: A generator that yields requests and is sent their answers, which are of the type that each request says.
+Steps: TypeAlias = Generator[Request, Any, Any]
+
+
+class UnreachableError(Exception):
+    """The store does not answer. The text says which, and what may be the cause."""
+
+
+def value_of(key: str) -> Steps:
+    """Return the value of one key, None where there is none."""
+    return (yield Get((key,)))[0]
