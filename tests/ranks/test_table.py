@@ -164,17 +164,15 @@ def test_large_tables_are_made_in_linear_time():
 
 def test_tensors_of_devices_are_fetched_together():
     """Their bytes are those that a save writes. (Here the device is the host's own memory.)"""
-    values = [
-        torch.arange(6.0).reshape(2, 3).t(),
-        torch.tensor(7, dtype=torch.int8),
-        torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        torch.arange(5).to(torch.float8_e4m3fn),
-        torch.ones(3, dtype=torch.bfloat16).requires_grad_(),
-        torch.tensor([1 + 2j]).conj().imag,
+    cases = [
+        (torch.arange(6.0).reshape(2, 3).t(), np.array([0, 3, 1, 4, 2, 5], np.float32)),
+        (torch.tensor(7, dtype=torch.int8), np.array(7, np.int8)),
+        (torch.tensor([1 + 2j, 3 - 4j]).conj(), np.array([1 - 2j, 3 + 4j], np.complex64)),
+        (torch.zeros(0, 3), np.zeros(0, np.float32)),
+        (torch.tensor([True, False]), np.array([True, False])),
+        (torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn), np.array([0x38, 0xC0], np.uint8)),
+        (torch.ones(2, dtype=torch.bfloat16).requires_grad_(), np.array([0x3F80, 0x3F80], np.uint16)),
+        (torch.tensor([1 + 2j]).conj().imag, np.array([-2], np.float32)),
     ]
-    wanted = [
-        value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for value in values
-    ]
-    assert [data.tolist() for data in _torch.fetched(values)] == [each.tolist() for each in wanted]
+    found = _torch.fetched([value for value, _ in cases])
+    assert [data.tobytes() for data in found] == [array.tobytes() for _, array in cases]
