@@ -166,9 +166,7 @@ def one_run_with_mismatched_calls(seed, **options):
     job = drawn(seed, 2, sizes=(2, 100), **options)
     draw = job.world.draw
     odd = draw.randrange(job.size)
-    job.call_of = lambda number, rank: (
-        ("load", "/other") if number == 0 and rank == odd else ("save", "/checkpoint")
-    )
+    job.call_of = lambda number, rank: ("load", "/other") if number == 0 and rank == odd else ("save", "/checkpoint")
     last_works(job)
     run(job)
     for rank, result in job.outcomes(0).items():

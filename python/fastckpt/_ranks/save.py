@@ -96,7 +96,7 @@ class Order:
         return json.dumps({**chosen, "files": files, "model_key": self.local.model_key}, sort_keys=True)
 
 
-def order(
+def order(  # noqa: PLR0913 - what a save takes, by name
     operation: str,
     session: Session,
     state: Any,
@@ -254,7 +254,8 @@ def write_checkpoint(
             combine=Link.combine,
             decide=lambda offer: [engine.create(path), Link.agree(offer)],
         )
-        engine.join(path, name)
+        if session.group.rank:
+            engine.join(path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
         group = session.link.meet(meeting, timeout, attention)
@@ -282,7 +283,7 @@ def write_checkpoint(
         if exchange is not None and not whole:
             exchange.end("the save has failed")
             session.link.drop()
-        engine.close()
+        engine.close(committed=whole)
 
 
 def _write(

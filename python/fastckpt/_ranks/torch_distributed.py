@@ -112,6 +112,7 @@ def _checked(operation: str, process_group: Any) -> Any:
 
 def _group_of(group: Any) -> Group:
     from torch import distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     ranks = tuple(dist.get_process_group_ranks(group))
     size = len(ranks)
@@ -123,14 +124,14 @@ def _group_of(group: Any) -> Group:
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
     # what a former group of the same name has left.
-    return Group(rank, size, ranks, host, dist.PrefixStore(members, _default_store()))
+    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
 
 
 def _default_store() -> Any:
     """The store of the default group: all versions of torch have this function, and none says so in public."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-    return distributed_c10d._get_default_store()  # noqa: SLF001
+    return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
@@ -165,10 +166,10 @@ class DataGroup:
     """
 
     def __init__(self, group: Group, name: str, timeout: float) -> None:
-        from torch import distributed as dist  # noqa: PLC0415
+        from torch.distributed import distributed_c10d  # noqa: PLC0415
 
         # With a connection of its own: while ranks look for each other, they wait in the store.
-        store = dist.PrefixStore(name, _own_connection(group.store))
+        store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
@@ -236,9 +237,9 @@ def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         except TypeError:  # a torch that cannot
             pass
         else:
-            options = gloo._Options()  # noqa: SLF001
-            options._devices = devices  # noqa: SLF001
-            options._timeout = timeout  # noqa: SLF001
-            options._threads = 2 * len(devices)  # noqa: SLF001
+            options = gloo._Options()
+            options._devices = devices
+            options._timeout = timeout
+            options._threads = 2 * len(devices)
             return gloo(store, rank, size, options)
     return gloo(store, rank, size, timeout)
