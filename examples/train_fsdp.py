@@ -22,7 +22,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fastckpt.distributed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from train_gpt import GPT, read_text
 
 import fastckpt
+import fastckpt.distributed
 
 
 class Training:

@@ -18,6 +18,7 @@ from typing import Any, Literal, overload
 from fastckpt._api import in_flight
 from fastckpt._api.options import Engine, Framework, Unknown
 from fastckpt._api.outcome import conclude
+from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import Loaded, RankLoadReport, RankSaveReport
@@ -29,7 +30,6 @@ from fastckpt._paths import AnyPath
 from fastckpt._ranks import background
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.load import load_wishes
-from fastckpt._ranks.per_rank import per_rank_of
 from fastckpt._ranks.save import order, save_order
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Registry
@@ -392,4 +392,8 @@ def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any 
             out of range.
         Exception: whatever :func:`fastckpt.load` raises.
     """
-    return per_rank_of(path, rank, session("load_per_rank", process_group).group if rank is None else None)
+    own = None
+    if rank is None:
+        group = session("load_per_rank", process_group).group
+        own = (group.rank, group.size)
+    return load_state_of(path, rank, own)

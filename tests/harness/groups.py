@@ -153,8 +153,7 @@ class Group:
             if rank in self._busy or rank in self._dead:
                 raise AssertionError(f"rank {rank} has not ended its last call, or is dead")
             blow = strike if strike is not None and strike.rank == rank else None
-            request = {"function": named, "args": args, "kwargs": kwargs, "strike": blow}
-            self.children[rank].channel.send({"call": encode(request)})
+            self.children[rank].channel.send({"function": named, "with": encode((args, kwargs, blow))})
             self._busy.add(rank)
 
     def outcomes(self, timeout: float = 60.0, *, ranks: Sequence[int] | None = None) -> list[Outcome]:
@@ -238,6 +237,8 @@ class Group:
                 answer = decode(message["answer"])
                 raised = answer.pop("raised", None)
                 return Outcome(rank, raised=None if raised is None else Raised(**raised), **answer)
+            elif "raised" in message:
+                raise AssertionError(f"rank {rank}: {message['raised']['trace']}")
             else:
                 self.struck = message["at"]
                 if message["struck"]:

@@ -72,12 +72,10 @@ def serve(channel: Channel, *, rank: int, size: int, host: str, port: int, backe
             request = channel.receive()
         except (EOFError, OSError):
             os._exit(0)
-        channel.send({"answer": encode(_call(channel, **decode(request["call"])))})
+        channel.send({"answer": encode(_call(channel, *request["function"], request["with"]))})
 
 
-def _call(
-    channel: Channel, function: tuple[str, str, str], args: tuple[Any, ...], kwargs: dict[str, Any], strike: Any
-) -> dict[str, Any]:
+def _call(channel: Channel, module: str, name: str, folder: str, given: str) -> dict[str, Any]:
     # Told by a clock that all processes of a machine share.
     began = time.monotonic()
     answer: dict[str, Any] = {}
@@ -85,7 +83,11 @@ def _call(
         warnings.simplefilter("always")
         undo = None
         try:
-            target = _find(*function)
+            # The module of a test is where arguments may come from, too.
+            if folder not in sys.path:
+                sys.path.append(folder)
+            args, kwargs, strike = decode(given)
+            target = attrgetter(name)(importlib.import_module(module))
             undo = _arm(channel, strike)
             answer["value"] = target(*args, **kwargs)
             answer["kind"] = "returned"
@@ -101,13 +103,6 @@ def _call(
         warnings=[(each.category.__name__, str(each.message), each.filename, each.lineno) for each in caught],
     )
     return answer
-
-
-def _find(module: str, name: str, folder: str) -> Callable[..., Any]:
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
-    found: Callable[..., Any] = attrgetter(name)(importlib.import_module(module))
-    return found
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import fastckpt.distributed
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
+import fastckpt.distributed
 from harness import groups, mounts, strace
 
 TIMEOUT = 3.0

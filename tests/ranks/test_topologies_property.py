@@ -6,10 +6,12 @@ of one process, and loads into another topology and into one process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import shutil
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastckpt
+import fastckpt.distributed
+from harness import groups
 
 WORLD = 8
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex128", "bool", "int16", "float64", "uint8")
@@ -59,7 +63,7 @@ class Drawn:
 def whole(drawn: Drawn) -> torch.Tensor:
     """The tensor's values: any bits, for the name decides them."""
     dtype = getattr(torch, drawn.dtype)
-    generator = torch.Generator().manual_seed(int.from_bytes(drawn.name.encode(), "big"))
+    generator = torch.Generator().manual_seed(zlib.crc32(drawn.name.encode()))
     nbytes = math.prod(drawn.shape) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).reshape(drawn.shape)
@@ -93,7 +97,7 @@ def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.
     for at, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
         if not isinstance(placement, Replicate):
             pieces, _ = placement._split_tensor(part, count, with_padding=False)
-            part = pieces[mesh.get_local_rank(at)]
+            part = pieces[mesh.get_coordinate()[at]]
     return part.clone().view(full.dtype)
 
 
@@ -217,10 +221,29 @@ def _digests(path: Any) -> dict[str, str]:
     }
 
 
+class World:
+    """A group that is kept for many trials, and made anew after one that failed: hypothesis tries it again."""
+
+    def __init__(self, forge: groups.Forge) -> None:
+        self.forge, self.stack = forge, contextlib.ExitStack()
+        self.group: groups.Group | None = None
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        if self.group is None:
+            self.group = self.stack.enter_context(self.forge.group(WORLD))
+        try:
+            return self.group.run(function, *args, timeout=90)
+        except BaseException:
+            self.stack.close()
+            self.group = None
+            raise
+
+
 @pytest.fixture(scope="module")
 def world(forge):
-    with forge.group(WORLD) as group:
-        yield group
+    made = World(forge)
+    with made.stack:
+        yield made
 
 
 @pytest.mark.slow

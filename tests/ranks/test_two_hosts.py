@@ -8,7 +8,6 @@ import signal
 import socket
 from pathlib import Path
 
-import fastckpt.distributed
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
+import fastckpt.distributed
 from harness import groups, hosts
 
 RANKS = 4

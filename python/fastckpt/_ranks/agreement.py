@@ -10,9 +10,9 @@ For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.d
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
 
-``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes; offers and answers are bytes. Arrivals can travel inside of another
-value: ``combine_arrivals`` takes a list of them. ``decide`` and ``unite`` run on the coordinator; what only that needs
-(the structure) does not travel.
+``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
+offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
+``decide`` and ``unite`` run on the coordinator; what only that needs (the structure) does not travel.
 
 What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
 coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the

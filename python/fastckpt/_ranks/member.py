@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastckpt._ranks import tree
-from fastckpt._ranks.requests import Now, Put, Remove, Steps, Wait, value_of
+from fastckpt._ranks.requests import Get, Now, Put, Remove, Steps, Wait, value_of
 from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Member:
     turn: int = 0
     #: Hosts of the ranks that it has heard of.
     hosts: dict[int, str] = field(default_factory=dict)
-    #: The word under which each rank below was last answered.
-    answered: dict[int, str] = field(default_factory=dict)
+    #: The last hello of each rank below, which was answered.
+    answered: dict[int, bytes] = field(default_factory=dict)
     #: The ranks below that have sent a message in this session: they need no answer any more.
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
@@ -66,38 +66,45 @@ class Member:
 
     def meet(self, timeout: float, pause: float) -> Steps:
         """Learn the session from the rank above. Return None, or the failure of the rank that does not answer."""
-        hello = json.dumps([self.word, self.host]).encode()
-        welcome = _welcome(self.rank, self.word)
-        began = yield Now()
-        yield Put(hello_of(self.rank), hello)
-        while not (yield Wait((welcome,), pause)):
-            if (yield Now()) - began >= timeout:
-                return self.silent((yield from self._missing_above()), timeout)
-            # Again: it may have been lost, or removed by the rank above as that of a rank that it gave up.
-            yield Put(hello_of(self.rank), hello)
+        welcome = self.welcome()
+        began = now = yield Now()
+        above = [tree.above(self.rank)]
+        while above[-1]:
+            above.append(tree.above(above[-1]))
+        heard: dict[int, tuple[bytes | None, float]] = dict.fromkeys(above, (None, now))
+        while now - began < timeout:
+            # Again and again, as no other: each is answered, should an answer be lost.
+            yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
+            if (yield Wait((welcome,), pause)):
+                break
+            now = yield Now()
+            for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):
+                if hello != heard[rank][0]:
+                    heard[rank] = (hello, now)
+        else:
+            # Ranks above that say hello again and again wait as well; the nearest that does not is to blame.
+            silent = (rank for rank in above if now - heard[rank][1] > 3 * pause)
+            return self.silent(next(silent, 0), timeout)
         told = yield from value_of(welcome)
         self.session, hosts = json.loads(told)
         self.hosts.update((int(rank), host) for rank, host in hosts.items())
         yield Remove((welcome,))
         return None
 
-    def _missing_above(self) -> Steps:
-        """Return the nearest rank above that has not said hello: those between wait for it as well."""
-        rank = tree.above(self.rank)
-        while rank and (yield from value_of(hello_of(rank))) is not None:
-            rank = tree.above(rank)
-        return rank
+    def welcome(self) -> str:
+        """Return the key in which the rank above answers the hello of this rank."""
+        return _welcome(self.rank, self.word)
 
-    def answer(self, rank: int, hello: bytes | None) -> Steps:
-        """Answer a rank below that has said hello, if it was not answered."""
-        if not hello:
-            return
-        word, host = json.loads(hello)
-        if self.answered.get(rank) == word:
-            return
-        self.answered[rank], self.hosts[rank] = word, host
-        hosts = {0: self.hosts[0], self.rank: self.host}
-        yield Put(_welcome(rank, word), json.dumps([self.session, hosts]).encode())
+    def answer(self, hellos: dict[int, bytes | None]) -> Steps:
+        """Answer the ranks below that have said hello since they were answered."""
+        answers = {}
+        for rank, hello in hellos.items():
+            if hello and self.answered.get(rank) != hello:
+                word, host, _ = json.loads(hello)
+                self.answered[rank], self.hosts[rank] = hello, host
+                answers[_welcome(rank, word)] = [self.session, {0: self.hosts[0], self.rank: self.host}]
+        if answers:
+            yield Put({key: json.dumps(answer).encode() for key, answer in answers.items()})
 
 
 def hello_of(rank: int) -> str:

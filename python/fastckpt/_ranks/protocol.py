@@ -80,8 +80,8 @@ class _Listening:
     #: There is a verdict already.
     decided: bool = False
     found: dict[int, Message] = field(default_factory=dict)
-    #: Of each rank the last count of its beats, and when it was new.
-    heard: dict[int, tuple[int, float]] = field(default_factory=dict)
+    #: Of each rank the count of its beats, and when that was new.
+    heard: dict[int, tuple[bytes | None, float]] = field(default_factory=dict)
 
     def fail(self) -> None:
         self.failed = self.now if self.failed is None else self.failed
@@ -124,7 +124,7 @@ class Turn:
         self._unknown = False
         #: The coordinator has done what the operation is for.
         self._committed = False
-        #: Keys that this rank may have made, or may be the last to remove: beats and its hello, its messages, answers.
+        #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
         self._posted: list[str] = []
         self._answers: dict[int, list[str]] = {}
@@ -138,9 +138,7 @@ class Turn:
         return self._key(self.rounds, "up", rank)
 
     def _beat_of(self, rank: int) -> str:
-        key = self._key("beat", rank)
-        self._small.add(key)
-        return key
+        return self._key("beat", rank)
 
     def _register(self, number: int | None = None) -> str:
         return self._key(number or self.rounds, "verdict")
@@ -159,15 +157,18 @@ class Turn:
         if not self._working():
             return
         now = yield Now()
-        if self._beaten is None or now - self._beaten >= self.long_slice / 2:
+        if self._beaten is None:
+            self._beaten = now  # most turns are short: they need no beats
+        elif now - self._beaten >= self.long_slice / 2:
             self._beaten = now
             beat = self._beat_of(self.member.rank)
+            self._small.add(beat)
             yield Add(beat, 1)
             if not self._working():  # another thread has left meanwhile
                 yield Remove((beat,))
 
     def _working(self) -> bool:
-        return not self.over and bool(self.member.session)
+        return not self.over and self.member.size > 1 and bool(self.member.session)
 
     def look(self) -> Steps:
         """Raise ``StopError`` if a rank has failed in this turn."""
@@ -244,7 +245,7 @@ class Turn:
         return answer
 
     def _meet(self) -> Steps:
-        self._small.add(hello_of(self.member.rank))
+        self._small |= {hello_of(self.member.rank), self.member.welcome()}
         silent = yield from self.member.meet(self.timeout, self.long_slice)
         if silent is not None:
             self.owe(f"gave up: {silent}")
@@ -260,7 +261,7 @@ class Turn:
         member = self.member
         now = yield Now()
         state = _Listening(now, now, set(tree.below(member.rank, member.size)))
-        state.heard = dict.fromkeys(state.waiting, (0, now))
+        state.heard = dict.fromkeys(state.waiting, (None, now))
         if own.failures:
             state.fail()
             yield from self._tell(own.failures[0])
@@ -274,7 +275,6 @@ class Turn:
             if (yield from self._receive(keys, state)):
                 continue
             yield from self._listen(state, own)
-            yield from self._look_around(state)
             if self._has_waited(state):
                 break
         if state.decided:
@@ -290,49 +290,50 @@ class Turn:
 
     def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
         """Take what has come, and return whether there was anything."""
-        member, came = self.member, False
+        member = self.member
         values = yield Get(tuple(keys.values()))
-        for rank, data in zip(keys, values, strict=True):
-            if data is None:
+        came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
+        hellos = {rank: data for rank, data in came.items() if rank not in member.answered}
+        state.heard.update(dict.fromkeys(hellos, (None, state.now)))
+        read: list[str] = []
+        for rank, data in came.items():
+            if rank in hellos:
                 continue
-            came = True
-            if rank not in member.answered:
-                yield from member.answer(rank, data)
-                state.heard[rank] = (0, state.now)
-                continue
-            message = Message.decode((yield from self._fetch(keys[rank], data, remove=True)))
+            message = Message.decode((yield from self._fetch(keys[rank], data, read)))
+            yield from self.alive()
             member.known.add(rank)
             state.waiting.discard(rank)
             state.found[rank] = message
             if message.failures:
                 state.fail()
-        return came
+        yield from member.answer(hellos)
+        if read:
+            yield Remove(tuple(read))
+        return bool(came)
 
     def _listen(self, state: _Listening, own: Message) -> Steps:
-        """Listen to the ranks below whose messages are missing, and give up those that are silent."""
+        """Listen to the ranks below whose messages are missing; see whether the turn has failed, or has a verdict."""
         member = self.member
-        for rank in sorted(state.waiting):
-            if rank in member.answered and rank not in member.known:
-                # It may have restarted since it said hello.
-                yield from member.answer(rank, (yield from value_of(hello_of(rank))))
-            beats = yield Add(self._beat_of(rank), 0)
+        waiting = sorted(state.waiting)
+        beats = [self._beat_of(rank) for rank in waiting]
+        # A rank may have restarted since it said hello.
+        again = [rank for rank in waiting if rank in member.answered and rank not in member.known]
+        found = yield Get((self._abort, self._register(), *beats, *map(hello_of, again)))
+        state.decided = _is_final(found[1])
+        if found[0] is not None:
+            self._aborted = True
+            state.fail()
+        yield from member.answer(dict(zip(again, found[2 + len(waiting) :], strict=True)))
+        for rank, beat in zip(waiting, found[2:], strict=False):
             before, since = state.heard[rank]
-            if beats != before:
-                state.heard[rank] = (beats, state.now)
+            if beat != before:
+                state.heard[rank] = (beat, state.now)
             elif state.now - since >= self.timeout:
                 silent = member.silent(rank, self.timeout)
                 own.failures.append(silent)
                 state.waiting.discard(rank)
                 state.fail()
                 yield from self._tell(silent)
-
-    def _look_around(self, state: _Listening) -> Steps:
-        """See whether the turn has failed elsewhere, or has a verdict already."""
-        aborted, verdict = yield Get((self._abort, self._register()))
-        if aborted is not None:
-            self._aborted = True
-            state.fail()
-        state.decided = _is_final(verdict)
 
     def _has_waited(self, state: _Listening) -> bool:
         """Whether a rank that knows of a failure has waited long enough for the messages that are missing."""
@@ -366,18 +367,18 @@ class Turn:
         """Put a verdict into a register if that is as expected, ring the bell, and return the verdict that it has."""
         held = yield Swap(self._register(number), expected, verdict)
         if _is_final(held):
-            yield Put(self._bell(number), b"")
+            yield Put({self._bell(number): b""})
         return held
 
     def _await(self) -> Steps:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
-        before, since = 0, (yield Now())
+        before, since = None, (yield Now())
         while True:
-            if (yield Wait((self._bell(),), self.long_slice)):
-                verdict = yield from value_of(self._register())
-                if _is_final(verdict):
-                    return verdict
-            beats = yield Add(self._beat_of(0), 0)
+            yield Wait((self._bell(),), self.long_slice)
+            # The coordinator may have gone between the verdict and the bell.
+            verdict, beats = yield Get((self._register(), self._beat_of(0)))
+            if _is_final(verdict):
+                return verdict
             now = yield Now()
             if beats != before:
                 before, since = beats, now
@@ -401,8 +402,8 @@ class Turn:
             failures, more, unknown = json.loads(verdict[1:])
             yield from self.leave(failed=True)
             raise self.error([RankFailure(*one) for one in failures], more, unknown=unknown)
-        data = yield from self._fetch(self._register(), verdict)
-        self._answers[self.rounds] += [self._register(), self._bell()]
+        data = yield from self._fetch(self._register(), verdict, self._answers[self.rounds])
+        self._answers[self.rounds].append(self._bell())
         if self.name == LAST:
             yield from self.leave()
         return words.decode(data)
@@ -455,15 +456,18 @@ class Turn:
 
     def abandon(self, failure: RankFailure) -> Steps:
         """Leave without a verdict, so that the others have one at once."""
-        if self.member.session:
-            self.over = True
-            verdict = words.failed([failure])
-            yield from self._tell(failure)
-            first = self.rounds if self.inside else self.rounds + 1
-            for number in (first, first + 1):
-                if (yield from self._conclude(b"", verdict, number))[:1] == b"!" or self.name == LAST:
-                    break
-            yield from self.leave(failed=True)
+        if not self.member.session:
+            self.owe(failure.message)
+            return
+        self.over = True
+        verdict = words.failed([failure])
+        yield from self._tell(failure)
+        first = self.rounds if self.inside else self.rounds + 1
+        for number in (first, first + 1):
+            held = yield from self._conclude(b"", verdict, number)
+            if held[:1] == b"!" or self.name == LAST:
+                break
+        yield from self.leave(failed=True)
 
     def owe(self, why: str) -> None:
         """Leave without a verdict, and without a word: the others are told when this rank next comes."""
@@ -496,25 +500,22 @@ class Turn:
     def _post(self, key: str, data: bytes) -> Steps:
         """Put a value that may be too large for one key."""
         self._posted.append(key)
-        yield Put(key, b"=" + data if len(data) < VALUE else (yield from self._cut(key, data)))
+        yield Put({key: b"=" + data if len(data) < VALUE else (yield from self._cut(key, data))})
 
     def _cut(self, key: str, data: bytes) -> Steps:
         """Put a large value as parts beside a key, and return what the key is to hold."""
         starts = range(0, len(data), VALUE)
         for part, start in enumerate(starts):
             self._posted.append(f"{key}/{part}")
-            yield Put(f"{key}/{part}", data[start : start + VALUE])
+            yield Put({f"{key}/{part}": data[start : start + VALUE]})
         return b"#%d" % len(starts)
 
-    def _fetch(self, key: str, held: bytes, *, remove: bool = False) -> Steps:
-        """Return the value whose key holds ``held``; else than removing its keys, remember them."""
+    def _fetch(self, key: str, held: bytes, read: list[str]) -> Steps:
+        """Return the value whose key holds ``held``, and add its keys to ``read``."""
         parts = [f"{key}/{part}" for part in range(int(held[1:]))] if held[:1] == b"#" else []
+        read += [key, *parts]
         pieces = [] if parts else [held[1:]]
         for part in parts:
             piece = yield from value_of(part)
             pieces.append(piece)
-        if remove:
-            yield Remove((key, *parts))
-        else:
-            self._answers[self.rounds] += parts
         return b"".join(pieces)

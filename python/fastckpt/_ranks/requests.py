@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class Put(NamedTuple):
-    """Set a key to bytes."""
+    """Set keys to bytes."""
 
-    key: str
-    value: bytes
+    values: dict[str, bytes]
 
 
 class Get(NamedTuple):
@@ -31,7 +30,7 @@ class Forget(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to a counter, which begins at 0, and return what it is then."""
+    """Add to a counter, which begins at 0, and return what it is then. Its value is text of digits."""
 
     key: str
     amount: int

@@ -254,7 +254,8 @@ def write_checkpoint(
             combine=Link.combine,
             decide=lambda offer: [engine.create(path), Link.agree(offer)],
         )
-        engine.join(path, name)
+        if session.group.rank:
+            engine.join(path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
         group = session.link.meet(meeting, timeout, attention)
@@ -282,7 +283,7 @@ def write_checkpoint(
         if exchange is not None and not whole:
             exchange.end("the save has failed")
             session.link.drop()
-        engine.close()
+        engine.close(committed=whole)
 
 
 def _write(

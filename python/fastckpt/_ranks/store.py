@@ -212,7 +212,12 @@ def _first_line(error: BaseException | None) -> str:
 def _answer(client: Any, request: Request) -> Any:
     """Make the call that a request stands for."""
     if isinstance(request, Put):
-        return client.set(request.key, request.value)
+        if len(request.values) > 1 and client.has_extended_api():
+            client.multi_set(list(request.values), list(request.values.values()))
+            return None
+        for key, value in request.values.items():
+            client.set(key, value)
+        return None
     if isinstance(request, Get):
         keys = list(request.keys)
         there = [True] * len(keys) if client.check(keys) else [len(keys) > 1 and client.check([key]) for key in keys]

@@ -112,6 +112,7 @@ def _checked(operation: str, process_group: Any) -> Any:
 
 def _group_of(group: Any) -> Group:
     from torch import distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     ranks = tuple(dist.get_process_group_ranks(group))
     size = len(ranks)
@@ -123,7 +124,7 @@ def _group_of(group: Any) -> Group:
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
     # what a former group of the same name has left.
-    return Group(rank, size, ranks, host, dist.PrefixStore(members, _default_store()))
+    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
 
 
 def _default_store() -> Any:
@@ -165,10 +166,10 @@ class DataGroup:
     """
 
     def __init__(self, group: Group, name: str, timeout: float) -> None:
-        from torch import distributed as dist  # noqa: PLC0415
+        from torch.distributed import distributed_c10d  # noqa: PLC0415
 
         # With a connection of its own: while ranks look for each other, they wait in the store.
-        store = dist.PrefixStore(name, _own_connection(group.store))
+        store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()

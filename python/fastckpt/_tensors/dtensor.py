@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
@@ -31,15 +32,32 @@ class _Mesh:
 
     def __init__(self, hold: Any, ranks: Mapping[int, int]) -> None:
         self.hold = hold
-        globals_ = hold.mesh.flatten().tolist()
-        strange = [rank for rank in globals_ if rank not in ranks]
+        grid = _as_cut(hold.mesh.cpu().numpy())
+        strange = [rank for rank in grid.ravel().tolist() if rank not in ranks]
         if strange:
             raise Unsupported(
                 f"it is spread over rank {strange[0]}, which is not in the process group: give a process_group= that "
                 "has all ranks of its mesh"
             )
-        self.ranks = tuple(ranks[rank] for rank in globals_)
-        self.shape = tuple(int(size) for size in hold.mesh.shape)
+        self.ranks = tuple(ranks[rank] for rank in grid.ravel().tolist())
+        self.shape: tuple[int, ...] = grid.shape
+
+
+def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The global ranks of a mesh in the order in which they have the parts of a tensor.
+
+    Collectives give parts out by the ranks of the process group of each line of the mesh, which ascend; a mesh may name
+    them in another order. (What DTensors say of their offsets goes by the mesh, and is wrong then.)
+    """
+    order = [np.argsort(np.argsort(grid, axis=dim), axis=dim) for dim in range(grid.ndim)]
+    out = np.full_like(grid, -1)
+    out[tuple(order)] = grid
+    if (out < 0).any():
+        raise Unsupported(
+            f"its mesh {grid.tolist()} has ranks in an order in which lines of it do not ascend together: torch itself "
+            "loses parts of a tensor there; make the mesh of ascending ranks"
+        )
+    return out
 
 
 class _Known:

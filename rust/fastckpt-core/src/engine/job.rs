@@ -50,7 +50,8 @@ pub trait Job: Sync {
     /// Bytes of the largest staging buffer that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Prepares a block to move. `None` if its file must wait until another one is closed.
+    /// Prepares a block to move. `None` if it must wait: for its bytes, or until another file is closed. It is asked for
+    /// again.
     fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
 
     /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters. Returns another

@@ -430,4 +430,4 @@ impl std::fmt::Debug for Mail {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

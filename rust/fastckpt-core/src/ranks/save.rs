@@ -89,8 +89,10 @@ struct Open {
 enum Stage {
     New,
     Open(Open),
-    Written(Open, Vec<Piece>),
-    /// It was committed or closed, or a step failed.
+    /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
+    /// would take its absence for a failure of their own.
+    Written(Open, Option<Vec<Piece>>),
+    /// It was committed or closed, or another step failed.
     Ended,
 }
 
@@ -146,13 +148,12 @@ impl RankSave {
         }
     }
 
-    /// Runs `step`. An error ends the save: its workspace goes, and its mail stops.
-    fn take<T>(&self, step: impl FnOnce(Stage) -> Result<(Stage, T)>) -> Result<T> {
+    /// Runs `step`, which puts the next stage in the place of the one that it gets. An error ends the save, and stops
+    /// its mail.
+    fn step<T>(&self, step: impl FnOnce(Stage, &mut Stage) -> Result<T>) -> Result<T> {
         let mut stage = self.stage()?;
-        let outcome = step(std::mem::replace(&mut *stage, Stage::Ended));
-        let (next, value) = outcome.inspect_err(|error| self.mail.stop(&error.to_string()))?;
-        *stage = next;
-        Ok(value)
+        let before = std::mem::replace(&mut *stage, Stage::Ended);
+        step(before, &mut stage).inspect_err(|error| self.mail.stop(&error.to_string()))
     }
 
     fn begin(&self, path: &Path, workspace: impl FnOnce() -> Result<Workspace>) -> Result<Open> {
@@ -177,7 +178,7 @@ impl RankSave {
     /// For the coordinator: makes the workspace, with all shards at their final sizes. Returns its name, for the others
     /// to join.
     pub fn create(&self, path: &Path, overwrite: bool, tick: Tick<'_>) -> Result<OsString> {
-        self.take(|stage| {
+        self.step(|stage, next| {
             let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
             let open = self.begin(path, || Workspace::create(path, overwrite))?;
             let outcome = allocate(self.table.plan.shards.iter(), &open.workspace, &mut self.ticking(tick));
@@ -186,29 +187,36 @@ impl RankSave {
             }
             outcome?;
             let name = open.workspace.temporary().to_owned();
-            Ok((Stage::Open(open), name))
+            *next = Stage::Open(open);
+            Ok(name)
         })
     }
 
     /// For all others: opens the workspace called `name` that the coordinator made for `path`.
     pub fn join(&self, path: &Path, name: &OsStr) -> Result<()> {
-        self.take(|stage| {
+        self.step(|stage, next| {
             let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
-            Ok((Stage::Open(self.begin(path, || Workspace::join(path, name))?), ()))
+            *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?);
+            Ok(())
         })
     }
 
     /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. What other ranks
     /// need from this one may still be on its way when this returns.
     pub fn write(&self, tick: Tick<'_>) -> Result<Report> {
-        self.take(|stage| {
+        self.step(|stage, next| {
             let Stage::Open(open) = stage else { return Err(Error::Misused(ORDER)) };
-            let outcome = self.write_to(&open, &mut self.ticking(tick));
-            if outcome.is_err() {
-                open.operation.end(telemetry::outcome(&outcome));
+            match self.write_to(&open, &mut self.ticking(tick)) {
+                Ok((report, pieces)) => {
+                    *next = Stage::Written(open, Some(pieces));
+                    Ok(report)
+                }
+                Err(error) => {
+                    open.operation.end(Err(error.errno()));
+                    *next = Stage::Written(open, None);
+                    Err(error)
+                }
             }
-            let (report, pieces) = outcome?;
-            Ok((Stage::Written(open, pieces), report))
         })
     }
 
@@ -245,7 +253,7 @@ impl RankSave {
     /// The checksums of what this rank wrote.
     pub fn pieces(&self) -> Result<Vec<Piece>> {
         match &*self.stage()? {
-            Stage::Written(_, pieces) => Ok(pieces.clone()),
+            Stage::Written(_, Some(pieces)) => Ok(pieces.clone()),
             _ => Err(Error::Misused("this rank has not written")),
         }
     }
@@ -253,12 +261,12 @@ impl RankSave {
     /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
     /// gives it the checkpoint's name. Until then a failure leaves what was there before.
     pub fn commit(&self, commit: Commit<'_>, tick: Tick<'_>) -> Result<Committed> {
-        self.take(|stage| {
-            let Stage::Written(open, _) = stage else { return Err(Error::Misused(ORDER)) };
+        self.step(|stage, _| {
+            let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
             let Open { workspace, operation, created } = open;
             let outcome = self.publish(workspace, &operation, created, commit, &mut self.ticking(tick));
             operation.end(telemetry::outcome(&outcome));
-            Ok((Stage::Ended, outcome?))
+            outcome
         })
     }
 
@@ -320,10 +328,13 @@ impl RankSave {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.stop("the save has ended");
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Stage::Written(open, _) = std::mem::replace(&mut *stage, Stage::Ended)
+        if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)
             && committed
         {
             open.operation.end(Ok(()));
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

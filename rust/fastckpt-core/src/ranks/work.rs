@@ -164,7 +164,8 @@ impl<'a> Ranges<'a> {
         self.tensors
     }
 
-    fn taken(&self, number: usize) -> MutexGuard<'_, Vec<Received>> {
+    /// What a unit has of its messages.
+    pub(super) fn taken(&self, number: usize) -> MutexGuard<'_, Vec<Received>> {
         self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

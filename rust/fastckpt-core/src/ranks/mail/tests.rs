@@ -4,7 +4,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use super::*;
 use crate::sys::thread::builder;
 
-fn spawn<'s, T: Send + 's>(
+pub(in crate::ranks) fn spawn<'s, T: Send + 's>(
     scope: &'s Scope<'s, '_>,
     body: impl FnOnce() -> T + Send + 's,
 ) -> ScopedJoinHandle<'s, T> {
@@ -17,7 +17,7 @@ fn put(mail: &Mail, message: usize, byte: u8) -> Result<()> {
 }
 
 /// What the two threads of the caller do: moves a message that was packed to a mail that admitted it.
-fn carry(from: &Mail, message: usize, to: &Mail, there: usize) {
+pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usize) {
     let buffer = lock(&from.outgoing[message].buffer);
     let mut state = lock(&to.state);
     let In::Admitted(place) = &mut state.incoming[there] else { panic!("not admitted") };

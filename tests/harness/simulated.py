@@ -1,0 +1,363 @@
+"""Ranks in one process, with a simulated store and clock: drawn delays, deaths, stops, losses and late starts.
+
+A run is a function of its seed. What the ranks do is the protocol itself (``fastckpt._ranks.protocol``), and around it
+a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastckpt._ranks import protocol
+from fastckpt._ranks.member import Member
+from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Swap, UnreachableError, Wait
+from fastckpt.exceptions import RanksError
+
+
+class Violation(AssertionError):
+    """The protocol broke a promise."""
+
+
+class Sleep(NamedTuple):
+    """A rank computes, or is late."""
+
+    seconds: float
+
+
+@dataclass
+class Faults:
+    """What is to go wrong, drawn once a run."""
+
+    #: Rank -> the number of the request at which it dies, and whether that request still takes effect.
+    deaths: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    #: Rank -> the number of the request at which it stops, and for how long.
+    stops: dict[int, tuple[int, float]] = field(default_factory=dict)
+    #: Rank -> the number of the request after which the store does not answer it, and for how long.
+    cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
+    #: How often what a rank puts does not get there.
+    loss: float = 0.0
+    #: (operation, rank) -> the step of the script at which the rank raises.
+    raises: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class Boom(Exception):
+    """What a rank raises of its own."""
+
+
+class Interrupt(BaseException):
+    """The user interrupts a rank."""
+
+
+class Process:
+    """One rank."""
+
+    def __init__(self, rank, steps):
+        self.rank, self.steps = rank, steps
+        self.dead = self.ended = False
+        self.requests = 0
+        self.wakes = 0
+        self.deaf_until = 0.0
+        self.asleep_until = 0.0
+        self.died = 0.0
+
+
+class World:
+    """A store, a clock, and the processes."""
+
+    def __init__(self, seed: Any, *, atomic: bool = True) -> None:
+        self.draw = random.Random(seed)
+        self.now = 0.0
+        self.store: dict[str, bytes] = {}
+        self.events: list[tuple[float, int, Process, int, Any, BaseException | None]] = []
+        self.serial = 0
+        self.waits: dict[str, set[Process]] = {}
+        self.waiting: dict[Process, set[str]] = {}
+        self.faults = Faults()
+        self.timeout = 60.0
+        self.atomic = atomic
+        #: Seconds of a usual answer of the store, and of a slow one.
+        self.delay = 0.002
+        self.slow = 0.0
+
+    def start(self, rank: int, steps: Any) -> Process:
+        process = Process(rank, steps)
+        self.later(process, 0.0, None)
+        return process
+
+    def later(self, process: Process, seconds: float, reply: Any, error: BaseException | None = None) -> None:
+        self.serial += 1
+        heapq.heappush(self.events, (self.now + seconds, self.serial, process, process.wakes, reply, error))
+
+    def latency(self) -> float:
+        if self.slow and self.draw.random() < 0.02:
+            return self.draw.random() * self.slow
+        return self.draw.random() * self.delay
+
+    def run(self, until: float, *, stop: bool = False) -> None:
+        """Go on until nothing happens any more, or until a time: that no run may reach, or to stop there."""
+        events = self.events
+        while events:
+            if stop and events[0][0] > until:
+                self.now = until
+                return
+            at, _, process, wakes, reply, error = heapq.heappop(events)
+            if process.dead or process.ended or wakes != process.wakes:
+                continue
+            if at > until:
+                raise Violation(f"hang: rank {process.rank} is still there after {until:.0f} s")
+            self.now = at
+            if at < process.asleep_until:
+                self.later(process, process.asleep_until - self.now, reply, error)
+                continue
+            process.wakes += 1
+            self.forget(process)
+            self.advance(process, reply, error)
+
+    def forget(self, process: Process) -> None:
+        for key in self.waiting.pop(process, ()):
+            self.waits[key].discard(process)
+
+    def advance(self, process: Process, reply: Any, error: BaseException | None) -> None:
+        """Give a process its answer, and serve what it asks next."""
+        while True:
+            try:
+                request = process.steps.throw(error) if error is not None else process.steps.send(reply)
+            except StopIteration:
+                process.ended = True
+                return
+            reply = error = None
+            if type(request) is Now:
+                reply = self.now
+            elif type(request) is Forget:
+                continue
+            elif type(request) is Call:
+                try:
+                    reply = request.function(request.value)
+                except Exception as raised:  # noqa: BLE001 - as the driver does
+                    error = raised
+            else:
+                self.serve(process, request)
+                return
+
+    def serve(self, process: Process, request: Any) -> None:
+        process.requests += 1
+        faults, number = self.faults, process.requests
+        effect = True
+        if (death := faults.deaths.get(process.rank)) and number >= death[0]:
+            process.dead, process.died = True, self.now
+            if not death[1]:
+                return
+        if (stop := faults.stops.get(process.rank)) and number >= stop[0]:
+            del faults.stops[process.rank]
+            process.asleep_until = self.now + stop[1]
+        if type(request) is Sleep:
+            self.later(process, request.seconds, None)
+            return
+        if (cut := faults.cuts.get(process.rank)) and number >= cut[0]:
+            del faults.cuts[process.rank]
+            process.deaf_until = self.now + cut[1]
+        if process.deaf_until > self.now:
+            effect = self.draw.random() < 0.3
+            if effect:
+                self.effect(process, request)
+            self.later(process, min(self.timeout, process.deaf_until - self.now), None, UnreachableError("the store"))
+            return
+        if type(request) is Wait:
+            missing = {key for key in request.keys if key not in self.store}
+            if not missing:
+                self.later(process, self.latency(), True)  # noqa: FBT003
+                return
+            for key in missing:
+                self.waits.setdefault(key, set()).add(process)
+            self.waiting[process] = missing
+            self.later(process, request.seconds, False)  # noqa: FBT003
+            return
+        if type(request) is Put and faults.loss and self.draw.random() < faults.loss:
+            self.later(process, self.latency(), None)
+            return
+        self.later(process, self.latency(), self.effect(process, request))
+
+    def effect(self, process: Process, request: Any) -> Any:
+        store = self.store
+        kind = type(request)
+        if kind is Get:
+            return [store.get(key) for key in request.keys]
+        if kind is Put:
+            for key, value in request.values.items():
+                self.set(key, value)
+        elif kind is Add:
+            count = int(store.get(request.key, b"0")) + request.amount
+            self.set(request.key, b"%d" % count)
+            return count
+        elif kind is Swap:
+            held = store.get(request.key, b"")
+            if held == request.expected or not self.atomic:
+                self.set(request.key, request.value)
+                held = request.value
+            return held
+        elif kind is Remove:
+            for key in request.keys:
+                store.pop(key, None)
+        return None
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store[key] = value
+        for process in self.waits.pop(key, ()):
+            missing = self.waiting[process]
+            missing.discard(key)
+            if not missing:
+                self.later(process, self.latency(), True)  # noqa: FBT003
+
+
+@dataclass
+class Result:
+    """What became of one operation on one rank."""
+
+    ended: float
+    answer: Any = None
+    error: BaseException | None = None
+    verdict: BaseException | None = None
+
+
+@dataclass
+class Job:
+    """A group that makes some operations, and what is checked of them."""
+
+    world: World
+    size: int
+    operations: int
+    #: (operation, rank) -> seconds before it begins, and of work in the body.
+    lateness: dict[tuple[int, int], float] = field(default_factory=dict)
+    work: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: Operation -> the time before which no rank begins it.
+    begins: dict[int, float] = field(default_factory=dict)
+    turn: type[protocol.Turn] = protocol.Turn
+    results: dict[tuple[int, int], Result] = field(default_factory=dict)
+    #: (operation, rank): when it had nothing more to do than to wait for the others.
+    ready: dict[tuple[int, int], float] = field(default_factory=dict)
+    succeeded: set[tuple[int, int]] = field(default_factory=set)
+    committed: list[int] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    call_of: Any = None
+
+    def start(self) -> None:
+        word = f"{self.world.draw.getrandbits(48):x}"
+        for rank in range(self.size):
+            member = Member(rank, self.size, f"host-{rank // 8}", f"{word}-{rank}")
+            self.processes.append(self.world.start(rank, self.script(member)))
+
+    def script(self, member: Member) -> Any:
+        """Make the operations one after the other, each whatever became of the one before, as ``peers.py`` does."""
+        for number in range(self.operations):
+            yield Sleep(max(0.0, self.begins.get(number, 0.0) - self.world.now))
+            yield Sleep(self.lateness.get((number, member.rank), 0.0))
+            self.ready[number, member.rank] = self.world.now
+            kind, path = self.call_of(number, member.rank) if self.call_of else ("save", "/checkpoint")
+            turn = self.turn(member, kind, path, self.world.timeout)
+            result = self.results[number, member.rank] = Result(float("nan"))
+            raised: BaseException | None = None
+            try:
+                result.answer = yield from self.body(turn, number)
+            except UnreachableError as error:
+                raised = turn.unreachable(error)
+            except (RanksError, Boom, Interrupt) as error:
+                raised = error
+            result.error = raised
+            try:
+                result.verdict = yield from turn.end(raised)
+            except UnreachableError as error:
+                result.verdict = turn.unreachable(error)
+            result.ended = self.world.now
+
+    def body(self, turn: protocol.Turn, number: int) -> Any:
+        rank = turn.member.rank
+        self.raise_at(number, rank, 0)
+        everybody = yield from turn.round("arrive", rank)
+        self.raise_at(number, rank, 1)
+        total = yield from turn.round("joined", 1, None, sum, lambda count: count)
+        if sorted(everybody) != list(range(self.size)) or total != self.size:
+            raise Violation(f"operation {number}: {everybody} arrived, {total} joined")
+        self.raise_at(number, rank, 2)
+        yield from self.working(turn, number)
+        self.raise_at(number, rank, 3)
+        self.succeeded.add((number, rank))
+        return (yield from turn.round("done", 1, None, sum, lambda count: self.commit(number, count)))
+
+    def working(self, turn: protocol.Turn, number: int) -> Any:
+        left = self.work.get((number, turn.member.rank), 0.0)
+        while left > 0:
+            yield Sleep(min(left, turn.long_slice / 2))
+            self.ready[number, turn.member.rank] = self.world.now
+            left -= turn.long_slice / 2
+            yield from turn.alive()
+            yield from turn.look()
+
+    def raise_at(self, number: int, rank: int, step: int) -> None:
+        at = self.world.faults.raises.get((number, rank))
+        if at is not None and at % 10 == step:
+            raise (Interrupt if at >= 10 else Boom)(f"rank {rank} at step {step}")
+
+    def commit(self, number: int, count: int) -> Any:
+        missing = [rank for rank in range(self.size) if (number, rank) not in self.succeeded]
+        if missing or count != self.size:
+            raise Violation(f"operation {number}: commit although ranks {missing} have not succeeded ({count} counted)")
+        self.committed.append(number)
+        return ["committed", number]
+
+    # What must hold.
+
+    def check(self) -> None:
+        """Check what each operation promises, whatever went wrong."""
+        for process in self.processes:
+            if not (process.ended or process.dead):
+                raise Violation(f"hang: rank {process.rank} waits for nothing")
+        for number in range(self.operations):
+            self.check_verdict(number)
+
+    def outcomes(self, number: int) -> dict[int, Result]:
+        """Return what became of an operation on the ranks that live."""
+        alive = [process.rank for process in self.processes if not process.dead]
+        return {rank: self.results[number, rank] for rank in alive}
+
+    def check_verdict(self, number: int) -> None:
+        """At most one verdict: all answers are equal, and none is told that nothing was committed if it was."""
+        if self.committed.count(number) > 1:
+            raise Violation(f"operation {number}: committed twice")
+        results = self.outcomes(number)
+        answers = [rank for rank, result in results.items() if result.error is None]
+        if answers and number not in self.committed:
+            raise Violation(f"operation {number}: ranks {answers} have an answer without a commit")
+        if any(results[rank].answer != ["committed", number] for rank in answers):
+            raise Violation(f"operation {number}: different answers")
+        for rank, result in results.items():
+            for error in (result.error, result.verdict):
+                if isinstance(error, RanksError) and number in self.committed and "nothing was committed" in str(error):
+                    raise Violation(f"operation {number}: rank {rank} is told that nothing was committed: {error}")
+
+    def check_success(self, number: int) -> None:
+        for rank, result in self.outcomes(number).items():
+            if result.error is not None:
+                raise Violation(f"operation {number}: all live, and rank {rank} failed: {result.error}")
+
+    def check_named(self, number: int, guilty: set[int]) -> None:
+        """Each survivor's error names ranks that are to blame, and no other."""
+        for rank, result in self.outcomes(number).items():
+            error = result.error if isinstance(result.error, RanksError) else result.verdict
+            if error is None:
+                continue  # it succeeded, or was interrupted
+            named = {failure.rank for failure in getattr(error, "failures", ())}
+            if not named or not named <= guilty:
+                raise Violation(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
+
+    def check_in_time(self, number: int, slack: float) -> None:
+        """Each survivor ends within the timeout and some slack of the last death, or of the last work of a survivor."""
+        died = [process.died for process in self.processes if process.dead]
+        results = self.outcomes(number)
+        last = max([*died, *(self.ready[number, rank] for rank in results)])
+        late = {rank: result.ended - last for rank, result in results.items()}
+        worst = max(late, key=late.__getitem__)
+        if late[worst] > self.world.timeout + slack:
+            raise Violation(f"operation {number}: rank {worst} ends after {late[worst]:.1f} s: {results[worst].error}")

@@ -1,0 +1,228 @@
+"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 runs, a seed each."""
+
+from __future__ import annotations
+
+import pytest
+from harness.simulated import Faults, Job, Violation, World
+
+from fastckpt._ranks import protocol, tree
+from fastckpt.exceptions import RanksError
+
+#: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
+SLACK = protocol.GRACE + 3
+
+
+def drawn(seed, operations=2, *, sizes=(1, 100), timeout=None, turn=protocol.Turn, atomic=True):
+    """A group of drawn size, its delays drawn too; most groups are small."""
+    world = World(seed, atomic=atomic)
+    draw = world.draw
+    low, high = sizes
+    size = draw.randint(low, high) if draw.random() < 0.1 else draw.randint(low, min(high, draw.choice((3, 6, 9, 40))))
+    world.timeout = timeout or draw.choice((5.0, 30.0, 60.0))
+    world.delay = draw.choice((0.0001, 0.01, world.timeout / 200))
+    world.slow = draw.choice((0.0, world.timeout / 20))
+    job = Job(world, size, operations, turn=turn)
+    for number in range(operations):
+        for rank in range(size):
+            if draw.random() < 0.2:
+                job.lateness[number, rank] = draw.random() * world.timeout * 0.5
+            if draw.random() < 0.3:
+                job.work[number, rank] = draw.random() * world.timeout * draw.choice((0.01, 0.1, 2))
+    return job
+
+
+def run(job):
+    job.start()
+    if job.begins:
+        job.world.run(until=10 * job.world.timeout, stop=True)
+        job.world.faults = Faults(deaths=job.world.faults.deaths)
+    # Each operation may take its work and a timeout for each thing that goes wrong; nothing may take longer than that.
+    job.world.run(until=40 * (job.operations + 1) * job.world.timeout)
+    job.check()
+
+
+def last_works(job):
+    """The last operation begins when all that went wrong is over, and must succeed."""
+    job.begins[job.operations - 1] = 20 * job.world.timeout
+
+
+def clean(job):
+    if job.world.store:
+        raise Violation(f"left in the store: {sorted(job.world.store)}")
+
+
+def one_run_that_is_calm(seed, **options):
+    job = drawn(seed, **options)
+    run(job)
+    for number in range(job.operations):
+        job.check_success(number)
+    clean(job)
+
+
+def one_run_with_late_ranks(seed, **options):
+    """Some ranks are ten minutes late."""
+    job = drawn(seed, operations=1, sizes=(2, 12), timeout=700.0, **options)
+    for rank in range(job.size):
+        if job.world.draw.random() < 0.5:
+            job.lateness[0, rank] = 600 * job.world.draw.random() ** 0.2
+    job.work.clear()
+    run(job)
+    job.check_success(0)
+    clean(job)
+
+
+def one_run_with_a_death(seed, **options):
+    job = drawn(seed, sizes=(2, 100), **options)
+    draw = job.world.draw
+    dead = draw.randrange(job.size)
+    job.world.faults = Faults(deaths={dead: (draw.randint(1, 60), draw.random() < 0.5)})
+    run(job)
+    for number in range(job.operations):
+        job.check_named(number, {dead})
+        job.check_in_time(number, SLACK + job.world.timeout / 10)
+
+
+def one_run_with_deaths(seed, **options):
+    job = drawn(seed, sizes=(3, 100), **options)
+    draw = job.world.draw
+    dead = draw.sample(range(job.size), min(job.size - 1, draw.randint(2, 5)))
+    job.world.faults = Faults(deaths={rank: (draw.randint(1, 60), draw.random() < 0.5) for rank in dead})
+    run(job)
+    for number in range(job.operations):
+        job.check_named(number, set(dead))
+        job.check_in_time(number, SLACK + job.world.timeout * 2)
+
+
+def one_run_with_stops(seed, **options):
+    """Ranks are stopped, and go on after a while: perhaps when the others have given them up."""
+    job = drawn(seed, 3, sizes=(2, 100), **options)
+    draw = job.world.draw
+    stopped = draw.sample(range(job.size), min(job.size, draw.randint(1, 3)))
+    job.world.faults = Faults(
+        stops={rank: (draw.randint(1, 60), draw.random() * 3 * job.world.timeout) for rank in stopped}
+    )
+    last_works(job)
+    run(job)
+    job.check_success(2)
+
+
+def one_run_with_failures(seed, **options):
+    """Ranks raise, or are interrupted, each at a drawn step: all others learn it, and from whom."""
+    job = drawn(seed, 2, sizes=(2, 100), **options)
+    draw = job.world.draw
+    failing = draw.sample(range(job.size), min(job.size, draw.choice((1, 1, 2, 30))))
+    interrupted = draw.random() < 0.3
+    steps = {rank: draw.randrange(4) + 10 * (interrupted and draw.random() < 0.5) for rank in failing}
+    job.world.faults = Faults(raises={(0, rank): step for rank, step in steps.items()})
+    last_works(job)
+    run(job)
+    if job.committed[:1] == [0]:
+        raise Violation("committed although a rank failed")
+    job.check_named(0, set(failing))
+    for rank, result in job.outcomes(0).items():
+        if not isinstance(result.error, RanksError) and rank not in failing:
+            raise Violation(f"rank {rank} has no error")
+    job.check_success(1)
+    clean(job)
+
+
+def one_run_with_losses(seed, **options):
+    job = drawn(seed, 3, sizes=(2, 100), **options)
+    job.world.faults = Faults(loss=job.world.draw.choice((0.001, 0.01, 0.1, 0.5)))
+    last_works(job)
+    run(job)
+    job.check_success(2)
+
+
+def one_run_with_cuts(seed, **options):
+    """The store does not answer some ranks for a while, short or long."""
+    job = drawn(seed, 3, sizes=(2, 100), **options)
+    draw = job.world.draw
+    cut = draw.sample(range(job.size), min(job.size, draw.choice((1, 2, 100))))
+    job.world.faults = Faults(cuts={rank: (draw.randint(1, 60), draw.random() * 3 * job.world.timeout) for rank in cut})
+    last_works(job)
+    run(job)
+    job.check_success(2)
+
+
+def one_run_with_a_restart(seed, **options):
+    """All processes are killed at a drawn time, and a new group starts in the same store."""
+    job = drawn(seed, 2, sizes=(2, 100), **options)
+    draw = job.world.draw
+    job.start()
+    job.world.run(until=draw.choice((0.001, 0.1, 1, 10)) * draw.random() * job.world.timeout, stop=True)
+    for process in job.processes:
+        process.dead = True
+    again = Job(job.world, max(2, job.size + draw.choice((-1, 0, 0, 0, 1))), 2, turn=job.turn)
+    again.lateness = {(0, rank): draw.random() * 0.5 * job.world.timeout for rank in range(again.size)}
+    again.start()
+    job.world.run(until=1000 * job.world.timeout)
+    again.check()
+    again.check_success(0)
+    again.check_success(1)
+
+
+def one_run_with_mismatched_calls(seed, **options):
+    job = drawn(seed, 2, sizes=(2, 100), **options)
+    draw = job.world.draw
+    odd = draw.randrange(job.size)
+    job.call_of = lambda number, rank: (
+        ("load", "/other") if number == 0 and rank == odd else ("save", "/checkpoint")
+    )
+    last_works(job)
+    run(job)
+    for rank, result in job.outcomes(0).items():
+        if "same calls in the same order" not in str(result.error):
+            raise Violation(f"rank {rank} is told {result.error}")
+    job.check_named(0, {odd, *tree.below(odd, job.size)})
+    job.check_success(1)
+    clean(job)
+
+
+def one_run_with_all_of_it(seed, **options):
+    job = drawn(seed, 3, sizes=(2, 100), **options)
+    draw = job.world.draw
+
+    def some(of):
+        return {rank: of() for rank in draw.sample(range(job.size), min(job.size, draw.choice((0, 0, 1, 2))))}
+
+    timeout = job.world.timeout
+    job.world.faults = Faults(
+        deaths=some(lambda: (draw.randint(1, 90), draw.random() < 0.5)),
+        stops=some(lambda: (draw.randint(1, 90), draw.random() * 3 * timeout)),
+        cuts=some(lambda: (draw.randint(1, 90), draw.random() * 3 * timeout)),
+        loss=draw.choice((0, 0, 0.01)),
+        raises={(0, rank): step for rank, step in some(lambda: draw.randrange(14)).items()},
+    )
+    last_works(job)
+    run(job)
+    if not job.world.faults.loss and not any(process.dead for process in job.processes):
+        job.check_success(2)
+
+
+RUNS = {
+    one_run_that_is_calm: 1000,
+    one_run_with_late_ranks: 400,
+    one_run_with_a_death: 2500,
+    one_run_with_deaths: 1000,
+    one_run_with_stops: 1000,
+    one_run_with_failures: 1000,
+    one_run_with_losses: 400,
+    one_run_with_cuts: 800,
+    one_run_with_a_restart: 700,
+    one_run_with_mismatched_calls: 400,
+    one_run_with_all_of_it: 1000,
+}
+
+
+def test_there_are_ten_thousand_runs():
+    assert sum(RUNS.values()) >= 10_000
+
+
+@pytest.mark.parametrize("one_run", RUNS, ids=lambda one_run: one_run.__name__[len("one_run_") :])
+def test_runs(one_run):
+    for seed in range(RUNS[one_run]):
+        try:
+            one_run(seed)
+        except Exception as error:
+            raise AssertionError(f"{one_run.__name__}({seed})") from error
