@@ -16,6 +16,8 @@ from fastckpt._ranks.exchange import Exchange, Link, LostError, carried
 from fastckpt._ranks.session import session
 from fastckpt.exceptions import ReplacedCheckpointError
 
+from ._together import gathered
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -83,7 +85,7 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
     """
     here = session("dcp.load", group)
     # The turn is taken before anything can fail: all ranks count the same ones.
-    with here.peers.operation("dcp.load", path, timeout) as operation:
+    with here.peers.operation("load", path, timeout) as operation:
         mine = asked()
         manifest = hashlib.sha256(mine.reader.manifest()).hexdigest()
         cached, name = operation.round(
@@ -127,7 +129,7 @@ def _by_messages(
     try:
         group = here.link.meet(name, timeout, attention)
         boxes = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in asked.requests]
-        answer = operation.round("demands", [[rank, boxes]], decide=_unite)
+        answer = operation.round("demands", [[rank, boxes]], combine=gathered, decide=_unite)
         wanted = _wanted(json.loads(answer))
         share = _core.Share.to_load(asked.reader, *wanted, here.group.size)
         # A rank's boxes of a tensor are its parts, in the order in which it asks for them.
@@ -171,7 +173,7 @@ def _by_messages(
 def _unite(demands: list[Any]) -> str:
     """What all ranks want: for each tensor, ranks and boxes."""
     found: dict[int, list[Any]] = {}
-    for rank, boxes in sorted(demands, key=lambda one: one[0]):
+    for rank, boxes in demands:
         for tensor, box in boxes:
             found.setdefault(tensor, []).append([rank, box])
     return json.dumps(sorted(found.items()), separators=(",", ":"))
