@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.cast import Cast
@@ -21,11 +20,22 @@ if TYPE_CHECKING:
 Box = list[tuple[int, int, int]]
 
 
+class Request(NamedTuple):
+    """What ``_core.ReadRequest`` takes."""
+
+    tensor: int
+    address: int
+    capacity: int
+    box: Box
+    strides: Sequence[int] | None = None
+
+
 class Fill:
-    """Adds to ``targets`` what brings boxes into tensors, and finishes those that could not be reached at once."""
+    """What brings boxes into tensors: requests, and movers for those without an address, by their numbers."""
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
+        self.requests: list[Request] = []
         self.filled: list[Any] = []
         self._detours: list[tuple[Any, Any]] = []
 
@@ -66,16 +76,15 @@ class Fill:
         return _memory.laid_out(target.data_ptr(), tuple(target.shape), strides, size)
 
     def _request(self, index: int, box: Box, target: Any, dtype: Any, layout: Any) -> None:
-        targets = self.targets
         room = target.numel() * dtype.itemsize
         straight = target.is_cpu and not target.is_conj() and not target.is_neg()
         whole = straight and target.is_contiguous()
         if target.dtype is dtype and straight:
             if whole:
-                targets.requests.append(_core.ReadRequest(index, target.data_ptr(), room, box))
+                self.requests.append(Request(index, target.data_ptr(), room, box))
             else:
                 low, high = _memory.span(layout)
-                targets.requests.append(_core.ReadRequest(index, low, high - low, box, layout.strides))
+                self.requests.append(Request(index, low, high - low, box, layout.strides))
             return
         mover = None if straight else _tensors.mover_in(target)
         if target.dtype is not dtype:
@@ -84,8 +93,16 @@ class Fill:
             convert = _tensors.converter(dtype, target.dtype)
             mover = Cast(convert, (dtype.itemsize, target.dtype.itemsize), target.data_ptr() if whole else 0, mover)
         assert mover is not None  # noqa: S101 - what has an address was asked for above
-        targets.movers[len(targets.requests)] = mover
-        targets.requests.append(_core.ReadRequest(index, 0, room, box))
+        self.targets.movers[len(self.requests)] = mover
+        self.requests.append(Request(index, 0, room, box))
+
+    def take_whole(self) -> None:
+        """Take what the targets ask for themselves: whole tensors for values, into memory that has an address."""
+        for request in self.targets.requests:
+            stored = self.targets.stored[request.tensor]
+            sizes = (stored.logical or stored).shape
+            box = [(0, size, 1) for size in sizes]
+            self.requests.append(Request(request.tensor, request.address, request.capacity, box))
 
     def finish(self) -> None:
         """Once all has been read."""

@@ -108,7 +108,7 @@ def install(**options: Any) -> Installation:
 
     Args:
         **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
-            (``registry``, ``io``, ``threads``) are the readers', too.
+            (``process_group``, ``timeout``, ``registry``, ``io``, ``threads``) are the readers', too.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
@@ -172,7 +172,7 @@ def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None)
     """A reader for the arguments of torch's, or None where it is to be torch's."""
     if _extension_registry is not None:
         return None
-    own = {name: options[name] for name in ("registry", "io", "threads") if name in options}
+    own = {name: options[name] for name in ("process_group", "timeout", "registry", "io", "threads") if name in options}
     return InstalledReader(path, **own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
 import uuid
@@ -12,7 +13,7 @@ from fastckpt._api.destinations import Targets
 from fastckpt._api.options import Engine, check_engine
 from fastckpt._api.outcome import conclude, until_settled
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import LoadReport
+from fastckpt._api.reports import LoadReport, RankLoadReport
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.registry import Registry, Types
@@ -21,11 +22,16 @@ from fastckpt._tensors import torch as _tensors
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
+from ._arguments import check_timeout
 from ._entries import Entry, Known, entries_of
-from ._fill import Fill
+from ._fill import Fill, Request
+from ._shared import Asked, read_alone, read_together
 
 if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
+
+#: Of a plan: all ranks of the process group read.
+_TOGETHER = "fastckpt: together"
 
 
 class Reader(_torch.StorageReader):
@@ -40,6 +46,9 @@ class Reader(_torch.StorageReader):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
+        process_group: that of ``dcp.load``, which does not tell its reader; None for the default group. Its ranks read
+            each byte once from the storage and pass it on; where others load, each rank reads what it needs.
+        timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         verify: compare every byte with its checksum.
         io: see :func:`fastckpt.load`.
@@ -57,6 +66,8 @@ class Reader(_torch.StorageReader):
         self,
         path: AnyPath | None = None,
         *,
+        process_group: Any = None,
+        timeout: float = 600.0,
         registry: Registry | None = None,
         verify: bool = True,
         io: Engine = "auto",
@@ -66,6 +77,8 @@ class Reader(_torch.StorageReader):
         check_engine("load", io, threads)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
+        self._group = process_group
+        self._timeout = check_timeout("load", timeout)
         self._registry = registry
         self._verify = bool(verify)
         self._io = io
@@ -115,14 +128,16 @@ class Reader(_torch.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans as they are."""
-        return plans
+        """The plans, with the word that ranks read together where all of the process group are there."""
+        together = len(plans) > 1 and _torch.group_size(self._group) == len(plans)
+        return [dataclasses.replace(plan, storage_data=_TOGETHER) for plan in plans] if together else plans
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
         """Read what the plan asks for, straight into the tensors that the planner gives.
 
         Raises:
             CorruptCheckpointError: bytes are not what was written; the message says where.
+            RanksError: another rank failed, or does not answer.
             ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
             StructureMismatchError: a tensor of the planner has other sizes than its box.
         """
@@ -130,45 +145,26 @@ class Reader(_torch.StorageReader):
         if opened is None or path is None:
             raise CheckpointError("load: read_data was called before read_metadata")
         began = time.perf_counter()
-        targets = Targets(opened.stored, "auto")
-        fill = Fill(targets)
-        tensors: list[tuple[_torch.ReadItem, Any]] = []
-        values: list[tuple[_torch.ReadItem, Entry, list[list[Any]]]] = []
-        for item in plan.items:
-            entry = opened.find(item.storage_index.fqn)
-            if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
-                target = planner.resolve_tensor(item)
-                bare = target.detach()
-                fill.ask(entry.number, _box(item), bare, item.storage_index.fqn)
-                tensors.append((item, bare))
-                continue
-            found = [token for token in opened.tokens[entry.start : entry.end] if is_tensor(token)]
-            targets.make(found)
-            values.append((item, entry, found))
+        work = _Work(opened, plan, planner)
         try:
             with ticker("load", path, shown=False) as tick:
-                report = opened.reader.read(
-                    targets.requests,
-                    verify=self._verify,
-                    io=self._io,
-                    threads=self._threads,
-                    drain=targets.drain if targets.movers else None,
-                    tick=tick,
-                )
+
+                def asked() -> Asked:
+                    requests = work.ask()
+                    drain = work.targets.drain if work.targets.movers else None
+                    return Asked(opened.reader, path, requests, drain, self._verify, self._io, self._threads, tick)
+
+                if plan.storage_data == _TOGETHER:
+                    fields = read_together(asked, path, self._group, self._timeout)
+                    kind: type[LoadReport] = RankLoadReport
+                else:
+                    fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
+                    kind = LoadReport
         finally:
-            if targets.movers:
-                targets.settle()
-        fill.finish()
-        made = iter(targets.values())
-        for item, entry, found in values:
-            value = opened.value(entry, [next(made) for _ in found])
-            if item.type is _torch.LoadItemType.TENSOR:
-                _copy(item, value, planner)
-            else:
-                planner.load_bytes(item, _as_bytes(value))
-        for item, bare in tensors:
-            planner.commit_tensor(item, bare)
-        self.report = conclude(LoadReport, path, began, report, missing=(), unexpected=())
+            if work.targets.movers:
+                work.targets.settle()
+        work.finish()
+        self.report = conclude(kind, path, began, fields)
         return _torch.done(None)
 
     @classmethod
@@ -181,7 +177,48 @@ class Reader(_torch.StorageReader):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "report": None}
+        return {**self.__dict__, "_opened": None, "_group": None, "report": None}
+
+
+class _Work:
+    """What one rank reads of a checkpoint, and where it goes."""
+
+    def __init__(self, opened: _Opened, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> None:
+        self.opened = opened
+        self.plan = plan
+        self.planner = planner
+        self.targets = Targets(opened.stored, "auto")
+        self.fill = Fill(self.targets)
+        self.tensors: list[tuple[_torch.ReadItem, Any]] = []
+        self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
+
+    def ask(self) -> list[Request]:
+        """Boxes straight into tensors, and what values need."""
+        for item in self.plan.items:
+            entry = self.opened.find(item.storage_index.fqn)
+            if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
+                bare = self.planner.resolve_tensor(item).detach()
+                self.fill.ask(entry.number, _box(item), bare, item.storage_index.fqn)
+                self.tensors.append((item, bare))
+            else:
+                found = [token for token in self.opened.tokens[entry.start : entry.end] if is_tensor(token)]
+                self.targets.make(found)
+                self.values.append((item, entry, len(found)))
+        self.fill.take_whole()
+        return self.fill.requests
+
+    def finish(self) -> None:
+        """Once all has been read: hand over what the planner has to have."""
+        self.fill.finish()
+        made = iter(self.targets.values())
+        for item, entry, count in self.values:
+            value = self.opened.value(entry, [next(made) for _ in range(count)])
+            if item.type is _torch.LoadItemType.TENSOR:
+                _copy(item, value, self.planner)
+            else:
+                self.planner.load_bytes(item, _as_bytes(value))
+        for item, bare in self.tensors:
+            self.planner.commit_tensor(item, bare)
 
 
 class _Opened:

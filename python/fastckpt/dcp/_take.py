@@ -36,9 +36,9 @@ class Taken(NamedTuple):
     ties: dict[str, str]
     ids: dict[str, str]
 
-    def table(self) -> dict[str, Any]:
-        """All of it but the memory, for other ranks; to be made JSON."""
-        return {
+    def table(self) -> str:
+        """All of it but the memory, for other ranks: JSON."""
+        about = {
             "order": self.order,
             "ties": self.ties,
             "ids": self.ids,
@@ -47,6 +47,7 @@ class Taken(NamedTuple):
                 for key, leaf in self.leaves.items()
             ],
         }
+        return json.dumps(about, separators=(",", ":"))
 
     def memories(self) -> dict[str, list[Memory]]:
         """The memory of each tensor, by its name."""

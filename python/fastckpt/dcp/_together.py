@@ -50,12 +50,13 @@ def save_together(
     """
     here = session("dcp.save", wishes.group)
     # The turn is taken before anything can fail: all ranks count the same ones.
-    with here.peers.operation("dcp.save", wishes.path, wishes.timeout) as operation:
+    with here.peers.operation("save", wishes.path, wishes.timeout) as operation:
         taken = take(plan, planner, types)
         answer = operation.round(
             "tables",
             [[here.group.rank, taken.table()]],
-            decide=lambda tables: _packed(unite([table for _, table in sorted(tables)], wishes.model_key)),
+            combine=gathered,
+            decide=lambda tables: _packed(unite([table for _, table in tables], wishes.model_key)),
         )
         united = _unpacked(answer)
         options = wishes.options(united.prefix)
@@ -76,6 +77,11 @@ def save_together(
                 timeout=wishes.timeout,
                 tick=tick,
             ).own
+
+
+def gathered(lists: list[list[Any]]) -> list[Any]:
+    """Lists of pairs of rank and value as one, in the order of the ranks."""
+    return sorted((one for each in lists for one in each), key=lambda one: one[0])
 
 
 def _packed(united: United) -> str:

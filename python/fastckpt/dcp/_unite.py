@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from json.encoder import encode_basestring_ascii as quote
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +52,13 @@ class United:
         self.prefix = ""
 
 
-def unite(tables: Sequence[dict[str, Any]], model_key: str | None) -> United:
+def unite(texts: Sequence[str], model_key: str | None) -> United:
     """Make one of the tables of all ranks, in the order of the ranks.
 
     Raises:
         ValueError: they do not fit together, or ``model_key`` leads to no mapping; the message names key and ranks.
     """
+    tables = [json.loads(text) for text in texts]
     _check_numbers(tables)
     ties = _ties(tables)
     entries: dict[str, tuple[tuple[int, int], Path, list[Any], list[_Stored], int]] = {}

@@ -21,8 +21,10 @@ from fastckpt._units import bytes_of
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
+from ._arguments import check_timeout
 from ._stager import Stager
 from ._take import take
+from ._together import Wishes, save_together
 from ._unite import memories_of, unite
 from ._whole import whole
 
@@ -83,12 +85,10 @@ class Writer(_torch.StorageWriter):
     ) -> None:
         super().__init__()
         check_engine("dcp.save", io, threads)
-        if not timeout > 0:
-            raise ValueError(f"dcp.save: timeout must be more than 0 seconds, not {timeout!r}")
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
         self._group = process_group
-        self._timeout = float(timeout)
+        self._timeout = check_timeout("dcp.save", timeout)
         self._overwrite = bool(overwrite)
         self._metadata = metadata
         self._files = check_files("dcp.save", files)
@@ -180,8 +180,6 @@ class Writer(_torch.StorageWriter):
             report = self._save_alone(self._path, plan, planner, types, about)
             self.report = conclude(SaveReport, self._path, began, report)
         else:
-            from ._together import Wishes, save_together  # noqa: PLC0415 - only where there are several
-
             wishes = Wishes(self._path, self._group, self._timeout, self._model_key, self._options)
             report = save_together(wishes, plan, planner, types, about.structure())
             self.report = conclude(RankSaveReport, self._path, began, report)
