@@ -453,6 +453,15 @@ def test_a_rank_waits_also_before_its_operation_begins():
     assert look(model, 1.0, rank).rows[:1] == [] or model.rows[0].state != "WAIT"
 
 
+def test_a_rank_waits_in_the_end_for_the_one_that_waits_for_nobody():
+    model = Model()
+    ranks = [joined(Rank(index), index, waits_for=waits) for index, waits in enumerate((3, 0, 0, None))]
+    look(model, 0.0, *ranks)
+    assert [row.wait for row in model.rows] == ["rank 3", "rank 3", "rank 3", ""]
+    joined(ranks[3], 3, waits_for=0)
+    assert all(row.wait for row in look(model, 1.0, *ranks).rows), "a circle, for a moment, is no hang"
+
+
 def test_groups_that_save_alike_at_once_are_two_operations():
     model = Model()
     ranks = [joined(Rank(index).op(0), index % 2, group=1 + index // 2) for index in range(4)]

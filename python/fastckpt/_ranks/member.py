@@ -75,7 +75,7 @@ class Member:
         while now - began < timeout:
             # Again and again, as no other: each is answered, should an answer be lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
-            if (yield Wait((welcome,), pause)):
+            if (yield Wait((welcome,), pause, tree.above(self.rank))):
                 break
             now = yield Now()
             for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):

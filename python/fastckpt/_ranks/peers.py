@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 import sys
@@ -11,9 +12,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from fastckpt import _core
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.protocol import LAST, StopError, Turn
-from fastckpt._ranks.requests import Steps, UnreachableError
+from fastckpt._ranks.requests import Steps, UnreachableError, Wait
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
@@ -40,6 +42,7 @@ class Peers:
         self._turns = threading.Condition()
         self._ended: set[int] = set()
         self._next = 0
+        self._shown = False
 
     @property
     def session(self) -> str:
@@ -73,18 +76,34 @@ class Peers:
         """Serve the requests of a generator, and return what it returns."""
         reply: Any = None
         error: BaseException | None = None
-        while True:
-            try:
-                request = steps.send(reply) if error is None else steps.throw(error)
-            except StopIteration as end:
-                return end.value
-            reply = error = None
-            if self._transport is None:
-                raise AssertionError(f"a group of one asks for {request}")
-            try:
-                reply = self._transport.serve(request, timeout)
-            except BaseException as raised:  # noqa: BLE001 - the generator decides
-                error = raised
+        whom: int | None = None
+        try:
+            while True:
+                try:
+                    request = steps.send(reply) if error is None else steps.throw(error)
+                except StopIteration as end:
+                    return end.value
+                reply = error = None
+                if self._transport is None:
+                    raise AssertionError(f"a group of one asks for {request}")
+                if isinstance(request, Wait):
+                    whom = self._show(request.whom)
+                try:
+                    reply = self._transport.serve(request, timeout)
+                except BaseException as raised:  # noqa: BLE001 - the generator decides
+                    error = raised
+        finally:
+            if whom is not None:
+                _core.wait_for(None)
+
+    def _show(self, whom: int) -> int:
+        """Show the monitor the group, once it has a name, and the rank that this one waits for."""
+        if self.session and not self._shown:
+            self._shown = True
+            number = int.from_bytes(hashlib.blake2b(self.session.encode(), digest_size=8).digest(), "little")
+            _core.set_group(max(number, 1), self.rank, self.size)
+        _core.wait_for(whom)
+        return whom
 
     def _enter(self, number: int) -> None:
         with self._turns:

@@ -269,7 +269,7 @@ class Turn:
             keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
             hurry = state.failed is not None and state.now - state.failed <= self._grace
             pause = min(self.slice, self._grace / 10) if hurry else self.slice
-            if not (yield Wait(tuple(keys.values()), pause)):
+            if not (yield Wait(tuple(keys.values()), pause, min(keys))):
                 yield from self.alive()
             state.now = yield Now()
             if (yield from self._receive(keys, state)):
@@ -374,7 +374,7 @@ class Turn:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
         before, since = None, (yield Now())
         while True:
-            yield Wait((self._bell(),), self.long_slice)
+            yield Wait((self._bell(),), self.long_slice, 0)
             # The coordinator may have gone between the verdict and the bell.
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):

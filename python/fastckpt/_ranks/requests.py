@@ -19,10 +19,11 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most so many seconds; return whether they do."""
+    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` is to set one of them."""
 
     keys: tuple[str, ...]
     seconds: float
+    whom: int
 
 
 class Forget(NamedTuple):

@@ -10,6 +10,8 @@ from fastckpt_top.rows import Row, ThreadRow, wait_text
 from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.groups import Group
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack, ThreadTrack
@@ -128,9 +130,27 @@ def name(proc: Proc) -> str:
     return f"rank {proc.rank}" if proc.rank >= 0 else f"pid {proc.header.pid}"
 
 
-def awaits(proc: Proc) -> str:
+def awaited(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> int | None:
+    """The rank that a process waits for in the end: the one that it waits for may itself wait for another.
+
+    Args:
+        proc: The process.
+        ranks: Processes by team and rank; those of other machines are missing.
+    """
+    found, seen = proc.waits_for, {proc.rank}
+    while found is not None and found not in seen:
+        seen.add(found)
+        other = ranks.get((proc.team, found))
+        if other is None or other.waits_for is None:
+            break
+        found = other.waits_for
+    return found
+
+
+def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
     """`rank 3` for a process that waits for that rank; else empty."""
-    return "" if proc.waits_for is None else f"rank {proc.waits_for}"
+    rank = awaited(proc, ranks)
+    return "" if rank is None else f"rank {rank}"
 
 
 def title(group: Group) -> str:

@@ -30,6 +30,8 @@ from fastckpt_top.tracks import COLUMNS, MOVING, OpTrack, ProcTrack
 from fastckpt_top.window import percentile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.snapshot import Proc, Snapshot
 
 EVENTS: Final = 200
@@ -463,6 +465,7 @@ class Model:
 
     def _refresh_rows(self, snapshot: Snapshot) -> None:
         groups = {track.key: group for group in self._groups for track in group.members.values()}
+        ranks = {(proc.team, proc.rank): proc for proc in snapshot.procs if proc.alive}
         rows: list[Row] = []
         for proc in sorted(snapshot.procs, key=derive.order):
             if not self._shown(proc):
@@ -472,7 +475,7 @@ class Model:
             if not shown and tracks:
                 shown = [max(tracks, key=lambda track: track.end or 0.0)]
             rows.extend(
-                self._row(track, groups.get(track.key) or Group(track))
+                self._row(track, groups.get(track.key) or Group(track), ranks)
                 for track in sorted(shown, key=lambda track: track.op.op_id)
             )
             if not shown:
@@ -480,7 +483,7 @@ class Model:
                     replace(
                         derive.bare(proc),
                         state="WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT",
-                        wait=derive.awaits(proc),
+                        wait=derive.awaits(proc, ranks),
                         target=self._idle_target(),
                     )
                 )
@@ -489,7 +492,7 @@ class Model:
     def _idle_target(self) -> float:
         return self.node.target.save * self.node.gpus / self.node.ranks if self.node.ranks else 0.0
 
-    def _row(self, track: OpTrack, group: Group) -> Row:
+    def _row(self, track: OpTrack, group: Group, ranks: Mapping[tuple[str, int], Proc]) -> Row:
         op, proc = track.op, track.proc
         target = self._target_of(group)[0] / group.ranks
         average = track.average(self.mono)
@@ -532,7 +535,7 @@ class Model:
             files=op.files_total,
             files_done=op.files_done,
             error=(errno_name(op.error) or "failed") if op.phase == Phase.FAILED else "",
-            wait=derive.awaits(proc) or (derive.row_wait(state, threads) if track.running else ""),
+            wait=derive.awaits(proc, ranks) or (derive.row_wait(state, threads) if track.running else ""),
             p50_s=percentile(histogram, 0.5),
             p99_s=percentile(histogram, 0.99),
             histogram=histogram,
