@@ -134,11 +134,11 @@ mod tests {
     }
 
     /// All extents, cut at `cuts` of each file.
-    fn pieces(share: &Share, bytes: &[Vec<u8>], cuts: &[prop::sample::Index]) -> Vec<Piece> {
+    fn pieces(job: &Share, bytes: &[Vec<u8>], cuts: &[prop::sample::Index]) -> Vec<Piece> {
         let mut found = Vec::new();
-        for tensor in 0..share.tensors().len() {
-            let (placement, shard) = (share.placement(tensor), share.tensors()[tensor].shard);
-            for (extent, _) in geometry::extents(placement, 0..placement.bytes, share.block_size()) {
+        for tensor in 0..job.tensors().len() {
+            let (placement, shard) = (job.placement(tensor), job.tensors()[tensor].shard);
+            for (extent, _) in geometry::extents(placement, 0..placement.bytes, job.block_size()) {
                 let mut ends: Vec<u64> =
                     cuts.iter().map(|cut| cut.index(bytes[shard].len()) as u64).collect();
                 ends.retain(|&end| extent.offset < end && end < extent.offset + extent.len);

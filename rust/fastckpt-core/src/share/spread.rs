@@ -68,7 +68,7 @@ type Grouped = Result<(Vec<Group>, Vec<(u32, u32)>), String>;
 
 impl Groups {
     /// The groups of `spread` among ranks below `count`.
-    pub(super) fn new(spread: Spread, count: u32) -> crate::Result<Self> {
+    pub(super) fn new(spread: Spread, count: u32) -> crate::error::Result<Self> {
         Self::grouped(&spread, count)
             .map(|(all, mut parts)| {
                 parts.sort_by_key(|&(rank, _)| rank);

@@ -115,7 +115,7 @@ impl Job {
         let mut found = Vec::new();
         for line in item.rows.lines(item.bytes.clone()) {
             for (at, to) in line.rows() {
-                found.extend((0..line.len).map(|byte| (at + byte, (item.base + to) as u64 + byte)));
+                found.extend((0..line.len).map(|byte| (at + byte, (item.base + to).cast_unsigned() + byte)));
             }
         }
         assert_eq!(found.len() as u64, item.len);
@@ -439,7 +439,7 @@ proptest! {
                 let tensor = &job.share.tensors()[packed.tensor];
                 let item = tensor.stored / tensor.shape.iter().product::<u64>();
                 let place = |(at, to): (u64, i64)| {
-                    let (mut index, byte) = (to as u64 / item, to % item.cast_signed());
+                    let (mut index, byte) = (to.cast_unsigned() / item, to % item.cast_signed());
                     let mut place = byte;
                     for (&size, stride) in shape.iter().zip(strides).rev() {
                         place += (index % size).cast_signed() * stride;
