@@ -12,12 +12,16 @@ mod duties;
 mod messages;
 mod owners;
 mod pieces;
+mod place;
 mod spread;
 mod table;
+#[cfg(test)]
+mod tests;
 mod tiles;
 
 pub use self::duties::{Duties, FileRange, Grain};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
+pub use self::place::Strides;
 pub use self::spread::{Bounds, Placement, Spread};
 pub use self::table::{Share, Tensor};

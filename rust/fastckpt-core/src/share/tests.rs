@@ -1,0 +1,596 @@
+//! The duties of all ranks of small jobs, carried out byte by byte and compared with what the spreads say.
+
+use std::collections::{BTreeMap, HashMap};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::format::geometry::{self, PAGE};
+
+/// Which bytes of a tensor each byte of a part holds, by rank and part: the plain meaning of spreads.
+type Parts = BTreeMap<(u32, u32), Vec<u64>>;
+
+fn chunk(all: &[u64], count: u64, index: u64) -> Vec<u64> {
+    let len = all.len().div_ceil(count as usize).max(1);
+    all.chunks(len).nth(index as usize).unwrap_or_default().to_vec()
+}
+
+/// The indices along each dimension that each rank has, part by part.
+fn indices(spread: &Spread, shape: &[u64], ranks: u32) -> Vec<(u32, Vec<Vec<u64>>)> {
+    let whole = || shape.iter().map(|&size| (0..size).collect()).collect::<Vec<Vec<u64>>>();
+    match spread {
+        Spread::All => (0..ranks).map(|rank| (rank, whole())).collect(),
+        Spread::Ranks(some) => some.iter().map(|&rank| (rank, whole())).collect(),
+        Spread::Boxes(boxes) => {
+            let along = |bounds: &Bounds| bounds.iter().map(|range| range.clone().collect()).collect();
+            boxes.iter().map(|(rank, bounds)| (*rank, along(bounds))).collect()
+        }
+        Spread::Mesh { ranks, mesh, placements } => {
+            let of = |(flat, &rank): (usize, &u32)| {
+                let mut dims = whole();
+                let mut below: u64 = mesh.iter().product();
+                for (placement, &count) in placements.iter().zip(mesh) {
+                    below /= count;
+                    let at = flat as u64 / below % count;
+                    match *placement {
+                        Placement::Replicate => {}
+                        Placement::Shard(dim) => dims[dim] = chunk(&dims[dim], count, at),
+                        Placement::Strided { dim, factor } => {
+                            let outer = (0..factor).map(|index| chunk(&dims[dim], factor, index));
+                            dims[dim] = outer.flat_map(|outer| chunk(&outer, count, at)).collect();
+                        }
+                    }
+                }
+                (rank, dims)
+            };
+            ranks.iter().enumerate().map(of).collect()
+        }
+    }
+}
+
+/// The parts of all ranks of a tensor, element by element.
+fn parts(tensor: &Tensor, spreads: &[Spread], ranks: u32) -> Parts {
+    let mut found = Parts::new();
+    let mut count: HashMap<u32, u32> = HashMap::new();
+    let bits = (tensor.stored * 8).checked_div(tensor.shape.iter().product()).unwrap_or(0);
+    for &spread in &tensor.spreads {
+        for (rank, dims) in indices(&spreads[spread as usize], &tensor.shape, ranks) {
+            let mut elements = vec![0];
+            for (along, &size) in dims.iter().zip(&tensor.shape) {
+                let deeper = |&at: &u64| along.iter().map(move |index| at * size + index);
+                elements = elements.iter().flat_map(deeper).collect();
+            }
+            let bytes: Vec<u64> = if bits.is_multiple_of(8) {
+                elements.iter().flat_map(|at| at * bits / 8..(at + 1) * bits / 8).collect()
+            } else {
+                // Two elements to a byte.
+                elements.iter().filter(|at| at.is_multiple_of(2)).map(|at| at / 2).collect()
+            };
+            let part = count.entry(rank).or_default();
+            found.insert((rank, *part), bytes);
+            *part += 1;
+        }
+    }
+    found
+}
+
+/// A job and what its spreads mean.
+#[derive(Debug)]
+struct Job {
+    share: Share,
+    parts: Vec<Parts>,
+}
+
+const NOBODY: u32 = u32::MAX;
+
+impl Job {
+    fn new(header: u64, block_size: u64, mut tensors: Vec<Tensor>, spreads: Vec<Spread>, ranks: u32) -> Self {
+        let mut files =
+            vec![(header, header); tensors.iter().map(|tensor| tensor.shard + 1).max().unwrap_or(1)];
+        for (index, tensor) in tensors.iter_mut().enumerate() {
+            tensor.name = format!("t{index}");
+            tensor.offset = files[tensor.shard].1;
+            files[tensor.shard].1 += tensor.stored;
+        }
+        let parts = tensors.iter().map(|tensor| parts(tensor, &spreads, ranks)).collect();
+        Self { share: Share::new(files, block_size, tensors, spreads, ranks).unwrap(), parts }
+    }
+
+    /// For each byte of a tensor, how many parts have it.
+    fn holders(&self, tensor: usize) -> Vec<u32> {
+        let mut holders = vec![0; self.share.tensors()[tensor].stored as usize];
+        self.parts[tensor].values().flatten().for_each(|&byte| holders[byte as usize] += 1);
+        holders
+    }
+
+    fn duties(&self, grain: Grain) -> crate::Result<Vec<Duties>> {
+        let all: Vec<_> = (0..self.share.ranks()).map(|rank| self.share.duties(rank, grain)).collect();
+        let refused = all.iter().filter(|duties| duties.is_err()).count();
+        assert!(refused == 0 || refused == all.len(), "some ranks are refused, and others are not");
+        all.into_iter().collect()
+    }
+
+    /// The bytes of an item: each in the tensor, and in the memory of the part. Checks that they are those of the part.
+    fn bytes(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
+        let mut found = Vec::new();
+        for line in item.rows.lines(item.bytes.clone()) {
+            for (at, to) in line.rows() {
+                found.extend((0..line.len).map(|byte| (at + byte, (item.base + to).cast_unsigned() + byte)));
+            }
+        }
+        assert_eq!(found.len() as u64, item.len);
+        assert!(
+            item.len > 0 && found.is_sorted_by(|a, b| a.0 < b.0),
+            "an item is in the order of the tensor"
+        );
+        let offset = self.share.tensors()[item.tensor].offset;
+        let block = |byte: u64| (offset + byte) / self.share.block_size();
+        assert_eq!(block(item.bytes.start), block(item.bytes.end - 1), "an item lies in one block");
+        let part = &self.parts[item.tensor][&(rank, item.part)];
+        for &(byte, at) in &found {
+            assert_eq!(part[at as usize], byte, "{item:?} of rank {rank}");
+        }
+        found
+    }
+
+    /// Compares what both sides know of each message. Calls `each` with the ranks on the I/O side and the box side.
+    fn messages(&self, all: &[Duties], mut each: impl FnMut(u32, u32, &Item)) {
+        let mut sides: [BTreeMap<(u32, u32), Vec<&Message>>; 2] = Default::default();
+        for (rank, duties) in (0..).zip(all) {
+            for messages in [&duties.io, &duties.boxes] {
+                let place = |message: &Message| self.place(&message.items[0]);
+                assert!(messages.is_sorted_by_key(place));
+            }
+            duties
+                .io
+                .iter()
+                .for_each(|message| sides[0].entry((rank, message.peer)).or_default().push(message));
+            duties
+                .boxes
+                .iter()
+                .for_each(|message| sides[1].entry((message.peer, rank)).or_default().push(message));
+        }
+        let content = |side: &BTreeMap<(u32, u32), Vec<&Message>>| {
+            let items = |messages: &Vec<&Message>| {
+                messages.iter().map(|message| (message.bytes, message.items.clone())).collect::<Vec<_>>()
+            };
+            side.iter().map(|(pair, messages)| (*pair, items(messages))).collect::<Vec<_>>()
+        };
+        assert_eq!(content(&sides[0]), content(&sides[1]));
+        for ((io, boxes), messages) in &sides[0] {
+            assert_ne!(io, boxes);
+            for message in messages {
+                assert_eq!(message.bytes, message.items.iter().map(|item| item.len).sum::<u64>());
+                assert!(message.items.is_sorted_by_key(|item| self.place(item)));
+                message.items.iter().for_each(|item| each(*io, *boxes, item));
+            }
+        }
+    }
+
+    fn place(&self, item: &Item) -> (usize, u64) {
+        let tensor = &self.share.tensors()[item.tensor];
+        (tensor.shard, tensor.offset + item.bytes.start)
+    }
+
+    /// Who has each byte of each file in its ranges.
+    fn owners(&self, all: &[Duties]) -> Vec<Vec<u32>> {
+        let mut owners: Vec<_> =
+            self.share.files().iter().map(|file| vec![NOBODY; file.1 as usize]).collect();
+        for (rank, duties) in (0..).zip(all) {
+            assert!(duties.ranges.iter().all(|range| range.start < range.end));
+            let apart =
+                |a: &FileRange, b: &FileRange| (a.shard, a.end) < (b.shard, b.start) || a.shard < b.shard;
+            assert!(duties.ranges.is_sorted_by(apart), "{:?}", duties.ranges);
+            for range in &duties.ranges {
+                for owner in &mut owners[range.shard][range.start as usize..range.end as usize] {
+                    assert_eq!(std::mem::replace(owner, rank), NOBODY, "two ranks have {range:?}");
+                }
+            }
+        }
+        owners
+    }
+
+    fn check_save(&self) {
+        let held = |tensor| self.holders(tensor).iter().all(|&count| count > 0);
+        if !(0..self.parts.len()).all(held) {
+            let error = self.duties(Grain::Page).unwrap_err().to_string();
+            assert!(error.contains("no rank has all of its bytes"), "{error}");
+            return;
+        }
+        let all = self.duties(Grain::Page).unwrap();
+        let owners = self.owners(&all);
+        for (owners, &(data, _)) in owners.iter().zip(self.share.files()) {
+            assert!(!owners.contains(&NOBODY));
+            assert!(owners[..data as usize].iter().all(|&rank| rank == 0));
+            for page in owners.chunks(PAGE as usize) {
+                assert!(page.iter().all(|&rank| rank == page[0]), "a page has one writer");
+            }
+        }
+        let mut given: Vec<Vec<u32>> = owners.iter().map(|owners| vec![NOBODY; owners.len()]).collect();
+        let mut give = |io: u32, boxes: u32, item: &Item| {
+            let tensor = &self.share.tensors()[item.tensor];
+            for (byte, _) in self.bytes(boxes, item) {
+                let at = (tensor.offset + byte) as usize;
+                assert_eq!(owners[tensor.shard][at], io);
+                assert_eq!(std::mem::replace(&mut given[tensor.shard][at], boxes), NOBODY, "given twice");
+            }
+        };
+        for (rank, duties) in (0..).zip(&all) {
+            duties.local.iter().for_each(|item| give(rank, rank, item));
+        }
+        self.messages(&all, give);
+        for (given, &(data, _)) in given.iter().zip(self.share.files()) {
+            assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
+        }
+        // Who has a byte that it writes does not get it from another.
+        for (index, tensor) in self.share.tensors().iter().enumerate() {
+            for ((rank, _), bytes) in &self.parts[index] {
+                for byte in bytes {
+                    let at = (tensor.offset + byte) as usize;
+                    if owners[tensor.shard][at] == *rank {
+                        assert_eq!(given[tensor.shard][at], *rank);
+                    }
+                }
+            }
+        }
+    }
+
+    fn check_load(&self) {
+        let all = self.duties(Grain::Extent).unwrap();
+        let owners = self.owners(&all);
+        for (index, tensor) in self.share.tensors().iter().enumerate() {
+            let holders = self.holders(index);
+            let placement =
+                geometry::Placement { tensor: index, offset: tensor.offset, bytes: tensor.stored };
+            for (extent, range) in geometry::extents(placement, 0..tensor.stored, self.share.block_size()) {
+                let owners =
+                    &owners[tensor.shard][extent.offset as usize..(extent.offset + extent.len) as usize];
+                assert!(owners.iter().all(|&rank| rank == owners[0]), "an extent has one reader");
+                let wanted = holders[range.start as usize..range.end as usize].iter().any(|&count| count > 0);
+                assert_eq!(owners[0] != NOBODY, wanted, "what is wanted is read, and nothing else");
+            }
+        }
+        for (owners, &(data, _)) in owners.iter().zip(self.share.files()) {
+            assert!(owners[..data as usize].iter().all(|&rank| rank == NOBODY));
+        }
+        let missing = |bytes: &Vec<u64>| vec![0u8; bytes.len()];
+        let mut filled: Vec<BTreeMap<_, _>> = Vec::new();
+        for parts in &self.parts {
+            filled.push(parts.iter().map(|(&part, bytes)| (part, missing(bytes))).collect());
+        }
+        let mut fill = |io: u32, boxes: u32, item: &Item| {
+            let tensor = &self.share.tensors()[item.tensor];
+            for (byte, at) in self.bytes(boxes, item) {
+                assert_eq!(owners[tensor.shard][(tensor.offset + byte) as usize], io);
+                filled[item.tensor].get_mut(&(boxes, item.part)).unwrap()[at as usize] += 1;
+            }
+        };
+        for (rank, duties) in (0..).zip(&all) {
+            duties.local.iter().for_each(|item| fill(rank, rank, item));
+        }
+        self.messages(&all, fill);
+        assert!(
+            filled.iter().flat_map(BTreeMap::values).flatten().all(|&times| times == 1),
+            "each byte comes once"
+        );
+    }
+
+    fn check(&self) {
+        for (index, parts) in self.parts.iter().enumerate() {
+            for (&(rank, part), bytes) in parts {
+                assert_eq!(self.share.part_bytes(rank, index, part).unwrap(), bytes.len() as u64);
+            }
+        }
+        self.check_save();
+        self.check_load();
+    }
+}
+
+type Index = prop::sample::Index;
+
+/// A placement on one dimension of a mesh, for a tensor of `rank` dimensions.
+fn placement(kind: u8, dim: Index, factor: u64, rank: usize) -> Placement {
+    match (kind % 5, rank) {
+        (0, _) | (_, 0) => Placement::Replicate,
+        (1, _) => Placement::Strided { dim: dim.index(rank), factor },
+        _ => Placement::Shard(dim.index(rank)),
+    }
+}
+
+/// What one spread is made of, whatever the tensor's shape.
+type Seed = (u8, Vec<(u64, u8, Index, u64)>, Vec<u32>, Vec<(u32, Vec<[Index; 2]>)>);
+
+fn seeds() -> impl Strategy<Value = Seed> {
+    let mesh = prop::collection::vec((1u64..4, any::<u8>(), any::<Index>(), 1u64..5), 1..4);
+    let boxes = prop::collection::vec((any::<u32>(), prop::collection::vec(any::<[Index; 2]>(), 4)), 0..5);
+    (any::<u8>(), mesh, prop::collection::vec(any::<u32>(), 12), boxes)
+}
+
+/// A spread over `ranks` ranks of a tensor of `shape`. Elements along the last dimension stay in groups of `last`.
+fn spread((kind, mesh, shuffle, boxes): &Seed, shape: &[u64], ranks: u32, last: u64) -> Spread {
+    let mut order: Vec<u32> = (0..ranks).collect();
+    order.sort_by_key(|&rank| shuffle[rank as usize]);
+    match kind % 8 {
+        0 => Spread::All,
+        1 => Spread::Ranks(order.split_off(order.len() / 2)),
+        2 | 3 => {
+            let bounds = |ends: &[[Index; 2]]| {
+                let along = |(dim, (&size, ends)): (usize, (&u64, &[Index; 2]))| {
+                    let unit = if dim + 1 == shape.len() { last } else { 1 };
+                    let mut ends = ends.map(|end| end.index((size / unit) as usize + 1) as u64 * unit);
+                    ends.sort_unstable();
+                    ends[0]..ends[1]
+                };
+                shape.iter().zip(ends).enumerate().map(along).collect()
+            };
+            Spread::Boxes(boxes.iter().map(|(rank, ends)| (rank % ranks, bounds(ends))).collect())
+        }
+        _ => {
+            // As many dimensions as there are ranks for.
+            let (mut sizes, mut placements, mut left) = (Vec::new(), Vec::new(), u64::from(ranks));
+            let dims = if last > 1 { shape.len().saturating_sub(1) } else { shape.len() };
+            for &(size, kind, dim, factor) in mesh {
+                let size = size.min(left);
+                left /= size;
+                sizes.push(size);
+                placements.push(placement(kind, dim, factor, dims));
+            }
+            order.truncate(sizes.iter().product::<u64>() as usize);
+            Spread::Mesh { ranks: order, mesh: sizes, placements }
+        }
+    }
+}
+
+/// Jobs whose elements have one of `items` bytes, half a byte if that is zero, and whose blocks have one of `blocks`
+/// pages.
+fn jobs(items: Vec<u64>, most: u64, blocks: Vec<u64>) -> impl Strategy<Value = Job> {
+    let tensor = (
+        prop::collection::vec(prop_oneof![8 => 1..most, 1 => Just(1), 1 => Just(0)], 0..4),
+        prop::sample::select(items),
+        prop::collection::vec(seeds(), 1..4),
+        any::<(bool, bool)>(),
+    );
+    let tensors = prop::collection::vec(tensor, 1..4);
+    (tensors, 1u32..9, prop::sample::select(blocks), prop_oneof![Just(64u64), Just(4096), 8..9000u64])
+        .prop_map(|(seeds, ranks, block, header)| {
+            let (mut tensors, mut spreads) = (Vec::new(), Vec::new());
+            for (mut shape, item, of, (second, whole)) in seeds {
+                if item == 0 {
+                    shape.iter_mut().last().into_iter().for_each(|size| *size = size.next_multiple_of(2));
+                }
+                let elements: u64 = shape.iter().product();
+                let halves = item == 0 && !shape.is_empty();
+                let stored = if halves { elements / 2 } else { elements * item.max(1) };
+                let first = spreads.len() as u32;
+                spreads.extend(of.iter().map(|seed| spread(seed, &shape, ranks, 1 + u64::from(halves))));
+                if whole {
+                    spreads.push(Spread::Ranks(vec![ranks - 1]));
+                }
+                let shard = usize::from(second);
+                let spreads = (first..spreads.len() as u32).collect();
+                tensors.push(Tensor { name: String::new(), stored, shape, shard, offset: 0, spreads });
+            }
+            Job::new(header, block * PAGE, tensors, spreads, ranks)
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_is_moved_once(job in jobs(vec![0, 1, 2, 4, 5, 300], 40, vec![1, 2, 3])) {
+        job.check();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 30, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_of_long_runs_is_moved_once(job in jobs(vec![3 << 12, 9 << 12, 20_001], 5, vec![1, 3, 40])) {
+        job.check();
+    }
+}
+
+/// The bytes of an item: each in the tensor, and in memory.
+fn places(item: &Item) -> Vec<(u64, i64)> {
+    let lines = item.rows.lines(item.bytes.clone());
+    let rows = lines.flat_map(|line| line.rows().map(move |row| (row, line.len)));
+    let bytes =
+        |((at, to), len)| (0..len).map(move |byte: u64| (at + byte, item.base + to + byte.cast_signed()));
+    rows.flat_map(bytes).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #[test]
+    fn items_follow_the_strides_of_their_parts(job in jobs(vec![1, 4], 12, vec![1, 2]), gap in 0i64..3) {
+        let last = job.share.ranks() - 1;
+        // Column by column and the last dimension backwards, with gaps.
+        let (mut strides, mut shapes) = (Strides::new(), HashMap::new());
+        for (tensor, parts) in job.parts.iter().enumerate() {
+            for &(_, part) in parts.keys().filter(|(rank, _)| *rank == last) {
+                let shape = job.share.part_shape(last, tensor, part).unwrap().unwrap();
+                let mut step = job.share.tensors()[tensor].stored.checked_div(job.share.tensors()[tensor].shape.iter().product()).unwrap_or(1).cast_signed();
+                let along = |&size: &u64| {
+                    let stride = step + gap;
+                    step = stride * size.cast_signed().max(1);
+                    stride
+                };
+                let mut all: Vec<i64> = shape.iter().map(along).collect();
+                all.iter_mut().last().into_iter().for_each(|stride| *stride = -*stride);
+                strides.insert((tensor, part), all.clone());
+                shapes.insert((tensor, part), (shape, all));
+            }
+        }
+        for grain in [Grain::Page, Grain::Extent] {
+            let Ok(packed) = job.share.duties(last, grain) else { continue };
+            let found = job.share.duties_in(last, grain, strides.clone()).unwrap();
+            let own = |duties: &Duties| {
+                let received = duties.boxes.iter().flat_map(|message| message.items.clone());
+                duties.local.iter().cloned().chain(received).collect::<Vec<_>>()
+            };
+            prop_assert_eq!(&found.io, &packed.io);
+            prop_assert_eq!(&found.ranges, &packed.ranges);
+            let (found, packed) = (own(&found), own(&packed));
+            prop_assert_eq!(found.len(), packed.len());
+            for (found, packed) in found.iter().zip(&packed) {
+                let key = (packed.tensor, packed.part);
+                prop_assert_eq!((found.tensor, found.part), key);
+                let (shape, strides) = &shapes[&key];
+                let tensor = &job.share.tensors()[packed.tensor];
+                let item = tensor.stored / tensor.shape.iter().product::<u64>();
+                let place = |(at, to): (u64, i64)| {
+                    let (mut index, byte) = (to.cast_unsigned() / item, to % item.cast_signed());
+                    let mut place = byte;
+                    for (&size, stride) in shape.iter().zip(strides).rev() {
+                        place += (index % size).cast_signed() * stride;
+                        index /= size;
+                    }
+                    (at, place)
+                };
+                let expected: Vec<_> = places(packed).into_iter().map(place).collect();
+                prop_assert_eq!(places(found), expected);
+            }
+        }
+    }
+}
+
+/// One file of tensors of two bytes an element.
+fn job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
+    let tensor = |shape: &&[u64]| Tensor {
+        name: String::new(),
+        stored: 2 * shape.iter().product::<u64>(),
+        shape: shape.to_vec(),
+        shard: 0,
+        offset: 0,
+        spreads: (0..spreads.len() as u32).collect(),
+    };
+    let tensors = shapes.iter().map(tensor).collect();
+    Job::new(PAGE, 4 << 20, tensors, spreads, ranks)
+}
+
+fn mesh(sizes: &[u64], placements: &[Placement]) -> Spread {
+    let ranks = (0..sizes.iter().product::<u64>() as u32).collect();
+    Spread::Mesh { ranks, mesh: sizes.to_vec(), placements: placements.to_vec() }
+}
+
+fn size(ranges: &[FileRange]) -> u64 {
+    ranges.iter().map(|range| range.end - range.start).sum()
+}
+
+#[test]
+fn replicas_share_the_work_without_messages() {
+    for spread in [Spread::All, mesh(&[2, 2], &[Placement::Replicate, Placement::Shard(0)])] {
+        let job = job(&[&[1 << 12, 1 << 12]], vec![spread], 4);
+        for duties in job.duties(Grain::Page).unwrap() {
+            assert!(duties.io.is_empty() && duties.boxes.is_empty());
+            assert!(size(&duties.ranges).abs_diff(8 << 20) <= PAGE, "{:?}", duties.ranges);
+        }
+        for duties in job.duties(Grain::Extent).unwrap() {
+            assert!(size(&duties.ranges) <= 12 << 20, "{:?}", duties.ranges);
+        }
+    }
+}
+
+#[test]
+fn long_runs_are_written_by_those_who_have_them() {
+    // Experts, cut along the second dimension: runs of 64 KiB.
+    let job = job(&[&[16, 64, 2048]], vec![mesh(&[4], &[Placement::Shard(1)])], 4);
+    for duties in job.duties(Grain::Page).unwrap() {
+        assert!(duties.io.is_empty() && duties.boxes.is_empty());
+        assert!(size(&duties.ranges).abs_diff(1 << 20) <= PAGE);
+    }
+}
+
+#[test]
+fn short_runs_are_exchanged_within_their_copy_of_the_model() {
+    let placements = [Placement::Replicate, Placement::Shard(1)];
+    let job = job(&[&[4096, 4096]], vec![mesh(&[4, 8], &placements)], 32);
+    for (rank, duties) in (0..).zip(job.duties(Grain::Page).unwrap()) {
+        assert!(duties.io.iter().all(|message| message.peer / 8 == rank / 8));
+        let own = size(&duties.ranges);
+        let received: u64 = duties.io.iter().map(|message| message.bytes).sum();
+        assert!(received.abs_diff(own / 8 * 7) <= PAGE, "{own} {received}");
+        // Full messages: what eight ranks have of a block goes to one of them.
+        assert!(duties.io.iter().all(|message| message.bytes <= 4 << 20));
+    }
+}
+
+#[test]
+fn small_tensors_are_read_by_all_ranks_alike() {
+    let shapes = vec![[256, 128]; 1000];
+    let shapes: Vec<&[u64]> = shapes.iter().map(|shape| &shape[..]).collect();
+    let job = job(&shapes, vec![mesh(&[8], &[Placement::Shard(0)])], 8);
+    let all: u64 = 1000 * 2 * 256 * 128;
+    for duties in job.duties(Grain::Extent).unwrap() {
+        assert!((all / 16..all / 4).contains(&size(&duties.ranges)), "{:?}", duties.ranges);
+    }
+}
+
+#[test]
+fn chunks_are_those_of_torch() {
+    let indices = |spread: &Spread, size| {
+        let found = indices(spread, &[size], 4);
+        found.into_iter().map(|(_, mut dims)| dims.remove(0)).collect::<Vec<_>>()
+    };
+    // The examples of torch's own documentation of `_StridedShard`, and of `torch.chunk`.
+    let strided = mesh(&[4], &[Placement::Strided { dim: 0, factor: 2 }]);
+    assert_eq!(indices(&strided, 9), [vec![0, 1, 5], vec![2, 3, 6], vec![4, 7], vec![8]]);
+    let sharded = mesh(&[4], &[Placement::Shard(0)]);
+    assert_eq!(indices(&sharded, 5), [vec![0, 1], vec![2, 3], vec![4], vec![]]);
+    let both = mesh(&[2, 2], &[Placement::Strided { dim: 0, factor: 2 }, Placement::Shard(0)]);
+    assert_eq!(indices(&both, 8), [vec![0, 1], vec![4, 5], vec![2, 3], vec![6, 7]]);
+    for (spread, size) in [(strided, 9), (sharded, 5), (both, 8)] {
+        job(&[&[size]], vec![spread], 4).check();
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let of = |spread: Spread, shape: &[u64], stored: u64| {
+        let tensor = Tensor {
+            name: "w".to_owned(),
+            stored,
+            shape: shape.to_vec(),
+            shard: 0,
+            offset: PAGE,
+            spreads: vec![0],
+        };
+        let share = Share::new(vec![(PAGE, PAGE + stored)], PAGE, vec![tensor], vec![spread], 4)?;
+        share.duties(3, Grain::Page)
+    };
+    let range = |start: u64, end: u64| std::iter::once(start..end).collect::<Bounds>();
+    for (spread, shape, stored, why) in [
+        (Spread::Ranks(vec![1, 2, 1]), vec![4], 4, "rank 1 is named twice"),
+        (Spread::Ranks(vec![4]), vec![4], 4, "there is no rank 4"),
+        (Spread::Ranks(Vec::new()), vec![4], 8, "tensor `w`: no rank has all of its bytes from 0 to 8"),
+        (Spread::Boxes(vec![(1, range(0, 2))]), vec![4], 8, "no rank has all of its bytes from 4 to 8"),
+        (Spread::Boxes(vec![(1, range(0, 5))]), vec![4], 8, "0..5 is not in dimension 0 of size 4"),
+        (Spread::Boxes(vec![(1, Bounds::new())]), vec![4], 8, "a box of it has 0 dimensions, and it 1"),
+        (Spread::Boxes(vec![(0, range(0, 3)), (1, range(3, 6))]), vec![6], 3, "3 elements do not"),
+        (Spread::Boxes(vec![(0, range(0, 3))]), vec![3], 4, "its shape does not fit its 4 bytes"),
+        (
+            mesh(&[3], &[Placement::Shard(1)]),
+            vec![4],
+            8,
+            "it is sharded along dimension 1 and has 1 dimensions",
+        ),
+        (mesh(&[3], &[]), vec![4], 8, "with 0 placements does not fit 3 ranks"),
+        (mesh(&[3], &[Placement::Strided { dim: 0, factor: 0 }]), vec![4], 8, "has no chunks"),
+    ] {
+        let error = of(spread, &shape, stored).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    // Whoever has everything has every byte, whatever they mean.
+    assert_eq!(of(Spread::All, &[3], 2).unwrap().ranges.len(), 0);
+    let strides = |strides: &[i64]| {
+        job(&[&[4, 4]], vec![Spread::All], 1).share.duties_in(
+            0,
+            Grain::Page,
+            Strides::from([((0, 0), strides.to_vec())]),
+        )
+    };
+    assert!(strides(&[2, 8]).is_ok());
+    for wrong in [vec![2], vec![i64::MAX / 4, 8], vec![2, i64::MIN]] {
+        assert!(strides(&wrong).unwrap_err().to_string().contains("do not fit part 0 of rank 0"));
+    }
+}
