@@ -27,15 +27,20 @@ __all__ = [
     "Leftover",
     "ListedCheckpoint",
     "LogicalType",
+    "Mail",
     "Mappings",
     "Memory",
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankLoad",
+    "RankSave",
     "ReadRequest",
     "Reader",
     "SaveOptions",
+    "Share",
     "Snapshot",
+    "Spread",
     "StoredShard",
     "StoredTensor",
     "__version__",
@@ -55,12 +60,17 @@ __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
 
 Leftover = for_linux("Leftover")
+Mail = for_linux("Mail")
 Memory = for_linux("Memory")
 Probe = for_linux("Probe")
 ProbedFiles = for_linux("ProbedFiles")
 ProbedRing = for_linux("ProbedRing")
+RankLoad = for_linux("RankLoad")
+RankSave = for_linux("RankSave")
 SaveOptions = for_linux("SaveOptions")
+Share = for_linux("Share")
 Snapshot = for_linux("Snapshot")
+Spread = for_linux("Spread")
 check_target = for_linux("check_target")
 leftovers = for_linux("leftovers")
 probe = for_linux("probe")

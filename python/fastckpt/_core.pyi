@@ -13,15 +13,20 @@ __all__ = [
     "Leftover",
     "ListedCheckpoint",
     "LogicalType",
+    "Mail",
     "Mappings",
     "Memory",
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankLoad",
+    "RankSave",
     "ReadRequest",
     "Reader",
     "SaveOptions",
+    "Share",
     "Snapshot",
+    "Spread",
     "StoredShard",
     "StoredTensor",
     "__version__",
@@ -61,6 +66,30 @@ class Report(TypedDict):
     copied: int
     shards: int
     tensors: int
+
+@type_check_only
+class ExchangedReport(Report):
+    """A report of one rank, and the bytes that it sent to other ranks and received from them."""
+
+    sent: int
+    received: int
+
+@type_check_only
+class LoadedReport(Report):
+    """A report of one rank, and the bytes that it read at the storage, received from others and read for others."""
+
+    storage: int
+    peers: int
+    sent: int
+
+@type_check_only
+class Saved(TypedDict):
+    """How the ranks of a save wrote: engine, why not another one, worker threads, seconds."""
+
+    engine: str
+    fallback: str | None
+    threads: int
+    seconds: float
 
 @type_check_only
 class Verified(Report):
@@ -409,8 +438,14 @@ class ReadRequest:
 class Reader:
     """An open checkpoint: manifest read and checked."""
 
-    def __new__(cls, path: str, *, keep: bool = False) -> Reader:
-        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced."""
+    def __new__(cls, path: str, *, keep: bool = False, manifest: bytes | None = None) -> Reader:
+        """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
+
+        ``manifest`` is what :meth:`manifest` of another process's reader returned: of the file only the beginning is
+        read, and ReplacedCheckpointError raised where it is that of another manifest.
+        """
+    def manifest(self) -> bytes:
+        """The content of the manifest, read again."""
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""
     def checksum(self, tensor: int) -> int | None:
@@ -421,6 +456,8 @@ class Reader:
         """The structure, as JSON text."""
     def metadata(self) -> str:
         """The caller's metadata, as JSON text."""
+    def per_rank(self) -> str | None:
+        """What each rank of the job saved for itself, as JSON text; None where there is nothing."""
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
     def read(
@@ -438,7 +475,8 @@ class Reader:
         A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
         its tensor. Where a request has no address, ``drain(request, start, address, nbytes)`` takes the bytes
         ``[start, start + nbytes)`` of what it asks for, in row-major order, from ``address``, called from worker
-        threads. An extent that is read whole is compared with its checksum when ``verify`` is set.
+        threads. With ``verify`` every extent that a request touches is read whole and compared with its checksum;
+        without it only what is wanted is read, and gaps of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
@@ -458,3 +496,205 @@ class Reader:
         """Read every page of ``tensors`` where they are mapped, and compare it with its checksum."""
     def verify(self, *, io: str, threads: int | None, tick: Callable[[int, int], None] | None) -> Verified:
         """Compare every byte with its checksum; report all damage."""
+
+@final
+class Spread:
+    """Which ranks have which boxes of a tensor. What a rank has of it is one part, or a part for each explicit box."""
+
+    @staticmethod
+    def all() -> Spread:
+        """Every rank has all of it."""
+    @staticmethod
+    def ranks(ranks: Sequence[int]) -> Spread:
+        """These ranks have all of it."""
+    @staticmethod
+    def mesh(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[tuple[str, int, int]]) -> Spread:
+        """Cut it over a mesh of ranks, given in row-major order.
+
+        ``placements`` has one for each dimension of the mesh: ``("replicate", 0, 0)``, ``("shard", dim, 0)`` or
+        ``("strided", dim, factor)``. ValueError for any other.
+        """
+    @staticmethod
+    def boxes(boxes: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Spread:
+        """Give ranks explicit boxes: a rank, and for each dimension the first index and one past the last."""
+
+@final
+class Share:
+    """What each rank of a job writes or reads of a checkpoint, and which bytes travel: the same on every rank."""
+
+    @staticmethod
+    def to_save(
+        tensors: Sequence[tuple[str, str, Sequence[int], tuple[str, Sequence[int]] | None, Sequence[int]]],
+        spreads: Sequence[Spread],
+        ranks: int,
+        options: SaveOptions,
+    ) -> Share:
+        """Lay out a save.
+
+        Args:
+            tensors: name, stored dtype, stored global shape, logical dtype and global shape or None, and the indices
+                of its spreads, each.
+            spreads: the spreads.
+            ranks: how many ranks there are.
+            options: its model prefix, shard size and block size count.
+
+        ValueError where a spread does not fit; UnsupportedTypeError where the checkpoint would be too large.
+        """
+    @staticmethod
+    def to_load(
+        reader: Reader, wanted: Sequence[tuple[int, Sequence[int]]], spreads: Sequence[Spread], ranks: int
+    ) -> Share:
+        """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
+
+        The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
+        has.
+        """
+    def merge(self, pieces: Sequence[bytes]) -> bytes:
+        """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
+    def part_nbytes(self, rank: int, tensor: int, part: int) -> int:
+        """Bytes of a part that a rank has of a tensor; ValueError if it has no such part."""
+    def figures(self, rank: int, *, load: bool) -> dict[str, int]:
+        """What a rank does.
+
+        ``ranges`` of files and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
+        ``bytes_received``. ValueError where nobody has some of the bytes to save.
+        """
+
+@final
+class Mail:
+    """The messages of one rank to and from others, while they travel.
+
+    Two threads move them, each those of one direction in the order of its list: ``pack``, send, ``sent``; and
+    ``admit``, receive, ``arrived``. Calls out of order are RuntimeErrors.
+    """
+
+    def outgoing(self) -> list[tuple[int, int]]:
+        """The other rank and the bytes of each message to send."""
+    def incoming(self) -> list[tuple[int, int]]:
+        """The other rank and the bytes of each message to receive."""
+    def pack(self, message: int) -> int:
+        """Wait until a message may be sent; return the address of its bytes."""
+    def sent(self, message: int) -> None:
+        """A message was sent; its memory is freed."""
+    def admit(self, message: int) -> int:
+        """Wait until there is memory for a message; return the address to receive it at."""
+    def arrived(self, message: int) -> None:
+        """A message was received."""
+    def stop(self, why: str) -> None:
+        """End every wait, now and later, with a RuntimeError that says why."""
+
+@final
+class RankSave:
+    """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
+
+    Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
+    save is over: the coordinator's workspace is gone, and the mail is stopped.
+    """
+
+    def __new__(
+        cls,
+        share: Share,
+        rank: int,
+        held: Sequence[tuple[int, int, int, int]],
+        fill: Callable[[int, int, int, int], None] | None,
+        options: SaveOptions,
+    ) -> RankSave:
+        """Find out what ``rank`` does.
+
+        Args:
+            share: made by :meth:`Share.to_save`.
+            rank: the rank.
+            held: tensor, part, address and bytes of the memory of each part, in which its elements lie one after
+                another. The caller keeps it alive and unchanged until ``close`` has returned and nobody calls the mail.
+            fill: where the address is 0, ``fill(index in held, start, address, nbytes)`` copies the bytes ``[start,
+                start + nbytes)`` of the part to ``address``; the threads of ``write`` and of the mail call it.
+            options: I/O, ``overwrite``, ``files`` and ``step``.
+
+        ValueError where a part has other bytes than the share says, or is missing.
+        """
+    @property
+    def mail(self) -> Mail: ...
+    def check(self, structure: str, metadata: str, per_rank: str | None) -> None:
+        """Raise UnsupportedTypeError if the manifest would be too large, ValueError for a text that is none."""
+    def create(self, path: str) -> str:
+        """For the coordinator: make the workspace and all shards at their full length; return its name."""
+    def join(self, path: str, name: str) -> None:
+        """For the others: open that workspace; FileNotFoundError where this host does not see it."""
+    def write(self, tick: Callable[[int, int], None] | None) -> ExchangedReport:
+        """Write this rank's ranges and make them durable; wait for the messages with bytes for them.
+
+        ``sent`` are the bytes that other ranks need of this one; they may still be on their way.
+        """
+    def pieces(self) -> bytes:
+        """The checksums of what this rank wrote."""
+    def commit(
+        self,
+        pieces: bytes,
+        structure: str,
+        metadata: str,
+        per_rank: str | None,
+        saved: Saved,
+        tick: Callable[[int, int], None] | None,
+    ) -> Report:
+        """For the coordinator, when all have written: check that all bytes are there, and publish the checkpoint.
+
+        Args:
+            pieces: the checksums of all ranks, one after another, in any order. ValueError unless they cover each byte
+                once.
+            structure: the structure of the state, as JSON text.
+            metadata: the caller's metadata, as JSON text.
+            per_rank: what each rank saved for itself, as JSON text.
+            saved: how the ranks wrote, for the manifest; a report will do.
+            tick: as in :func:`save`.
+        """
+    def close(self, *, committed: bool = False) -> None:
+        """End the save; may be called at any time, by any thread, and again.
+
+        What runs in other threads is stopped, and so is the mail. A workspace that was not committed goes.
+        ``committed`` says whether the coordinator has committed, for fastckpt-top.
+        """
+
+@final
+class RankLoad:
+    """The load of one rank: ``read``, while two threads move the messages of its ``mail``."""
+
+    def __new__(
+        cls,
+        share: Share,
+        rank: int,
+        reader: Reader,
+        requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
+        drain: Callable[[int, int, int, int], None] | None,
+        *,
+        verify: bool,
+        io: str,
+        threads: int | None,
+    ) -> RankLoad:
+        """Find out what ``rank`` does.
+
+        Args:
+            share: made by :meth:`Share.to_load`.
+            rank: the rank.
+            reader: the checkpoint.
+            requests: for each part of the rank: tensor, part, the address of the lowest byte of its memory, or 0 when
+                ``drain`` takes its bytes, the bytes that are there, and for each dimension how many bytes apart
+                neighbours lie, or None for row-major order without gaps. The caller keeps the memory alive until
+                ``read`` or ``close`` has returned, whichever is last.
+            drain: where the address is 0, ``drain(index in requests, start, address, nbytes)`` takes the bytes
+                ``[start, start + nbytes)`` of the part, in row-major order; the threads of ``read`` call it.
+            verify: compare every extent with its checksum, at the rank that reads it.
+            io: the engine.
+            threads: how many read, or None.
+
+        ValueError where a part is missing, asked for twice or too large for its memory.
+        """
+    @property
+    def mail(self) -> Mail: ...
+    def read(self, tick: Callable[[int, int], None] | None) -> LoadedReport:
+        """Read what this rank reads for all, and wait for what others read for it; all parts are filled then.
+
+        ``sent`` are the bytes that other ranks want of this one; they may still be on their way. ``tick`` is called
+        with the bytes read and received so far, and in all. Works once: RuntimeError the second time.
+        """
+    def close(self) -> None:
+        """Stop the mail, and with it a ``read`` of another thread; forget the memory. May be called at any time."""

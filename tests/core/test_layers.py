@@ -20,10 +20,10 @@ SOURCE = Path(__file__).parents[2] / "rust" / "fastckpt-core" / "src"
 LAYERS = (
     ("sys", "error", "environment"),
     ("format",),
-    ("telemetry", "commit"),
+    ("telemetry", "commit", "share"),
     ("engine",),
     ("save", "read"),
-    ("snapshot", "probe"),
+    ("snapshot", "probe", "ranks"),
 )
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _core
+from fastckpt import CorruptCheckpointError, _core
 from fastckpt._portable import checksum, hashes, listing, reader
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
@@ -175,6 +175,36 @@ def test_damage_is_what_the_core_finds(saved, tmp_path, damage):
         found.append({(one.file, one.offset, one.length, one.tensor) for one in verified["damage"]})
     assert found[0] == found[1]
     assert found[0]
+
+
+def test_damage_beside_a_box_is_what_the_core_finds(saved, tmp_path):
+    """In the half of a block that the box leaves out; what reads less does not see it."""
+    path, state = tmp_path / "c", saved[1]
+    shutil.copytree(saved[0], path)
+    number = list(state).index("wide")
+    stored = _core.Reader(str(path)).tensors()[number]
+    file = path / _core.Reader(str(path)).shards()[stored.shard].file
+    content = bytearray(file.read_bytes())
+    row = state["wide"][0].nbytes
+    content[stored.offset + 2 * row - 1] ^= 1
+    file.write_bytes(content)
+    memory = np.zeros(8, np.int32)
+    texts = []
+    for kind, request in ((_core.Reader, _core.ReadRequest), (reader.Reader, ReadRequest)):
+
+        def read(box, *, verify, kind=kind, request=request):
+            wanted = request(number, memory.ctypes.data, memory.nbytes, box)
+            kind(str(path)).read([wanted], verify=verify, threads=1, **OPTIONS)
+            part = state["wide"][tuple(slice(*along) for along in box)]
+            assert memory.tobytes() == part.tobytes()
+
+        for rows, columns in ((1, 2, 1), (999_980, 999_988, 1)), ((0, 2, 1), (999_991, 999_995, 1)):
+            with pytest.raises(CorruptCheckpointError, match="tensor `wide`") as raised:
+                read([rows, columns], verify=True)
+            read([rows, columns], verify=False)
+            texts.append(str(raised.value))
+        read([(3, 4, 1), (0, 8, 1)], verify=True)
+    assert texts[:2] == texts[2:]
 
 
 FORGED = {

@@ -226,7 +226,7 @@ class Checkpoint:
     def slice(self, name: str, index: Any) -> Any:
         """Read a part of one tensor.
 
-        Only what the index takes is read, and gaps of up to 256 KiB between its bytes.
+        Of each block of 4 MiB that the index touches, the tensor's part is read and compared with its checksum, whole.
 
         Args:
             name: the tensor's name.

@@ -49,6 +49,7 @@ class Manifest(NamedTuple):
     tensors: list[StoredTensor]
     structure: str
     metadata: str
+    per_rank: str | None
 
 
 def corrupt(path: str, what: object) -> CorruptCheckpointError:
@@ -112,6 +113,7 @@ def _whole(found: dict[str, bytes]) -> Manifest:
         tensors=tensors,
         structure=_get(values, "structure"),
         metadata=_get(values, "metadata"),
+        per_rank=values.get("per_rank"),
     )
 
 
@@ -119,7 +121,7 @@ def _parsed(found: dict[str, bytes]) -> dict[str, Any]:
     """The values of all members, unknown ones, too, which have to be JSON; of tokens the text."""
     values: dict[str, Any] = {}
     for name, text in found.items():
-        if name in ("structure", "metadata"):
+        if name in ("structure", "metadata", "per_rank"):
             check_tokens(name, text)
             check(text)
             values[name] = text.decode().strip(_SPACE)

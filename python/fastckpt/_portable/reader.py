@@ -46,7 +46,10 @@ _FALLBACK = "without the compiled core all goes through the page cache"
 
 
 class _Piece(NamedTuple):
-    """The part of a request that lies in one block: ``start`` counts in the tensor, ``offset`` in the file."""
+    """Bytes of a tensor in one block, all of them if they are to be verified.
+
+    ``start`` counts in the tensor, ``offset`` in the file.
+    """
 
     tensor: int
     offset: int
@@ -155,6 +158,10 @@ class Reader:
     def metadata(self) -> str:
         """The caller's metadata, as JSON text."""
         return self._manifest.metadata
+
+    def per_rank(self) -> str | None:
+        """What each rank saved for itself, as JSON text; None where there is nothing."""
+        return self._manifest.per_rank
 
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
@@ -435,11 +442,18 @@ class _Job:
         tensor = self._reader.tensor(number)
         size, offset, end = self._reader.block_size, tensor.offset, tensor.offset + tensor.nbytes
         first = offset // size
+        covered = 0
         for low, high in ranges:
-            for start, stop in _cut(offset + low, offset + high, size):
-                block = start // size
-                whole = start == max(offset, block * size) and stop == min(end, (block + 1) * size)
-                crc = tensor.crc[(block - first) * checksum.HEX :][: checksum.HEX] if verify and whole else None
+            for wanted in _cut(offset + low, offset + high, size):
+                (start, stop), crc = wanted, None
+                if verify:
+                    # A sum is that of a whole extent.
+                    block = start // size
+                    start, stop = max(offset, block * size), min(end, (block + 1) * size)
+                    crc = tensor.crc[(block - first) * checksum.HEX :][: checksum.HEX]
+                    if stop <= covered:
+                        continue
+                    covered = stop
                 self._pieces.append(_Piece(number, start, start - offset, stop - start, crc, target))
 
     def shards(self) -> list[int]:

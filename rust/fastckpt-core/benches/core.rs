@@ -99,6 +99,7 @@ fn manifests(c: &mut Criterion) {
             .collect(),
         structure: RawValue::from_string("[null]".to_owned()).expect("JSON"),
         metadata: RawValue::from_string("[null]".to_owned()).expect("JSON"),
+        per_rank: None,
     };
     let bytes = manifest::encode(&body).expect("a manifest");
     let mut group = c.benchmark_group("manifest");

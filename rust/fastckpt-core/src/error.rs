@@ -79,6 +79,9 @@ pub enum Error {
     /// A callback of the caller, run by a worker, failed.
     #[error("copying a tensor failed: {0}")]
     Callback(String),
+    /// Another rank, or another part of this one, failed; the mail of this rank was stopped.
+    #[error("the exchange with other ranks was stopped: {0}")]
+    Stopped(String),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,

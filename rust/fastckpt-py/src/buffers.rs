@@ -6,12 +6,15 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill};
+use fastckpt_core::ranks::Place;
+use fastckpt_core::read::boxes;
+use fastckpt_core::sys::array::Array;
 use fastckpt_core::sys::memory::{Region, Source};
 use fastckpt_core::sys::strided::{Rows, Strided};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::error::Raised;
+use crate::error::{Raised, to_python};
 
 /// Where to read tensor `index` of `nbytes` bytes from: `address`, where Python knows of `capacity` bytes, or `fill` if
 /// the address is 0.
@@ -66,14 +69,53 @@ pub(crate) fn destination(
         return Ok(Destination::Memory(unsafe { Region::new(address as *mut u8, nbytes as usize) }));
     };
     if !rows.is_nested() {
-        return Err(PyValueError::new_err(format!(
-            "read: request {index} has strides along which rows would overlap or interleave: nothing was moved"
-        )));
+        return Err(overlapping(index));
     }
     let base = (address as *mut u8).wrapping_add(reach.start.unsigned_abs() as usize);
     // SAFETY: as above. The memory reaches from the lowest byte of the rows, at `address`, to the highest byte. That
     // length was compared with the capacity. No byte belongs to two rows: this was just checked.
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
+}
+
+/// Where part `index` of a rank goes, an array of a shape, a number of bytes and strides: to `address`, where Python knows
+/// of `capacity` bytes, or, if the address is 0, into `drain`. With strides, `address` is the address of the lowest byte.
+pub(crate) fn place(
+    index: usize,
+    (shape, nbytes, strides): (&[u64], u64, Option<&[i64]>),
+    (address, capacity): (usize, u64),
+    drain: Option<&Arc<Py<PyAny>>>,
+    raised: &Arc<Raised>,
+) -> PyResult<Place> {
+    let strides = strides.filter(|_| address != 0);
+    let rows = strides.map_or(Ok(None), |strides| boxes::array(shape, nbytes, strides));
+    let rows = rows.map_err(|error| to_python(&error, raised))?;
+    let reach = rows.as_ref().map_or(0..i128::from(nbytes), Rows::reach);
+    let taken = reach.end - reach.start;
+    if taken > i128::from(capacity) {
+        return Err(misfit("read", index, taken, capacity));
+    }
+    if address == 0 && nbytes > 0 {
+        let callback = Callback::new(index, drain, raised)?;
+        let drain: Drain =
+            Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
+        return Ok(Place::Push(drain));
+    }
+    if !rows.as_ref().is_none_or(Rows::is_nested) {
+        return Err(overlapping(index));
+    }
+    let base = (address as *mut u8).wrapping_add(reach.start.unsigned_abs() as usize);
+    // SAFETY: the Python side passes the address of the lowest byte of writable host memory and its real size in bytes,
+    // which it takes from the tensor or array and never from a file. The array is no longer than that, and none of its
+    // bytes share memory: both were just checked. Python keeps the memory alive and does not touch it until `read` or
+    // `close` returns, and gives no byte to two requests. The boxes that a load takes of it are those that the share has
+    // of one part, which do not overlap.
+    Ok(Place::Memory(unsafe { Array::new(base, nbytes, rows.map(Arc::new)) }))
+}
+
+fn overlapping(index: usize) -> PyErr {
+    PyValueError::new_err(format!(
+        "read: request {index} has strides along which rows would overlap or interleave: nothing was moved"
+    ))
 }
 
 fn misfit(operation: &str, index: usize, nbytes: impl Display, capacity: u64) -> PyErr {

@@ -35,7 +35,9 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
         Error::TooLarge(_) => UnsupportedTypeError::new_err(text),
         Error::Invalid(_) => PyValueError::new_err(text),
         Error::Interrupted => PyKeyboardInterrupt::new_err(text),
-        Error::Misused(_) | Error::Callback(_) | Error::Panic(_) => PyRuntimeError::new_err(text),
+        Error::Misused(_) | Error::Callback(_) | Error::Stopped(_) | Error::Panic(_) => {
+            PyRuntimeError::new_err(text)
+        }
     }
 }
 

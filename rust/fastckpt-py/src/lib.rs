@@ -9,10 +9,14 @@ mod buffers;
 mod commit;
 mod error;
 mod hashes;
+mod mail;
 mod probe;
+mod ranks_load;
+mod ranks_save;
 mod reader;
 mod report;
 mod save;
+mod share;
 mod snapshot;
 
 #[pymodule]
@@ -27,5 +31,9 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     probe::register(module)?;
     hashes::register(module)?;
     snapshot::register(module)?;
-    reader::register(module)
+    reader::register(module)?;
+    share::register(module)?;
+    mail::register(module)?;
+    ranks_save::register(module)?;
+    ranks_load::register(module)
 }

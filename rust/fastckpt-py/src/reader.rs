@@ -12,7 +12,8 @@ use fastckpt_core::read::{Checkpoint, Maps, Request};
 use fastckpt_core::save as core_save;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyString, PyTuple};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
 
 use crate::buffers;
 use crate::error::{Raised, to_python};
@@ -21,8 +22,8 @@ use crate::save::SaveOptions;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Reader {
-    checkpoint: Arc<Checkpoint>,
+pub(crate) struct Reader {
+    pub(crate) checkpoint: Arc<Checkpoint>,
 }
 
 /// See `_core.pyi`. Its attributes are already Python objects: a load of many small tensors reads each of them several
@@ -142,11 +143,19 @@ impl Mappings {
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (path, *, keep=false))]
-    fn new(py: Python<'_>, path: PathBuf, keep: bool) -> PyResult<Self> {
-        let checkpoint =
-            py.detach(|| if keep { Checkpoint::open_and_keep(&path) } else { Checkpoint::open(&path) });
+    #[pyo3(signature = (path, *, keep=false, manifest=None))]
+    fn new(py: Python<'_>, path: PathBuf, keep: bool, manifest: Option<PyBackedBytes>) -> PyResult<Self> {
+        let checkpoint = py.detach(|| match manifest {
+            Some(manifest) => Checkpoint::open_known(&path, manifest.to_vec(), keep),
+            None if keep => Checkpoint::open_and_keep(&path),
+            None => Checkpoint::open(&path),
+        });
         Ok(Self { checkpoint: Arc::new(checkpoint.map_err(|error| to_python(&error, &Raised::default()))?) })
+    }
+
+    fn manifest<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let manifest = py.detach(|| self.checkpoint.manifest());
+        Ok(PyBytes::new(py, &manifest.map_err(|error| to_python(&error, &Raised::default()))?))
     }
 
     fn tensors(&self, py: Python<'_>) -> PyResult<Vec<Py<StoredTensor>>> {
@@ -192,6 +201,10 @@ impl Reader {
 
     fn metadata(&self) -> &str {
         self.checkpoint.body().metadata.get()
+    }
+
+    fn per_rank(&self) -> Option<&str> {
+        self.checkpoint.body().per_rank.as_ref().map(|text| text.get())
     }
 
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -165,6 +165,19 @@ impl Workspace {
         self.parent_path.join(&self.temporary).join(file)
     }
 
+    /// Refuses to write into a workspace that another process made and has sealed since: it may have the checkpoint's
+    /// name by now. This is one look. The maker must not seal it while others write.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.own.is_some() {
+            return Ok(());
+        }
+        match fs::statat(&self.directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) if stat.st_size == 0 => Ok(()),
+            Ok(_) => Err(self.refused("write into", "it is sealed")),
+            Err(error) => Err(Error::io("write into", &self.path_of(""))(error)),
+        }
+    }
+
     /// An error that says what cannot be done with this workspace.
     pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::Strided;
 
 /// Copies bytes of a tensor, from `start` on, into a staging buffer. Worker threads call it.
-pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), String> + Send + Sync>;
+pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> std::result::Result<(), String> + Send + Sync>;
 /// Takes bytes of a tensor, from `start` on, out of a staging buffer. Worker threads call it.
-pub type Drain = Arc<dyn Fn(u64, &[u8]) -> Result<(), String> + Send + Sync>;
+pub type Drain = Arc<dyn Fn(u64, &[u8]) -> std::result::Result<(), String> + Send + Sync>;
+
+/// The same for another part of this crate, whose errors stay what they are.
+pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 
 /// Where a tensor to save lies.
 #[derive(Clone)]
@@ -29,6 +32,8 @@ pub enum Destination {
     Strided(Strided),
     /// Elsewhere, handed over piece by piece.
     Push(Drain),
+    /// Handed over to another part of this crate, piece by piece.
+    Take(Take),
     /// Nowhere: the bytes are read where the file is mapped.
     Mapped(Arc<FileMap>),
     /// Nowhere: only the checksum is wanted.
@@ -57,6 +62,7 @@ impl std::fmt::Debug for Destination {
             Self::Memory(_) => "Memory",
             Self::Strided(_) => "Strided",
             Self::Push(_) => "Push",
+            Self::Take(_) => "Take",
             Self::Mapped(_) => "Mapped",
             Self::Nowhere => "Nowhere",
         })

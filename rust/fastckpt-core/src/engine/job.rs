@@ -27,6 +27,14 @@ pub trait Job: Sync {
     /// Whether blocks go to the disk or come from it.
     const WRITE: bool;
 
+    /// Whether blocks may wait for other processes. If so, the calling thread runs none: it keeps reporting progress.
+    fn waits(&self) -> bool {
+        false
+    }
+
+    /// Ends all such waits. Called after a failure, once it was kept as that of the operation.
+    fn stop(&self) {}
+
     /// Number of blocks.
     fn blocks(&self) -> usize;
 
@@ -42,7 +50,8 @@ pub trait Job: Sync {
     /// Bytes of the largest staging buffer that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Prepares a block to move. `None` if its file must wait until another one is closed.
+    /// Prepares a block to move. `None` if it must wait: for its bytes, or until another file is closed. It is asked for
+    /// again.
     fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
 
     /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters. Returns another

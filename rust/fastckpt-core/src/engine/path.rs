@@ -41,6 +41,8 @@ pub enum Reason {
     SmallPages,
     /// Staged: only the checksum is wanted.
     Checked,
+    /// Staged: a part of it is wanted, or parts of it in several places.
+    Shares,
     /// Written again: its memory changed during the write.
     Changed,
     /// Staged or buffered, as the caller requested.
@@ -59,13 +61,14 @@ pub enum Reason {
 
 impl Reason {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Possible,
         Self::Small,
         Self::Incongruent,
         Self::Elsewhere,
         Self::SmallPages,
         Self::Checked,
+        Self::Shares,
         Self::Changed,
         Self::Asked,
         Self::Shared,
@@ -85,6 +88,7 @@ impl Reason {
             Self::Elsewhere => "not contiguous host memory",
             Self::SmallPages => "memory in small pages",
             Self::Checked => "only checked",
+            Self::Shares => "wanted in parts",
             Self::Changed => "its memory changed while it was written",
             Self::Asked => "as asked",
             Self::Shared => "shared by the ranks of this node",

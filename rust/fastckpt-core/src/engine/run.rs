@@ -80,6 +80,7 @@ pub(super) fn run_on<J: Job>(
     // waiting for a limit). A priority stays with the thread that takes it, and the calling thread goes on to other
     // work.
     let inline = job.blocks() <= 1
+        && !job.waits()
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
         && !own_priority;

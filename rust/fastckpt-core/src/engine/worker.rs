@@ -21,8 +21,8 @@ use crate::sys::priority::Priority;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
 
-/// How long a worker with nothing to do waits for another one to close a file.
-const NO_FILE: Duration = Duration::from_millis(1);
+/// How long a worker with nothing to do waits for another one to close a file, or for bytes from elsewhere.
+const NOT_YET: Duration = Duration::from_millis(1);
 
 /// Makes a backend for the calling thread, with the reason if it is not the chosen one.
 pub(super) type Open<'a> = &'a (dyn Fn() -> (Box<dyn Backend>, Option<Fallback>) + Sync);
@@ -93,6 +93,7 @@ impl<'a, J: Job> Shared<'a, J> {
     pub(super) fn fail(&self, error: Error) {
         lock(&self.failure).get_or_insert(error);
         self.stop.store(true, Ordering::Relaxed);
+        self.job.stop();
     }
 
     pub(super) fn stopped(&self) -> bool {
@@ -178,7 +179,7 @@ struct Worker<'a, 'b, J> {
     in_flight: usize,
     /// Bytes of staging buffers in flight.
     staged: usize,
-    /// The block to start once a file can be opened again.
+    /// The block to start once its bytes are there, or a file can be opened again.
     waiting: Option<usize>,
     /// Free staging buffers, for the next blocks.
     slabs: Vec<Slab>,
@@ -200,7 +201,7 @@ impl<J: Job> Worker<'_, '_, J> {
             }
             match self.backend.wait().map_err(backend_failed)? {
                 Some(completed) => self.complete(completed)?,
-                None if self.waiting.is_some() => thread::sleep(NO_FILE),
+                None if self.waiting.is_some() => thread::sleep(NOT_YET),
                 None => return Ok(()),
             }
             (self.between)();
@@ -214,8 +215,8 @@ impl<J: Job> Worker<'_, '_, J> {
     }
 
     /// Starts a block. Returns whether another one can follow at once. It cannot if this block has already run, because
-    /// its bytes must be summed while they are in cache. Nor can it if this block has to wait for a file, because a
-    /// block in flight may close one.
+    /// its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in flight may
+    /// close the file that it waits for, and blocks are begun in their order.
     fn start(&mut self, block: usize) -> Result<bool> {
         let began = self.lane.begin(self.shared.job.file(block));
         let Self { shared, slabs, .. } = self;

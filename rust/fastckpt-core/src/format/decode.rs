@@ -75,13 +75,14 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
 }
 
 /// Refuses a manifest that no save writes, and says why.
-fn check(body: &Body) -> std::result::Result<(), String> {
+pub fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
     if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {
         return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
     }
     tokens::check("structure", body.structure.get())?;
     tokens::check("metadata", body.metadata.get())?;
+    body.per_rank.as_ref().map_or(Ok(()), |text| tokens::check("per_rank", text.get()))?;
     let mut files = HashSet::new();
     for shard in &body.shards {
         check_shard(shard)?;
@@ -220,6 +221,12 @@ mod tests {
                 b.metadata = RawValue::from_string(r#"[["size",[1],[]]]"#.to_owned()).unwrap();
             }),
             ("not an array", |b| b.metadata = RawValue::from_string("1".to_owned()).unwrap()),
+            ("per_rank is not an array", |b| {
+                b.per_rank = Some(RawValue::from_string("null".to_owned()).unwrap());
+            }),
+            ("per_rank holds an object", |b| {
+                b.per_rank = Some(RawValue::from_string("[{}]".to_owned()).unwrap());
+            }),
         ];
         for (word, change) in cases {
             let refusal = refusal(change);

@@ -72,6 +72,21 @@ pub struct Extent {
     pub len: u64,
 }
 
+impl Extent {
+    /// The part of it in `range` of the file.
+    #[must_use]
+    pub fn clip(self, range: Range<u64>) -> Option<Self> {
+        let from = self.offset.max(range.start);
+        let to = (self.offset + self.len).min(range.end);
+        (from < to).then(|| Self {
+            offset: from,
+            start: self.start + (from - self.offset),
+            len: to - from,
+            ..self
+        })
+    }
+}
+
 /// Number of blocks in a file of `bytes`.
 #[must_use]
 pub const fn block_count(bytes: u64, block_size: u64) -> u64 {
@@ -157,6 +172,15 @@ mod tests {
         assert_eq!(cut(4032..4032), []);
         let none = Placement { bytes: 0, ..placement };
         assert_eq!(extents(none, 0..0, PAGE).count(), 0);
+    }
+
+    #[test]
+    fn an_extent_is_clipped_to_a_range_of_the_file() {
+        let extent = Extent { tensor: 7, index: 2, offset: 8192, start: 4032, len: 4096 };
+        let clipped = |range| extent.clip(range).map(|part| (part.offset, part.start, part.len, part.index));
+        assert_eq!(clipped(0..u64::MAX), Some((8192, 4032, 4096, 2)));
+        assert_eq!(clipped(8292..8293), Some((8292, 4132, 1, 2)));
+        assert_eq!((clipped(0..8192), clipped(12_288..12_289), clipped(9000..9000)), (None, None, None));
     }
 
     #[test]

@@ -43,6 +43,9 @@ pub struct Body {
     pub structure: Box<RawValue>,
     /// The caller's metadata, also an opaque array of tokens.
     pub metadata: Box<RawValue>,
+    /// What each rank of the job saved for itself, also an opaque array of tokens.
+    #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
+    pub per_rank: Option<Box<RawValue>>,
 }
 
 /// The program that wrote a checkpoint.
@@ -156,6 +159,13 @@ pub(super) fn shards<'de, D: Deserializer<'de>>(
     deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
 }
 
+/// A member that is there, even if it is `null`: that is no array of tokens, and is refused as such.
+fn present<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Option<Box<RawValue>>, D::Error> {
+    Box::deserialize(deserializer).map(Some)
+}
+
 fn tensors<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<TensorEntry>, D::Error> {
     deserializer.deserialize_seq(Bounded::<_, MAX_TENSORS>(PhantomData))
 }
@@ -214,9 +224,10 @@ pub fn check_size(body: &Body, most: u64) -> Result<()> {
     if count.0 > most { Err(too_large(count.0, most, body)) } else { Ok(()) }
 }
 
-/// An upper bound for the size of a manifest of these tensors and texts, in bytes.
+/// An upper bound for the size of a manifest of these tensors and texts (structure, metadata and what each rank has for
+/// itself), in bytes.
 #[must_use]
-pub fn at_most(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &str) -> u64 {
+pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
     // JSON escapes a byte to at most six. Numbers have at most 20 digits and a comma each.
     let text = |text: &str| 6 * text.len() as u64;
     let numbers = |shape: &[u64]| 21 * shape.len() as u64;
@@ -227,15 +238,17 @@ pub fn at_most(tensors: &[TensorSpec], plan: &Plan, structure: &str, metadata: &
         160 + text(&tensor.name) + numbers(&tensor.shape) + HEX as u64 * extents + logical
     });
     let shards = plan.shards.iter().map(|shard| 200 + text(&shard.file) + text(&shard.prefix));
-    tensors.chain(shards).sum::<u64>() + (structure.len() + metadata.len()) as u64 + 2 * LEEWAY
+    tensors.chain(shards).sum::<u64>() + texts.iter().map(|text| text.len() as u64).sum::<u64>() + 2 * LEEWAY
 }
 
 fn too_large(bytes: u64, most: u64, body: &Body) -> Error {
     let (structure, metadata) = (body.structure.get().len(), body.metadata.get().len());
+    let per_rank = body.per_rank.as_ref().map(|text| format!(", {} for `per_rank`", text.get().len()));
     Error::TooLarge(format!(
         "its manifest would take {bytes} bytes, more than the {most} of the format: {structure} for what is no \
-         tensor, {metadata} for the metadata, the rest for {} tensors. Put long lists and texts into arrays, or save \
-         it in parts",
+         tensor, {metadata} for the metadata{}, the rest for {} tensors. Put long lists and texts into arrays, or \
+         save it in parts",
+        per_rank.unwrap_or_default(),
         body.tensors.len()
     ))
 }
@@ -294,6 +307,7 @@ pub(super) mod tests {
             }],
             structure: raw(r#"[["dict",1],"a",["tensor",0]]"#),
             metadata: raw("[null]"),
+            per_rank: None,
         }
     }
 
@@ -306,6 +320,15 @@ pub(super) mod tests {
         assert_eq!(read.structure.get(), body().structure.get());
         assert_eq!(read.tensors[0].extent_crc(0), Some(3));
         assert_eq!(read.tensors[0].extent_crc(1), None);
+        assert!(read.per_rank.is_none() && !String::from_utf8(bytes).unwrap().contains("per_rank"));
+    }
+
+    #[test]
+    fn what_each_rank_has_for_itself_is_read_as_it_was_written() {
+        let text = r#"[["list",2],7,["tensor",0]]"#;
+        let per_rank = Some(RawValue::from_string(text.to_owned()).unwrap());
+        let bytes = encode(&Body { per_rank, ..body() }).unwrap();
+        assert_eq!(decode(bytes, Path::new(FILE)).unwrap().per_rank.unwrap().get(), text);
     }
 
     #[test]

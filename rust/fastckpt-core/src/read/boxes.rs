@@ -34,6 +34,15 @@ pub fn rows(tensor: &TensorEntry, wanted: Option<&[Along]>, strides: Option<&[i6
         .map_err(|why| Error::Invalid(format!("a box of tensor `{}`: {why}", tensor.name)))
 }
 
+/// The bytes of an array of `shape` in their own order, as rows in memory: neighbours along each dimension lie `strides`
+/// bytes apart there. `None` if the array is empty.
+pub fn array(shape: &[u64], bytes: u64, strides: &[i64]) -> Result<Option<Rows>> {
+    if bytes == 0 {
+        return Ok(None);
+    }
+    rows_of(shape, bytes, None, Some(strides)).map_err(|why| Error::Invalid(format!("an array: {why}")))
+}
+
 type Why = std::result::Result<Option<Rows>, String>;
 
 fn rows_of(shape: &[u64], bytes: u64, wanted: Option<&[Along]>, strides: Option<&[i64]>) -> Why {

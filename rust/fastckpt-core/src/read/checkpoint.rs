@@ -52,20 +52,69 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens the checkpoint at `path`.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::open_settled(path, false)
+        Self::open_settled(path, false, None)
     }
 
     /// Opens the checkpoint at `path`, and all shards if there are at most 64. The shards stay open, so that they can
     /// be read after the checkpoint is replaced or removed, unless its file system resolves open files by name.
     pub fn open_and_keep(path: &Path) -> Result<Self> {
-        Self::open_settled(path, true)
+        Self::open_settled(path, true, None)
     }
 
-    fn open_settled(path: &Path, keep: bool) -> Result<Self> {
+    /// Opens the checkpoint at `path`, whose manifest, as [`Self::manifest`] returns it, was read by another process. Of
+    /// the file only the beginning is read: if it is that of another manifest, the checkpoint was replaced. `keep` as in
+    /// [`Self::open_and_keep`].
+    pub fn open_known(path: &Path, manifest: Vec<u8>, keep: bool) -> Result<Self> {
+        Self::open_settled(path, keep, Some(manifest))
+    }
+
+    /// The content of the manifest, read again.
+    pub fn manifest(&self) -> Result<Vec<u8>> {
+        let manifest = self.path_of(manifest::FILE);
+        let (fd, len) = file::open_regular(self.directory.as_fd(), manifest::FILE)
+            .map_err(|error| self.unreadable(&manifest, error))?;
+        let bytes = Self::read_manifest(&manifest, &fd, len, || self.replaced())?;
+        if bytes.starts_with(&self.seal) { Ok(bytes) } else { Err(self.replaced()) }
+    }
+
+    fn replaced(&self) -> Error {
+        Error::Replaced { path: self.path.clone() }
+    }
+
+    /// Reads a manifest of `len` bytes.
+    fn read_manifest(
+        manifest: &Path,
+        fd: &OwnedFd,
+        len: u64,
+        replaced: impl Fn() -> Error,
+    ) -> Result<Vec<u8>> {
+        if len > manifest::MAX_BYTES {
+            let what = format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES);
+            return Err(Error::corrupt(manifest, what));
+        }
+        let mut bytes = vec![0; len as usize];
+        let read = file::read_at(fd.as_fd(), &mut bytes, 0)
+            .map_err(|error| if is_gone(&error) { replaced() } else { Error::io("read", manifest)(error) })?;
+        if read < bytes.len() {
+            return Err(Error::corrupt(manifest, "it became shorter while it was read"));
+        }
+        Ok(bytes)
+    }
+
+    fn open_settled(path: &Path, keep: bool, mut known: Option<Vec<u8>>) -> Result<Self> {
         let give_up = Instant::now() + REPLACED_WAIT;
-        let mut doubt = None;
+        let (mut doubt, given) = (None, known.is_some());
         loop {
-            match Self::open_once(path, keep) {
+            match Self::open_once(path, keep, &mut known) {
+                // It was the one that was given, up to some point. A second attempt would open another one.
+                Err(error) if given && known.is_none() => return Err(error),
+                // A client of a network file system may have the manifest of an earlier checkpoint, for a while.
+                Err(error @ Error::Replaced { .. })
+                    if given
+                        && (is_local(path) || doubt.get_or_insert_with(Instant::now).elapsed() > DOUBT) =>
+                {
+                    return Err(error);
+                }
                 Err(Error::Replaced { .. }) if Instant::now() < give_up => {}
                 // If a file system resolves open files by name, the manifest may be missing or another one from one
                 // call to the next. A file is no directory for a moment.
@@ -79,7 +128,8 @@ impl Checkpoint {
         }
     }
 
-    fn open_once(path: &Path, keep: bool) -> Result<Self> {
+    /// Opens it, with the manifest that is `known`, which is taken.
+    fn open_once(path: &Path, keep: bool, known: &mut Option<Vec<u8>>) -> Result<Self> {
         let replaced = || Error::Replaced { path: path.to_path_buf() };
         let foreign = |why: &str| Error::Foreign { path: path.to_path_buf(), why: why.to_owned() };
         let directory = match commit::open_checkpoint(path) {
@@ -99,18 +149,14 @@ impl Checkpoint {
             }
             other => other.map_err(|error| unreadable(&manifest, error))?,
         };
-        if len > manifest::MAX_BYTES {
-            let what = format!("{len} bytes are more than the {} allowed", manifest::MAX_BYTES);
-            return Err(Error::corrupt(&manifest, what));
+        let begin = known.as_ref().map_or(0, |known| known.len().min(SEAL));
+        let len = if known.is_some() { len.min(begin as u64) } else { len };
+        let found = Self::read_manifest(&manifest, &fd, len, replaced)?;
+        if known.as_ref().is_some_and(|known| found != known[..begin]) {
+            return Err(replaced());
         }
-        let mut bytes = vec![0; len as usize];
-        let read = file::read_at(fd.as_fd(), &mut bytes, 0).map_err(|error| {
-            if is_gone(&error) { replaced() } else { Error::io("read", &manifest)(error) }
-        })?;
-        if read < bytes.len() {
-            return Err(Error::corrupt(&manifest, "it became shorter while it was read"));
-        }
-        let seal = bytes[..read.min(SEAL)].to_vec();
+        let bytes = known.take().unwrap_or(found);
+        let seal = bytes[..bytes.len().min(SEAL)].to_vec();
         let body = decode::decode(bytes, &manifest)?;
         let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
         let (path, certain, kept) = (path.to_path_buf(), OnceLock::new(), Kept::default());

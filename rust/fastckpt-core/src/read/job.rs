@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::checkpoint::Checkpoint;
-use super::plan::{self, Piece, PieceDestination, Plan, Request};
+use super::plan::{Piece, PieceDestination, Plan, Share};
 use crate::engine::content::Drain;
 use crate::engine::io::files::OpenFiles;
 use crate::engine::io::transfer::Transfer;
@@ -31,6 +31,9 @@ pub(super) enum Outcome {
     Collect(Mutex<Vec<Damage>>),
 }
 
+/// Ends waits.
+pub type Stop<'a> = &'a (dyn Fn() + Sync);
+
 /// Reads blocks and hands their pieces to their destinations.
 pub(super) struct ReadJob<'a> {
     checkpoint: &'a Checkpoint,
@@ -42,23 +45,23 @@ pub(super) struct ReadJob<'a> {
     files: OpenFiles,
     pub(super) plan: Plan,
     pub(super) shards: Vec<usize>,
+    /// Ends the waits of destinations, if they may wait for other processes.
+    pub(super) stop: Option<Stop<'a>>,
 }
 
 impl<'a> ReadJob<'a> {
     pub(super) fn new(
         checkpoint: &'a Checkpoint,
-        requests: Vec<Request>,
-        verify: bool,
+        plan: Plan,
         (direct, options): (bool, &Options),
         outcome: Outcome,
-    ) -> Result<Self> {
-        let plan = plan::plan(&checkpoint.body, requests, verify)?;
+    ) -> Self {
         let mut counts = vec![0; checkpoint.body.shards.len()];
         for block in &plan.blocks {
             counts[block.shard] += 1;
         }
         let shards = (0..counts.len()).filter(|&shard| counts[shard] > 0).collect();
-        Ok(Self {
+        Self {
             checkpoint,
             direct,
             io: options.io,
@@ -68,7 +71,8 @@ impl<'a> ReadJob<'a> {
             files: OpenFiles::new(counts),
             plan,
             shards,
-        })
+            stop: None,
+        }
     }
 
     /// Notes damage to one piece, or raises it.
@@ -125,10 +129,16 @@ impl<'a> ReadJob<'a> {
         };
         self.compare(shard, piece, found)?;
         match &mut piece.destination {
-            PieceDestination::Strided(strided) => Ok(strided.fill(piece.start, bytes(piece.len))),
-            PieceDestination::Push(drain, rows) => {
-                push(drain, rows.as_deref(), piece.start, bytes(piece.len)).map_err(Error::Callback)?;
-                Ok(0)
+            PieceDestination::Strided(_) | PieceDestination::Push(..) | PieceDestination::Take(_) => {
+                hand_over(&mut piece.destination, piece.start, bytes(piece.len))
+            }
+            PieceDestination::Shares(shares) => {
+                let mut copied = 0;
+                for Share { start, len, destination } in shares {
+                    let at = (*start - piece.start) as usize;
+                    copied += hand_over(destination, *start, &bytes(piece.len)[at..at + *len])?;
+                }
+                Ok(copied)
             }
             _ => Ok(copied as u64),
         }
@@ -199,6 +209,7 @@ impl<'a> ReadJob<'a> {
         let region = match &piece.destination {
             PieceDestination::Memory(region) => region,
             PieceDestination::Nowhere => return Err(Reason::Checked),
+            PieceDestination::Shares(_) if piece.len as u64 >= STRAIGHT => return Err(Reason::Shares),
             _ => return Err(Reason::Elsewhere),
         };
         if (piece.len as u64) < STRAIGHT {
@@ -222,6 +233,26 @@ impl<'a> ReadJob<'a> {
     }
 }
 
+/// Gives a plain destination the `bytes` from byte `start` of a tensor on. Returns the number of bytes copied.
+fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Result<u64> {
+    match destination {
+        PieceDestination::Memory(region) => {
+            region.copy_from_slice(bytes);
+            Ok(bytes.len() as u64)
+        }
+        PieceDestination::Strided(strided) => Ok(strided.fill(start, bytes)),
+        PieceDestination::Push(drain, rows) => {
+            push(drain, rows.as_deref(), start, bytes).map_err(Error::Callback)?;
+            Ok(0)
+        }
+        PieceDestination::Take(take) => take(start, bytes).map(|()| 0),
+        PieceDestination::Edges { .. }
+        | PieceDestination::Mapped(_)
+        | PieceDestination::Nowhere
+        | PieceDestination::Shares(_) => Ok(0),
+    }
+}
+
 /// Hands over the `bytes` from byte `start` of a tensor on. For a box, hands over only its bytes, one after another and
 /// counted in the box.
 fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
@@ -240,6 +271,16 @@ fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::re
 
 impl Job for ReadJob<'_> {
     const WRITE: bool = false;
+
+    fn waits(&self) -> bool {
+        self.stop.is_some()
+    }
+
+    fn stop(&self) {
+        if let Some(stop) = self.stop {
+            stop();
+        }
+    }
 
     fn blocks(&self) -> usize {
         self.plan.blocks.len()

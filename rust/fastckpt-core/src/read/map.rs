@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::checkpoint::Checkpoint;
 use super::job::{Outcome, ReadJob};
-use super::plan::Request;
+use super::plan::{self, Request};
 use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
 use crate::engine::job::Tick;
@@ -72,7 +72,8 @@ impl Checkpoint {
             }
         }
         let choice = Choice::new(options, bytes);
-        let job = ReadJob::new(self, requests, true, (choice.direct(), options), Outcome::Raise)?;
+        let plan = plan::plan(&self.body, requests, true)?;
+        let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         self.check_headers(&job.shards)?;
         self.run(&job, &choice, options, begin, operation, tick)
     }

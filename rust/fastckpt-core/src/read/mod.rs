@@ -12,9 +12,10 @@ mod verify;
 use std::time::Instant;
 
 pub use self::checkpoint::Checkpoint;
+pub use self::job::Stop;
 use self::job::{Outcome, ReadJob};
 pub use self::map::Maps;
-pub use self::plan::Request;
+pub use self::plan::{Request, Wanted};
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::{Io, Options};
@@ -24,8 +25,8 @@ use crate::error::Result;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
-    /// Reads `requests`. With `verify`, compares every extent that is read whole, and the header of each shard touched,
-    /// with their checksums. The first difference is an error. By then, other destinations may have been filled.
+    /// Reads `requests`. With `verify`, reads every extent that they touch whole, and compares it and the header of each
+    /// shard with their checksums. The first difference is an error. By then, other destinations may have been filled.
     pub fn read(
         &self,
         requests: Vec<Request>,
@@ -59,11 +60,37 @@ impl Checkpoint {
         } else {
             Choice::new(options, wanted)
         };
-        let job = ReadJob::new(self, requests, verify, (choice.direct(), options), Outcome::Raise)?;
+        let plan = plan::plan(&self.body, requests, verify)?;
+        let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         if verify {
             self.check_headers(&job.shards)?;
         }
         self.run(&job, &choice, options, begin, operation, tick)
+    }
+
+    /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
+    /// once. `verify` as in [`Self::read`]. With `stop`, destinations may wait for other processes; it ends their waits
+    /// after a failure.
+    pub fn read_ranges(
+        &self,
+        wanted: Vec<Wanted>,
+        verify: bool,
+        options: &Options,
+        (operation, stop): (&Operation, Option<Stop<'_>>),
+        tick: Tick<'_>,
+    ) -> Result<Report> {
+        let begin = Instant::now();
+        let plan = plan::plan_ranges(&self.body, wanted, verify)?;
+        let choice = Choice::new(options, plan.read);
+        let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+        job.stop = stop;
+        let mut read = || {
+            if verify {
+                self.check_headers(&job.shards)?;
+            }
+            self.run(&job, &choice, options, begin, operation, tick)
+        };
+        read().map_err(|error| self.settle(error))
     }
 
     fn run(

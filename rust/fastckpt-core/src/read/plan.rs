@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::engine::content::{Destination, Drain};
+use crate::engine::content::{Destination, Drain, Take};
 use crate::error::{Error, Result};
 use crate::format::geometry::{self, STRAIGHT};
 use crate::format::manifest::{Body, TensorEntry};
@@ -48,11 +48,38 @@ impl Request {
                 Destination::Memory(region) => self.rows.is_none() && region.len() as u64 == tensor.bytes(),
                 Destination::Mapped(map) => tensor.offset + tensor.bytes() <= map.len() as u64,
                 Destination::Strided(_) | Destination::Push(_) | Destination::Nowhere => true,
+                Destination::Take(_) => self.rows.is_none(),
             }
     }
 }
 
-/// The part of a request that lies in one block.
+/// A range of a tensor to read.
+#[derive(Debug)]
+pub struct Wanted {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// Its bytes.
+    pub range: Range<u64>,
+    /// Where they go. It has room for exactly these bytes, or takes from them what it wants.
+    pub destination: Destination,
+}
+
+impl Wanted {
+    /// Whether the tensor has these bytes, and the destination has room for them.
+    fn fits(&self, body: &Body) -> bool {
+        let Range { start, end } = self.range;
+        let bytes = body.tensors.get(self.tensor).map_or(0, TensorEntry::bytes);
+        start < end
+            && end <= bytes
+            && match &self.destination {
+                Destination::Memory(region) => region.len() as u64 == end - start,
+                Destination::Strided(_) | Destination::Push(_) | Destination::Take(_) => true,
+                Destination::Mapped(_) | Destination::Nowhere => false,
+            }
+    }
+}
+
+/// Bytes of a tensor that lie in one block. If they are to be verified, they are a whole extent.
 pub(super) struct Piece {
     pub(super) tensor: usize,
     /// First byte, counted in the file.
@@ -60,8 +87,16 @@ pub(super) struct Piece {
     /// First byte, counted in the tensor.
     pub(super) start: u64,
     pub(super) len: usize,
-    /// The expected checksum, if the piece is a whole extent and must be verified.
+    /// The expected checksum, if the piece must be verified.
     pub(super) crc: Option<u64>,
+    pub(super) destination: PieceDestination,
+}
+
+/// Who wants which bytes of a piece.
+pub(super) struct Share {
+    /// First byte, counted in the tensor.
+    pub(super) start: u64,
+    pub(super) len: usize,
     pub(super) destination: PieceDestination,
 }
 
@@ -77,8 +112,11 @@ pub(super) enum PieceDestination {
     Strided(Strided),
     /// All bytes of the piece, or only those of a box.
     Push(Drain, Option<Arc<Rows>>),
+    Take(Take),
     Mapped(Arc<FileMap>),
     Nowhere,
+    /// Only a part of the piece is wanted, or parts of it go to different places. These are plain destinations.
+    Shares(Vec<Share>),
 }
 
 /// One read: the wanted range of one block, and the pieces that make it up, until a worker takes them.
@@ -101,7 +139,8 @@ pub(super) struct Plan {
     pub(super) tensors: usize,
 }
 
-/// Plans the reading of `requests`. With `verify`, every extent that is read whole is compared with its checksum.
+/// Plans the reading of `requests`. With `verify`, every extent that a request touches is read whole and compared with
+/// its checksum.
 pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Result<Plan> {
     if !requests.iter().all(|request| request.fits(body)) {
         return Err(Error::Invalid("a read request does not fit its tensor or its memory".to_owned()));
@@ -116,14 +155,84 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
         plan.wanted += request.bytes(body);
         cut.request(request);
     }
-    let mut pieces = cut.pieces;
-    // Boxes of one tensor may be interleaved.
-    pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
-    for piece in pieces {
-        plan.read += piece.len as u64;
-        add(&mut plan.blocks, body, piece);
-    }
+    plan.add(body, cut.pieces);
     Ok(plan)
+}
+
+/// Plans the reading of ranges, of which several may be the same bytes. See [`plan`].
+pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Result<Plan> {
+    if !wanted.iter().all(|wanted| wanted.fits(body)) {
+        return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
+    }
+    let mut cut = Cut { body, verify, pieces: Vec::with_capacity(wanted.len()) };
+    for Wanted { tensor, range: Range { start, end }, destination } in wanted {
+        match destination {
+            Destination::Memory(mut region) => {
+                cut.range(tensor, start, end, |range| front(&mut region, &range));
+            }
+            Destination::Strided(mut strided) => {
+                cut.range(tensor, start, end, |range| PieceDestination::Strided(strided.split_off(range)));
+            }
+            Destination::Push(drain) => {
+                cut.range(tensor, start, end, |_| PieceDestination::Push(Drain::clone(&drain), None));
+            }
+            Destination::Take(take) => {
+                cut.range(tensor, start, end, |_| PieceDestination::Take(Take::clone(&take)));
+            }
+            Destination::Mapped(_) | Destination::Nowhere => {}
+        }
+    }
+    let mut plan = Plan::default();
+    plan.add(body, cut.pieces);
+    plan.wanted = plan.read;
+    let mut tensors: Vec<usize> =
+        plan.blocks.iter_mut().flat_map(|block| pieces(block).iter().map(|piece| piece.tensor)).collect();
+    tensors.sort_unstable();
+    tensors.dedup();
+    plan.tensors = tensors.len();
+    Ok(plan)
+}
+
+impl Plan {
+    /// Adds all pieces, joined to blocks.
+    fn add(&mut self, body: &Body, mut pieces: Vec<Piece>) {
+        // Boxes of one tensor may be interleaved.
+        pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
+        let mut pieces = pieces.into_iter().peekable();
+        while let Some(mut piece) = pieces.next() {
+            // An extent is verified once, whoever wants it.
+            let same = |next: &Piece| {
+                piece.crc.is_some() && (next.tensor, next.offset) == (piece.tensor, piece.offset)
+            };
+            let others: Vec<_> = std::iter::from_fn(|| pieces.next_if(same)).collect();
+            for other in others {
+                piece.share(other.start, other.len, other.destination);
+            }
+            self.read += piece.len as u64;
+            add(&mut self.blocks, body, piece);
+        }
+    }
+}
+
+impl Piece {
+    /// Gives bytes of this piece, from byte `start` of the tensor on, to one more destination.
+    fn share(&mut self, start: u64, len: usize, destination: PieceDestination) {
+        let mut shares = match std::mem::replace(&mut self.destination, PieceDestination::Nowhere) {
+            PieceDestination::Shares(shares) => shares,
+            PieceDestination::Nowhere => Vec::new(),
+            alone => vec![Share { start: self.start, len: self.len, destination: alone }],
+        };
+        match destination {
+            PieceDestination::Shares(more) => shares.extend(more),
+            PieceDestination::Nowhere => {}
+            one => shares.push(Share { start, len, destination: one }),
+        }
+        self.destination = PieceDestination::Shares(shares);
+    }
+}
+
+fn pieces(block: &mut ReadBlock) -> &mut Vec<Piece> {
+    block.pieces.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Adds a piece to the last block, if it belongs to that block and lies close enough, or else to a new one.
@@ -136,7 +245,7 @@ fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
             if last.shard == shard && block(last.start) == block(start) && start <= last.end + MERGE =>
         {
             last.end = last.end.max(end);
-            last.pieces.get_mut().unwrap_or_else(PoisonError::into_inner).push(piece);
+            pieces(last).push(piece);
         }
         _ => blocks.push(ReadBlock { shard, start, end, pieces: Mutex::new(vec![piece]) }),
     }
@@ -173,6 +282,9 @@ impl Cut<'_> {
             }
             Destination::Push(drain) => self
                 .rows(tensor, rows.as_ref(), |_| PieceDestination::Push(Drain::clone(&drain), rows.clone())),
+            Destination::Take(take) => {
+                self.rows(tensor, None, |_| PieceDestination::Take(Take::clone(&take)));
+            }
             Destination::Mapped(map) => {
                 self.rows(tensor, rows.as_ref(), |_| PieceDestination::Mapped(Arc::clone(&map)));
             }
@@ -207,19 +319,26 @@ impl Cut<'_> {
         end: u64,
         mut to: impl FnMut(Range<u64>) -> PieceDestination,
     ) {
-        let (entry, size) = (&self.body.tensors[tensor], self.body.block_size);
-        let mut at = start;
-        while at < end {
-            let offset = entry.offset + at;
-            let block = geometry::down(offset, size);
-            let stop = end.min(at + (block + size - offset));
-            let whole = at == 0 || offset == block;
-            let whole = whole && (stop == entry.bytes() || entry.offset + stop == block + size);
-            let extent = block / size - entry.offset / size;
-            let crc = (self.verify && whole).then(|| entry.extent_crc(extent)).flatten();
-            let len = (stop - at) as usize;
-            self.pieces.push(Piece { tensor, offset, start: at, len, crc, destination: to(at..stop) });
-            at = stop;
+        let entry = &self.body.tensors[tensor];
+        for (extent, part) in geometry::extents(entry.placement(tensor), start..end, self.body.block_size) {
+            let crc = self.verify.then(|| entry.extent_crc(extent.index)).flatten();
+            let len = (part.end - part.start) as usize;
+            let destination = to(part.clone());
+            let piece = |start: u64, len, destination| Piece {
+                tensor,
+                offset: entry.offset + start,
+                start,
+                len,
+                crc,
+                destination,
+            };
+            if crc.is_none() || len as u64 == extent.len {
+                self.pieces.push(piece(part.start, len, destination));
+                continue;
+            }
+            let mut whole = piece(extent.start, extent.len as usize, PieceDestination::Nowhere);
+            whole.share(part.start, len, destination);
+            self.pieces.push(whole);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::checkpoint::Checkpoint;
 use super::job::{Outcome, ReadJob};
-use super::plan::Request;
+use super::plan::{self, Request};
 use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
 use crate::engine::job::Tick;
@@ -65,13 +65,9 @@ impl Checkpoint {
         let requests = self.body.tensors.iter().enumerate().filter(|(_, tensor)| readable[tensor.shard]);
         let requests =
             requests.map(|(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere });
-        let job = ReadJob::new(
-            self,
-            requests.collect(),
-            true,
-            (choice.direct(), options),
-            Outcome::Collect(Mutex::default()),
-        )?;
+        let plan = plan::plan(&self.body, requests.collect(), true)?;
+        let outcome = Outcome::Collect(Mutex::default());
+        let job = ReadJob::new(self, plan, (choice.direct(), options), outcome);
         let report = self.run(&job, &choice, options, begin, operation, tick)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));

@@ -2,9 +2,12 @@
 //! a workspace, [`seal`] completes it with index and manifest, and [`Workspace::publish`] gives it the checkpoint's
 //! name. [`save`] takes all three.
 
-mod job;
+mod assemble;
+pub(crate) mod job;
 mod part;
-mod shards;
+pub(crate) mod shards;
+mod whole;
+pub(crate) mod work;
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -14,6 +17,7 @@ use serde_json::value::RawValue;
 
 pub use self::part::{Bytes, Part, Unsynced};
 pub use self::shards::{Written, link_shard, write_shards};
+pub(crate) use self::whole::{shard_entry, tensor_entry};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
@@ -78,8 +82,7 @@ fn write(
 ) -> Result<Report> {
     let begin = Instant::now();
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-    let structure = tokens("structure", request.structure)?;
-    let metadata = tokens("metadata", request.metadata)?;
+    let texts = [request.structure, request.metadata, ""];
     let tensors = request.tensors;
     let (plan, bytes) = match request.contents {
         Contents::Tensors(contents, groups, shard_size) => {
@@ -90,8 +93,8 @@ fn write(
         Contents::Images(plan, images) => (Cow::Borrowed(plan), Bytes::Images(images)),
     };
     let plan = &*plan;
-    let body = empty_body(created, plan.block_size, structure, metadata);
-    check_size(plan, tensors, request.structure, request.metadata, most)?;
+    let body = empty_body(created, plan.block_size, texts)?;
+    check_size(plan, tensors, texts, most)?;
     let mut workspace = Workspace::create(request.path, request.overwrite)?;
     let shards: Vec<usize> = (0..plan.shards.len()).collect();
     let part = Part { plan, tensors, bytes, shards: &shards };
@@ -165,39 +168,38 @@ pub fn seal(
     Ok(rest)
 }
 
-/// A manifest without shards and tensors.
-fn empty_body(created: f64, block_size: u64, structure: Box<RawValue>, metadata: Box<RawValue>) -> Body {
-    Body {
+/// A manifest without shards and tensors. `texts` are the structure, the metadata and what each rank has for itself;
+/// the last may be empty, and is left out then.
+pub(crate) fn empty_body(
+    created: f64,
+    block_size: u64,
+    [structure, metadata, per_rank]: [&str; 3],
+) -> Result<Body> {
+    Ok(Body {
         writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
         created,
         saved: Saved::default(),
         block_size,
         shards: Vec::new(),
         tensors: Vec::new(),
-        structure,
-        metadata,
-    }
+        structure: tokens("structure", structure)?,
+        metadata: tokens("metadata", metadata)?,
+        per_rank: if per_rank.is_empty() { None } else { Some(tokens("per_rank", per_rank)?) },
+    })
 }
 
-/// Refuses a state whose manifest would have more than `most` bytes.
-pub(crate) fn check_size(
-    plan: &Plan,
-    tensors: &[TensorSpec],
-    structure: &str,
-    metadata: &str,
-    most: u64,
-) -> Result<()> {
+/// Refuses a state whose manifest would have more than `most` bytes. `texts` are those of [`empty_body`].
+pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], most: u64) -> Result<()> {
     // A cheap bound settles it for nearly all states.
-    if manifest::at_most(tensors, plan, structure, metadata) <= most {
+    if manifest::at_most(tensors, plan, texts) <= most {
         return Ok(());
     }
-    let shards = plan.shards.iter().map(|shard| job::shard_entry(shard, 0));
+    let shards = plan.shards.iter().map(|shard| shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
-        job::tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
+        tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
     });
-    let (structure, metadata) = (tokens("structure", structure)?, tokens("metadata", metadata)?);
-    let body = empty_body(0.0, plan.block_size, structure, metadata);
+    let body = empty_body(0.0, plan.block_size, texts)?;
     manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
 }
 

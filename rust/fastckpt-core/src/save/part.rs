@@ -39,7 +39,7 @@ impl<'a> Part<'a> {
     }
 
     /// The shards.
-    pub(super) fn shards(&self) -> impl Iterator<Item = &'a Shard> {
+    pub(super) fn shards(&self) -> impl Iterator<Item = &'a Shard> + Clone {
         self.shards.iter().map(|&index| &self.plan.shards[index])
     }
 

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use super::job::WriteJob;
 use super::part::{Part, Unsynced};
+use super::whole::Whole;
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::job::{TICK, Tick};
@@ -16,6 +17,7 @@ use crate::engine::options::Options;
 use crate::engine::report::Ran;
 use crate::engine::run::run;
 use crate::error::{Error, Result};
+use crate::format::layout::Shard;
 use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::sys::file::DataFile;
 use crate::telemetry::{Operation, Phase};
@@ -48,14 +50,19 @@ pub fn write_shards(
     part.check()?;
     let begin = Instant::now();
     let choice = Choice::new(options, part.total());
-    let job = WriteJob::new(part, workspace, &choice, options, begin);
-    allocate(part, workspace, &mut *tick)?;
+    let work = Whole::new(part);
+    let mut job = WriteJob::new(&work, workspace, &choice, options, begin);
+    if workspace.is_own() {
+        // A process that joined writes no manifest.
+        job = job.leaving_a_sync();
+    }
+    allocate(part.shards(), workspace, &mut *tick)?;
     let allocated = begin.elapsed().as_secs_f64();
     let ran = run(&job, &choice, options, part.plan.block_size, operation, tick)?;
     operation.phase(Phase::Fsync);
     let synced = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(allocated, synced);
-    let (shards, tensors) = job.entries();
+    let (shards, tensors) = work.entries();
     let unsynced = job.unsynced();
     let seconds = [allocated, written - allocated, synced - written];
     Ok(Written { shards, tensors, unsynced, ran, seconds })
@@ -77,15 +84,20 @@ pub fn link_shard(
     Ok(ShardEntry { file: name.to_owned(), ..shard.clone() })
 }
 
-/// Creates the shards with their final sizes.
-fn allocate(part: &Part<'_>, workspace: &Workspace, tick: Tick<'_>) -> Result<()> {
+/// Creates `shards` with their final sizes.
+pub(crate) fn allocate<'a>(
+    shards: impl Iterator<Item = &'a Shard> + Clone,
+    workspace: &Workspace,
+    tick: Tick<'_>,
+) -> Result<()> {
+    let total = shards.clone().map(|shard| shard.bytes).sum();
     let mut last = Instant::now();
     let mut go_on = || {
         let late = last.elapsed() >= TICK;
         last = if late { Instant::now() } else { last };
-        !late || tick(0, part.shards().map(|shard| shard.bytes).sum())
+        !late || tick(0, total)
     };
-    for shard in part.shards() {
+    for shard in shards {
         DataFile::create(workspace.directory(), &shard.file, shard.bytes, &mut go_on).map_err(|error| {
             match error.kind() {
                 ErrorKind::Interrupted => Error::Interrupted,

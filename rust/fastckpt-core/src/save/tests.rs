@@ -93,7 +93,7 @@ fn the_bound_that_costs_little_is_never_too_low() {
         let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
         save(&request, &options, &mut |_, _| true).unwrap();
         let plan = layout::plan(tensors, &groups::of(""), shard_size, block_size).unwrap();
-        let bound = manifest::at_most(tensors, &plan, structure, metadata);
+        let bound = manifest::at_most(tensors, &plan, [structure, metadata, ""]);
         assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
     }
 }
@@ -133,8 +133,7 @@ impl Small {
 
     /// The body with these entries, in the order of the plan.
     fn body(&self, shards: Vec<manifest::ShardEntry>, tensors: Vec<manifest::TensorEntry>) -> Body {
-        let empty = || tokens("", "[]").unwrap();
-        Body { shards, tensors, ..empty_body(1.5, self.plan.block_size, empty(), empty()) }
+        Body { shards, tensors, ..empty_body(1.5, self.plan.block_size, ["[]", "[]", ""]).unwrap() }
     }
 }
 
@@ -259,7 +258,8 @@ fn a_part_is_some_shards_of_the_plan_in_order() {
     let Small { tensors, contents, plan } = &state;
     let part = Part { plan, tensors, bytes: Bytes::Tensors(contents), shards: &[1] };
     let (options, begin) = (Options::default(), Instant::now());
-    let job = job::WriteJob::new(&part, &workspace, &Choice::new(&options, part.total()), &options, begin);
+    let work = whole::Whole::new(&part);
+    let job = job::WriteJob::new(&work, &workspace, &Choice::new(&options, part.total()), &options, begin);
     assert_eq!((job.files(), job.blocks(), job.file(0)), (1, 5, 1));
     let none = state.write(&workspace, &[]).unwrap();
     assert!(none.shards.is_empty() && none.tensors.is_empty() && none.unsynced.is_none());

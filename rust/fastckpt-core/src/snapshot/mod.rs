@@ -74,7 +74,7 @@ impl Snapshot {
         }
         let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
         let plan = layout::plan(&state.tensors, groups, shard_size, block_size)?;
-        check_size(&plan, &state.tensors, &state.structure, &state.metadata, MAX_BYTES)?;
+        check_size(&plan, &state.tensors, [&state.structure, &state.metadata, ""], MAX_BYTES)?;
         let total = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
         let size = rooms(&plan).last().map_or(0, |room| room.end);
         let inner = Inner { state, plan, phase: Phase::Staging, memory: None };

@@ -1,6 +1,7 @@
 //! The boundary to the kernel: the only place in this crate with unsafe code.
 #![allow(unsafe_code)]
 
+pub mod array;
 pub mod cachestat;
 pub mod file;
 pub mod fork;

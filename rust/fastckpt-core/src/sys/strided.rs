@@ -147,6 +147,43 @@ impl Rows {
         std::iter::from_fn(line).filter(|line| line.len > 0)
     }
 
+    /// Copies the bytes of the rows that lie in `bytes` to `to`, one after another. `bytes` starts at byte `start` of the
+    /// tensor.
+    ///
+    /// # Panics
+    /// If `to` has not room for exactly these bytes.
+    pub fn pack(&self, start: u64, bytes: &[u8], mut to: &mut [u8]) {
+        for line in self.lines(start..start + bytes.len() as u64) {
+            for (at, _) in line.rows() {
+                let at = (at - start) as usize;
+                let (front, rest) = to.split_at_mut(line.len as usize);
+                front.copy_from_slice(&bytes[at..at + line.len as usize]);
+                to = rest;
+            }
+        }
+        assert!(to.is_empty(), "{} bytes too few", to.len());
+    }
+
+    /// The number of bytes of the rows that lie in `range` of the tensor. For rows in the order of the tensor.
+    #[must_use]
+    pub fn bytes_in(&self, range: &Range<u64>) -> u64 {
+        let below = |at: u64| {
+            let (mut rest, mut inner) = (at.saturating_sub(self.first), self.bytes());
+            let mut below = 0;
+            for axis in &self.axes {
+                inner /= axis.count;
+                let i = rest / axis.from;
+                if i >= axis.count {
+                    return below + axis.count * inner;
+                }
+                below += i * inner;
+                rest -= i * axis.from;
+            }
+            below + rest.min(self.row)
+        };
+        below(range.end) - below(range.start)
+    }
+
     /// The axis around the innermost one; a single index if there is none.
     fn outer(&self) -> Axis {
         let outer = self.axes.len().checked_sub(2).map(|at| self.axes[at]);
@@ -194,11 +231,14 @@ impl Rows {
 /// Writable memory of the caller that holds a box of a tensor, or the part of the box in a range of the tensor.
 #[derive(Debug)]
 pub struct Strided {
-    /// The box's first element.
+    /// The box's first element; with `array`, the array's.
     base: *mut u8,
     rows: Arc<Rows>,
     /// Counted in the tensor.
     range: Range<u64>,
+    /// Set if the rows lie in an array with strides of its own: where the box's first element lies among the array's
+    /// bytes in their own order, and where those lie in memory.
+    array: Option<(u64, Arc<Rows>)>,
 }
 
 // SAFETY: the caller of `new` promised exclusive access from any thread.
@@ -214,8 +254,58 @@ impl Strided {
     /// of it may belong to two rows, and nothing else may read or write it.
     #[must_use]
     pub unsafe fn new(base: *mut u8, rows: Arc<Rows>) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Self::inside(base, rows, None) }
+    }
+
+    /// Exclusive access to the rows, which lie in an array.
+    ///
+    /// # Safety
+    /// As for `new`, for the memory that the array has for the rows; all of them must lie in the array.
+    pub(super) unsafe fn inside(base: *mut u8, rows: Arc<Rows>, array: Option<(u64, Arc<Rows>)>) -> Self {
         let range = rows.range();
-        Self { base, rows, range }
+        Self { base, rows, range, array }
+    }
+
+    /// The one stretch of memory that holds all bytes in its range of the tensor, and nothing else, if there is one.
+    pub fn alone(self) -> Result<Region, Self> {
+        let line = self.rows.lines(self.range.clone()).next();
+        let whole = |line: &Line| self.array.is_none() && line.len == self.range.end - self.range.start;
+        let Some(Line { to, len, .. }) = line.filter(whole) else { return Err(self) };
+        // SAFETY: the contract of `new`, and this consumes `self`.
+        Ok(unsafe { Region::new(self.base.wrapping_offset(to as isize), len as usize) })
+    }
+
+    /// Takes the bytes of its rows from `bytes`, where they lie one after another.
+    ///
+    /// # Panics
+    /// If there are fewer or more.
+    pub fn unpack(&mut self, mut bytes: &[u8]) {
+        for line in self.rows.lines(self.range.clone()) {
+            for (_, to) in line.rows() {
+                let (row, rest) = bytes.split_at(line.len as usize);
+                self.put_row(to, row);
+                bytes = rest;
+            }
+        }
+        assert!(bytes.is_empty(), "{} bytes too many", bytes.len());
+    }
+
+    /// Copies one row, or the rest of one, to its place in memory.
+    fn put_row(&self, to: i64, row: &[u8]) {
+        let copy = |to: i64, from: &[u8]| {
+            let to = self.base.wrapping_offset(to as isize);
+            // SAFETY: by the contract of `new`, this has exclusive access to the row's memory.
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+        };
+        let Some((first, array)) = &self.array else { return copy(to, row) };
+        let start = first.wrapping_add_signed(to);
+        for line in array.lines(start..start + row.len() as u64) {
+            for (at, to) in line.rows() {
+                let at = (at - start) as usize;
+                copy(to, &row[at..at + line.len as usize]);
+            }
+        }
     }
 
     /// The rows.
@@ -230,12 +320,16 @@ impl Strided {
         let end = range.end.clamp(self.range.start, self.range.end);
         let range = range.start.clamp(self.range.start, end)..end;
         self.range.start = end;
-        Self { base: self.base, rows: Arc::clone(&self.rows), range }
+        Self { base: self.base, rows: Arc::clone(&self.rows), range, array: self.array.clone() }
     }
 
     /// Each row, with the place in the tensor at which it starts.
+    ///
+    /// # Panics
+    /// If it lies in an array.
     pub fn regions(self) -> impl Iterator<Item = (u64, Region)> {
-        let Self { base, rows, range } = self;
+        let Self { base, rows, range, array } = self;
+        assert!(array.is_none(), "a row of it need not be contiguous");
         let lines: Vec<Line> = rows.lines(range).collect();
         lines.into_iter().flat_map(move |line| {
             line.rows().map(move |(at, to)| {
@@ -255,6 +349,16 @@ impl Strided {
         let inside = start <= range.start && range.end <= end;
         assert!(inside || range.is_empty(), "{start}..{end} of {range:?}");
         let mut copied = 0;
+        if self.array.is_some() {
+            for line in self.rows.lines(range) {
+                for (at, to) in line.rows() {
+                    let at = (at - start) as usize;
+                    self.put_row(to, &bytes[at..at + line.len as usize]);
+                }
+                copied += line.count * line.len;
+            }
+            return copied;
+        }
         let mut band: Option<(Line, u64)> = None;
         for line in self.rows.lines(range) {
             copied += line.count * line.len;

@@ -1,0 +1,186 @@
+//! The memory of one rank that holds boxes of tensors, and the copying of rows out of it and out of messages.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use crate::engine::content::Content;
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::share::Item;
+use crate::sys::memory::Source;
+
+/// What a rank holds, by tensor and part.
+#[derive(Debug, Default)]
+pub struct Held(HashMap<(usize, u32), Content>);
+
+/// A run of bytes that are contiguous in the local memory of a part.
+type Run = Range<u64>;
+
+impl Held {
+    /// The parts of a rank, each by tensor and part, with its memory.
+    #[must_use]
+    pub fn new(parts: impl IntoIterator<Item = ((usize, u32), Content)>) -> Self {
+        Self(parts.into_iter().collect())
+    }
+
+    /// Whether the part that an item lies in is here.
+    pub(super) fn check(&self, item: &Item) -> Result<()> {
+        self.content(item).map(drop)
+    }
+
+    fn content(&self, &Item { tensor, part, .. }: &Item) -> Result<&Content> {
+        self.0.get(&(tensor, part)).ok_or_else(|| {
+            Error::Invalid(format!("part {part} of tensor {tensor} is not in this rank's memory"))
+        })
+    }
+
+    /// Host memory where `run` of an item's part lies; `None` if it lies elsewhere.
+    pub(super) fn memory(&self, item: &Item, run: &Run) -> Result<Option<Source>> {
+        match self.content(item)? {
+            Content::Memory(source) => {
+                let len = (run.end - run.start) as usize;
+                source.part(run.start as usize, len).map(Some).ok_or_else(Content::too_short)
+            }
+            Content::Pull(_) => Ok(None),
+        }
+    }
+
+    /// Copies the bytes of an item's part from `start` on and returns their CRC.
+    pub(super) fn copy(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<u64> {
+        match self.content(item)? {
+            Content::Memory(source) => {
+                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
+                Ok(checksum::copy(to, from.bytes()))
+            }
+            Content::Pull(_) => self.fetch(item, start, to).map(|()| checksum::of(to)),
+        }
+    }
+
+    /// Copies bytes that lie elsewhere.
+    fn fetch(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<()> {
+        let Content::Pull(fill) = self.content(item)? else { return Err(Content::too_short()) };
+        fill(start, to).map_err(Error::Callback)
+    }
+
+    /// Packs the bytes of a message's items, one after another.
+    pub(super) fn pack_all(&self, items: &[Item], mut to: &mut [u8]) -> Result<()> {
+        for item in items {
+            let (front, rest) =
+                to.split_at_mut_checked(item.len as usize).ok_or_else(|| misfit("a message", &item.bytes))?;
+            self.pack(item, front)?;
+            to = rest;
+        }
+        Ok(())
+    }
+
+    /// Packs the bytes of an item into `to`, in the tensor's order.
+    fn pack(&self, item: &Item, mut to: &mut [u8]) -> Result<()> {
+        for run in runs(item, &item.bytes) {
+            let (front, rest) = to
+                .split_at_mut_checked((run.end - run.start) as usize)
+                .ok_or_else(|| misfit("a message", &item.bytes))?;
+            match self.memory(item, &run)? {
+                Some(source) => front.copy_from_slice(source.bytes()),
+                None => self.fetch(item, run.start, front)?,
+            }
+            to = rest;
+        }
+        if to.is_empty() { Ok(()) } else { Err(misfit("a message", &item.bytes)) }
+    }
+
+    /// Copies the bytes of an item in `range` of the tensor to their places in `to`, which begins at byte `start` of
+    /// the tensor.
+    pub(super) fn spread(
+        &self,
+        item: &Item,
+        range: &Range<u64>,
+        (to, start): (&mut [u8], u64),
+    ) -> Result<()> {
+        // What lies together in the local memory is fetched at once.
+        let (mut low, mut high) = (u64::MAX, 0);
+        for run in runs(item, range) {
+            (low, high) = (low.min(run.start), high.max(run.end));
+        }
+        if low >= high {
+            return Ok(());
+        }
+        let source = self.memory(item, &(low..high))?;
+        let mut fetched = vec![0; if source.is_some() { 0 } else { (high - low) as usize }];
+        if source.is_none() {
+            self.fetch(item, low, &mut fetched)?;
+        }
+        let from = source.as_ref().map_or(&*fetched, Source::bytes);
+        lines(item, range, (to, start), |local, len| {
+            let at = (local - low) as usize;
+            from.get(at..at + len)
+        })
+    }
+}
+
+/// Copies a message's bytes of an item, one after another, to their places in `to`, which begins at byte `start` of the
+/// tensor.
+pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> Result<()> {
+    lines(item, &item.bytes, to, |_, len| {
+        let (front, rest) = payload.split_at_checked(len)?;
+        payload = rest;
+        Some(front)
+    })
+}
+
+/// The one run of local memory that holds all bytes of `range` of the tensor, if there is one.
+pub(super) fn whole_run(item: &Item) -> Option<Run> {
+    let line = item.rows.lines(item.bytes.clone()).next()?;
+    let start = place(item, line.to);
+    let whole = (line.at, line.len) == (item.bytes.start, item.bytes.end - item.bytes.start);
+    whole.then_some(start..start + line.len)
+}
+
+/// The runs of local memory that hold the bytes of an item in `range`, in the tensor's order.
+fn runs(item: &Item, range: &Range<u64>) -> impl Iterator<Item = Run> {
+    let mut pieces = item.rows.lines(range.clone()).flat_map(move |line| {
+        line.rows().map(move |(_, to)| place(item, to)..place(item, to).wrapping_add(line.len))
+    });
+    let mut next = pieces.next();
+    std::iter::from_fn(move || {
+        let mut run = next.take()?;
+        for piece in pieces.by_ref() {
+            if piece.start != run.end {
+                next = Some(piece);
+                break;
+            }
+            run.end = piece.end;
+        }
+        Some(run)
+    })
+}
+
+/// Where a row lies in local memory.
+const fn place(item: &Item, to: i64) -> u64 {
+    item.base.wrapping_add(to).cast_unsigned()
+}
+
+/// Copies each row in `range` of the tensor to its place in `to`. `from` returns the bytes of a row, given its place in
+/// local memory and its length.
+fn lines<'a>(
+    item: &Item,
+    range: &Range<u64>,
+    (to, start): (&mut [u8], u64),
+    mut from: impl FnMut(u64, usize) -> Option<&'a [u8]>,
+) -> Result<()> {
+    for line in item.rows.lines(range.clone()) {
+        let len = line.len as usize;
+        for (at, local) in line.rows() {
+            let slot = at.checked_sub(start).and_then(|at| to.get_mut(at as usize..)?.get_mut(..len));
+            let bytes = from(place(item, local), len);
+            let (Some(slot), Some(bytes)) = (slot, bytes) else { return Err(misfit("a block", range)) };
+            slot.copy_from_slice(bytes);
+        }
+    }
+    Ok(())
+}
+
+fn misfit(what: &str, range: &Range<u64>) -> Error {
+    Error::Invalid(format!(
+        "bytes {range:?} of a tensor do not fit into {what}: the plans of the ranks are wrong"
+    ))
+}

@@ -1,0 +1,227 @@
+//! The load of one rank. It reads its ranges of the shards: each extent is read by one rank, whole, and verified. It keeps
+//! what it wants of them and sends the rest to the ranks that want it, while its [`Mail`] brings what others read for it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use super::mail::{Envelope, Mail};
+use super::places::{self, Places, Slot};
+use crate::engine::content::Destination;
+use crate::engine::job::{TICK, Tick};
+use crate::engine::options::Options;
+use crate::engine::report::Report;
+use crate::error::{Error, Result};
+use crate::read::{Checkpoint, Stop, Wanted};
+use crate::share::{Grain, Item, Message, Share};
+use crate::sys::thread::builder;
+use crate::telemetry::{self, Kind, Operation};
+
+/// What the load of one rank did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loaded {
+    /// What it did for itself.
+    pub report: Report,
+    /// Bytes of tensors that it read, for whomever.
+    pub storage: u64,
+    /// Bytes that others read for it.
+    pub peers: u64,
+    /// Bytes that it read for others.
+    pub sent: u64,
+}
+
+/// See the module.
+pub struct RankLoad {
+    checkpoint: Arc<Checkpoint>,
+    mail: Arc<Mail>,
+    work: Mutex<Option<Work>>,
+}
+
+/// What is left to do.
+struct Work {
+    wanted: Vec<Wanted>,
+    /// The items of each incoming message, and where they go.
+    incoming: Vec<Vec<(Item, Slot)>>,
+    /// Bytes of this rank's own boxes that it reads itself.
+    own: u64,
+    /// Tensors of which this rank wants bytes.
+    tensors: usize,
+}
+
+impl RankLoad {
+    /// The load of `rank`, whose parts go to `places`. Refuses if one has none.
+    pub fn new(share: &Share, rank: u32, checkpoint: Arc<Checkpoint>, places: Places) -> Result<Self> {
+        let mut duties = share.duties(rank, Grain::Extent)?;
+        // In the order in which they become complete while the files are read.
+        let end = |message: &Message| {
+            let item = message.items.last()?;
+            let tensor = &share.tensors()[item.tensor];
+            Some((tensor.shard, tensor.offset + item.bytes.start))
+        };
+        duties.io.sort_by_key(end);
+        duties.boxes.sort_by_key(end);
+        let envelopes = |messages: &[Message]| -> Vec<Envelope> {
+            messages.iter().map(|message| (message.peer, message.bytes)).collect()
+        };
+        let mail = Arc::new(Mail::new(envelopes(&duties.io), envelopes(&duties.boxes), None));
+
+        let own = duties.local.iter().map(|item| item.len).sum();
+        let received = duties.boxes.iter().flat_map(|message| &message.items);
+        let mut tensors: Vec<usize> =
+            duties.local.iter().chain(received.clone()).map(|item| item.tensor).collect();
+        tensors.sort_unstable();
+        tensors.dedup();
+        let mut slots = places::slots(places, duties.local.iter().chain(received))?.into_iter();
+        let mut wanted: Vec<_> = duties
+            .local
+            .iter()
+            .zip(slots.by_ref())
+            .map(|(item, slot)| Wanted {
+                tensor: item.tensor,
+                range: item.bytes.clone(),
+                destination: slot.destination(),
+            })
+            .collect();
+        let incoming =
+            duties.boxes.into_iter().map(|message| message.items.into_iter().zip(slots.by_ref()).collect());
+        let incoming = incoming.collect();
+        for (number, message) in duties.io.into_iter().enumerate() {
+            let mut at = 0;
+            for item in message.items {
+                let (tensor, range, first) = (item.tensor, item.bytes.clone(), at);
+                at += item.len;
+                wanted.push(Wanted { tensor, range, destination: post(&mail, (number, first), item) });
+            }
+        }
+        let tensors = tensors.len();
+        let work = Mutex::new(Some(Work { wanted, incoming, own, tensors }));
+        Ok(Self { checkpoint, mail, work })
+    }
+
+    /// The messages of this rank.
+    #[must_use]
+    pub const fn mail(&self) -> &Arc<Mail> {
+        &self.mail
+    }
+
+    /// Reads what is to be read here and waits for the rest. On return, all parts of this rank are filled; messages to
+    /// others may still be on their way. With `verify`, every extent is compared with its checksum by the rank that
+    /// reads it. Works once.
+    pub fn read(&self, verify: bool, options: &Options, tick: Tick<'_>) -> Result<Loaded> {
+        let work = lock(&self.work).take();
+        let work = work.ok_or(Error::Misused("the load of this rank was read before, or is closed"))?;
+        let operation =
+            Operation::begin(Kind::Load, self.checkpoint.path(), options.step, &options.environment);
+        let outcome = self.run(work, verify, options, &operation, tick);
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
+    /// Gives the memory back to the caller, if [`Self::read`] does not run, and stops the mail.
+    pub fn close(&self) {
+        self.mail.stop("the load of this rank was closed");
+        lock(&self.work).take();
+    }
+
+    fn run(
+        &self,
+        Work { wanted, incoming, own, tensors }: Work,
+        verify: bool,
+        options: &Options,
+        operation: &Operation,
+        tick: Tick<'_>,
+    ) -> Result<Loaded> {
+        let begin = Instant::now();
+        let bytes = |messages: &mut dyn Iterator<Item = Envelope>| messages.map(|message| message.1).sum();
+        let (sent, peers): (u64, u64) = (bytes(&mut self.mail.outgoing()), bytes(&mut self.mail.incoming()));
+        let (taken, caller) = (AtomicU64::new(0), thread::current());
+        let stop = || self.mail.stop("this rank cannot read what it reads for the others");
+        let alone = sent + peers == 0;
+        let mut read = Err(Error::Interrupted);
+        let outcome = thread::scope(|scope| {
+            let unpacker = (peers > 0).then(|| {
+                let body = || {
+                    let outcome = self.take(incoming, &taken);
+                    if let Err(error) = &outcome {
+                        self.mail.stop(&error.to_string());
+                    }
+                    caller.unpark();
+                    outcome
+                };
+                builder().name("fastckpt-mail".to_owned()).spawn_scoped(scope, body)
+            });
+            let unpacker = unpacker.transpose().map_err(|error| {
+                stop();
+                Error::io("start a thread to load", self.checkpoint.path())(error)
+            })?;
+            let mut progress = |done, total| tick(done + taken.load(Ordering::Relaxed), total + peers);
+            let stop: Option<Stop<'_>> = if alone { None } else { Some(&stop) };
+            read = self.checkpoint.read_ranges(wanted, verify, options, (operation, stop), &mut progress);
+            if let (Err(error), false) = (&read, alone) {
+                self.mail.stop(&error.to_string());
+            }
+            let Some(unpacker) = unpacker else { return Ok(0) };
+            let storage = read.as_ref().map_or(0, |report: &Report| report.bytes);
+            let mut interrupted = false;
+            while !unpacker.is_finished() {
+                thread::park_timeout(TICK);
+                let done = taken.load(Ordering::Relaxed);
+                if !interrupted && !tick(storage + done, storage + peers) {
+                    interrupted = true;
+                    self.mail.stop("interrupted");
+                }
+            }
+            let outcome =
+                unpacker.join().unwrap_or_else(|_| Err(Error::Panic("while messages were taken".to_owned())));
+            if interrupted { Err(Error::Interrupted) } else { outcome }
+        });
+        // What stopped the mail is the cause of the other failure.
+        let (report, copied) = match (read, outcome) {
+            (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
+                return Err(error);
+            }
+            (Ok(report), Ok(copied)) => (report, copied),
+        };
+        let (storage, seconds) = (report.bytes, begin.elapsed().as_secs_f64());
+        let mut report = Report { bytes: own + peers, seconds, tensors, ..report };
+        report.ran.copied += copied + sent;
+        let before: f64 = report.phases.iter().map(|phase| phase.1).sum();
+        if !alone {
+            report.phases.push(("exchange", (seconds - before).max(0.0)));
+        }
+        Ok(Loaded { report, storage, peers, sent })
+    }
+
+    /// Takes all messages and gives their items to their places. Returns the number of bytes copied.
+    fn take(&self, incoming: Vec<Vec<(Item, Slot)>>, taken: &AtomicU64) -> Result<u64> {
+        let mut copied = 0;
+        for (number, items) in incoming.into_iter().enumerate() {
+            let bytes = items.iter().map(|(item, _)| item.len).sum();
+            let message = self.mail.take(number, 0..bytes)?;
+            let mut rest = &message[..];
+            for (item, slot) in items {
+                let (front, after) = rest.split_at(item.len as usize);
+                copied += slot.unpack(item.bytes, front)?;
+                rest = after;
+            }
+            taken.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Ok(copied)
+    }
+}
+
+/// Where the bytes of an item go that another rank wants: into a message, given by number, from byte `first` on.
+fn post(mail: &Arc<Mail>, (number, first): (usize, u64), item: Item) -> Destination {
+    let mail = Arc::clone(mail);
+    Destination::Take(Arc::new(move |start, bytes| {
+        let Item { rows, bytes: all, .. } = &item;
+        let at = first + rows.bytes_in(&(all.start..start));
+        let len = rows.bytes_in(&(start..start + bytes.len() as u64));
+        mail.put(number, at, len, |to| rows.pack(start, bytes, to))
+    }))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

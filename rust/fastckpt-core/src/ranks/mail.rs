@@ -1,0 +1,433 @@
+//! The mail of one rank: its messages to and from other ranks while they travel.
+//!
+//! Two threads of the caller move the messages; this holds their buffers. The sending thread takes each outgoing
+//! message in order: [`Mail::pack`], then [`Mail::sent`]. The receiving thread does the same with each incoming one:
+//! [`Mail::admit`], then [`Mail::arrived`]. The bytes are put in and taken out by others: a function or
+//! [`Mail::put`] fills an outgoing message, and [`Mail::take`] reads an incoming one.
+//!
+//! Each direction has a budget of memory. A message goes beyond it only where all would wait for each other otherwise:
+//! - An incoming message is admitted if somebody waits for it, or for one after it in the list.
+//! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
+//!
+//! Nothing waits for longer than its cause lasts: every change wakes all who wait, and [`Mail::stop`] ends every wait.
+
+use std::ops::{Deref, Range};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::error::{Error, Result};
+
+/// Bytes of buffers in each direction.
+pub const BUDGET: u64 = 64 << 20;
+/// Bytes of free buffers that are kept for the next messages. The first touch of memory costs as much as sending it.
+const KEPT: usize = 16 << 20;
+
+/// Fills the buffer of an outgoing message, given by number. The sending thread calls it.
+pub type Fill = Box<dyn Fn(usize, &mut [u8]) -> Result<()> + Send + Sync>;
+
+/// A message as the list of its direction has it: the other rank, and the number of bytes.
+pub type Envelope = (u32, u64);
+
+/// See the module.
+pub struct Mail {
+    outgoing: Vec<Outgoing>,
+    incoming: Vec<Envelope>,
+    /// Without it, [`Mail::put`] fills the outgoing messages.
+    fill: Option<Fill>,
+    budget: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+    free: Mutex<Vec<Vec<u8>>>,
+}
+
+struct Outgoing {
+    envelope: Envelope,
+    /// Locked for as long as one piece is copied. Never locked by a thread that holds the lock of the state.
+    buffer: Mutex<Vec<u8>>,
+}
+
+struct State {
+    stopped: Option<String>,
+    outgoing: Vec<Out>,
+    incoming: Vec<In>,
+    /// The first outgoing message that was not sent yet.
+    next: usize,
+    /// The incoming messages before this one are admitted whatever the budget says.
+    demanded: usize,
+    /// Bytes of buffers.
+    outgoing_held: u64,
+    incoming_held: u64,
+    /// Bytes that went and came.
+    sent: u64,
+    received: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Out {
+    Away,
+    /// It has memory, and this many of its bytes are there.
+    Filling(u64),
+    Full,
+    Sent,
+}
+
+enum In {
+    Away,
+    Admitted(Vec<u8>),
+    /// It is here, and this many of its bytes were not taken yet.
+    Here(Arc<Vec<u8>>, u64),
+    Taken,
+}
+
+/// Bytes of an incoming message. The message's buffer is freed once all its bytes were taken and dropped.
+pub struct Received {
+    mail: Arc<Mail>,
+    message: usize,
+    /// Gone only while it is dropped.
+    buffer: Option<Arc<Vec<u8>>>,
+    range: Range<usize>,
+}
+
+impl Mail {
+    /// The messages of a rank, in the order in which they are sent and received. `fill` fills the outgoing ones; without
+    /// it, [`Mail::put`] does.
+    #[must_use]
+    pub fn new(outgoing: Vec<Envelope>, incoming: Vec<Envelope>, fill: Option<Fill>) -> Self {
+        Self::with_budget(outgoing, incoming, fill, BUDGET)
+    }
+
+    fn with_budget(
+        outgoing: Vec<Envelope>,
+        incoming: Vec<Envelope>,
+        fill: Option<Fill>,
+        budget: u64,
+    ) -> Self {
+        // A message without bytes is complete from the start.
+        let out = |&(_, bytes): &Envelope| if bytes == 0 { Out::Full } else { Out::Away };
+        let state = State {
+            stopped: None,
+            outgoing: outgoing.iter().map(out).collect(),
+            incoming: incoming.iter().map(|_| In::Away).collect(),
+            next: 0,
+            demanded: 0,
+            outgoing_held: 0,
+            incoming_held: 0,
+            sent: 0,
+            received: 0,
+        };
+        let outgoing = outgoing.into_iter().map(|envelope| Outgoing { envelope, buffer: Mutex::default() });
+        Self {
+            outgoing: outgoing.collect(),
+            incoming,
+            fill,
+            budget,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            free: Mutex::default(),
+        }
+    }
+
+    /// The outgoing messages, in the order in which to send them.
+    pub fn outgoing(&self) -> impl ExactSizeIterator<Item = Envelope> {
+        self.outgoing.iter().map(|message| message.envelope)
+    }
+
+    /// The incoming messages, in the order in which to receive them.
+    pub fn incoming(&self) -> impl ExactSizeIterator<Item = Envelope> {
+        self.incoming.iter().copied()
+    }
+
+    /// Bytes of messages that were sent, and that arrived.
+    #[must_use]
+    pub fn moved(&self) -> (u64, u64) {
+        let state = lock(&self.state);
+        (state.sent, state.received)
+    }
+
+    /// Ends every wait, now and later, with an error that says why. The first reason is kept. Buffers whose addresses
+    /// were handed out stay until the mail is dropped.
+    pub fn stop(&self, why: &str) {
+        lock(&self.state).stopped.get_or_insert_with(|| why.to_owned());
+        self.changed.notify_all();
+    }
+
+    /// Waits until all bytes of an outgoing message are there. Returns the address of the first one. The bytes stay
+    /// there until [`Mail::sent`].
+    pub fn pack(&self, message: usize) -> Result<usize> {
+        let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        let bytes = outgoing.envelope.1;
+        let Some(fill) = self.fill.as_ref().filter(|_| bytes > 0) else {
+            let state = self.wait(|state| state.outgoing[message].is_complete())?;
+            state.outgoing[message].unsent()?;
+            drop(state);
+            return Ok(lock(&outgoing.buffer).as_mut_ptr().addr());
+        };
+        let mut state = self.wait(|state| fits(state.outgoing_held, bytes, self.budget))?;
+        if state.outgoing[message] != Out::Away {
+            return Err(Error::Misused("this message was packed before"));
+        }
+        state.outgoing[message] = Out::Filling(0);
+        state.outgoing_held += bytes;
+        drop(state);
+        let mut buffer = lock(&outgoing.buffer);
+        *buffer = self.buffer(bytes);
+        fill(message, &mut buffer)?;
+        let address = buffer.as_mut_ptr().addr();
+        drop(buffer);
+        lock(&self.state).outgoing[message] = Out::Full;
+        Ok(address)
+    }
+
+    /// Puts `len` bytes into an outgoing message, from `start` on; `copy` gets their place and fills it. Waits until the
+    /// budget allows it. No byte may be put in twice.
+    pub fn put(&self, message: usize, start: u64, len: u64, copy: impl FnOnce(&mut [u8])) -> Result<()> {
+        let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        let (bytes, end) = (outgoing.envelope.1, start.saturating_add(len));
+        if end > bytes || self.fill.is_some() {
+            return Err(Error::Misused("these bytes are none of this message"));
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let mut state = self.wait(|state| state.may_put(message, bytes, self.budget))?;
+        match state.outgoing[message] {
+            Out::Away => {
+                state.outgoing[message] = Out::Filling(0);
+                state.outgoing_held += bytes;
+            }
+            Out::Filling(_) => {}
+            Out::Full | Out::Sent => return Err(Error::Misused(TWICE)),
+        }
+        drop(state);
+        {
+            let mut buffer = lock(&outgoing.buffer);
+            if buffer.is_empty() {
+                *buffer = self.buffer(bytes);
+            }
+            copy(&mut buffer[start as usize..end as usize]);
+        }
+        let mut state = lock(&self.state);
+        match &mut state.outgoing[message] {
+            Out::Filling(filled) if *filled + len < bytes => *filled += len,
+            Out::Filling(filled) if *filled + len == bytes => {
+                state.outgoing[message] = Out::Full;
+                self.changed.notify_all();
+            }
+            _ => return Err(Error::Misused(TWICE)),
+        }
+        Ok(())
+    }
+
+    /// Notes that an outgoing message was sent. Its buffer is freed.
+    pub fn sent(&self, message: usize) -> Result<()> {
+        let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        let bytes = outgoing.envelope.1;
+        let mut state = lock(&self.state);
+        state.outgoing[message].unsent()?;
+        state.outgoing[message] = Out::Sent;
+        drop(state);
+        let buffer = std::mem::take(&mut *lock(&outgoing.buffer));
+        self.give(buffer);
+        let mut state = lock(&self.state);
+        state.outgoing_held -= bytes;
+        state.sent += bytes;
+        while state.outgoing.get(state.next) == Some(&Out::Sent) {
+            state.next += 1;
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Waits until the budget allows an incoming message, or until somebody waits for it or for one after it. Returns
+    /// the address of the memory for its bytes.
+    pub fn admit(&self, message: usize) -> Result<usize> {
+        let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        let mut state = self.wait(|state| state.may_admit(message, bytes, self.budget))?;
+        if !matches!(state.incoming[message], In::Away) {
+            return Err(Error::Misused("this message was admitted before"));
+        }
+        let mut buffer = self.buffer(bytes);
+        let address = buffer.as_mut_ptr().addr();
+        state.incoming[message] = In::Admitted(buffer);
+        state.incoming_held += bytes;
+        Ok(address)
+    }
+
+    /// Notes that the bytes of an incoming message are there.
+    pub fn arrived(&self, message: usize) -> Result<()> {
+        let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        let mut state = lock(&self.state);
+        let In::Admitted(buffer) = &mut state.incoming[message] else {
+            return Err(Error::Misused("this message was not admitted, or is here already"));
+        };
+        let buffer = std::mem::take(buffer);
+        state.incoming[message] = if bytes == 0 { In::Taken } else { In::Here(Arc::new(buffer), bytes) };
+        state.received += bytes;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Whether all of these incoming messages are here. If not, they and those before them are admitted from now on.
+    pub fn are_here(&self, messages: impl IntoIterator<Item = usize>) -> Result<bool> {
+        let mut state = lock(&self.state);
+        if let Some(why) = &state.stopped {
+            return Err(Error::Stopped(why.clone()));
+        }
+        let mut here = true;
+        for message in messages {
+            if !state.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?.is_here() {
+                here = false;
+                if state.demanded <= message {
+                    state.demanded = message + 1;
+                    self.changed.notify_all();
+                }
+            }
+        }
+        Ok(here)
+    }
+
+    /// Waits for bytes of an incoming message. The message and those before it are admitted meanwhile. Each byte can be
+    /// taken once, and all must be.
+    pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {
+        let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
+        if range.start >= range.end || range.end > bytes {
+            return Err(Error::Misused("these bytes are none of this message"));
+        }
+        {
+            let mut state = lock(&self.state);
+            if state.demanded <= message && !state.incoming[message].is_here() {
+                state.demanded = message + 1;
+                self.changed.notify_all();
+            }
+        }
+        let state = self.wait(|state| state.incoming[message].is_here())?;
+        let In::Here(buffer, _) = &state.incoming[message] else {
+            return Err(Error::Misused("all bytes of this message were taken before"));
+        };
+        let (buffer, range) = (Some(Arc::clone(buffer)), range.start as usize..range.end as usize);
+        Ok(Received { mail: Arc::clone(self), message, buffer, range })
+    }
+
+    /// Waits until `ready`, or until the mail is stopped.
+    fn wait(&self, ready: impl Fn(&State) -> bool) -> Result<MutexGuard<'_, State>> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(why) = &state.stopped {
+                return Err(Error::Stopped(why.clone()));
+            }
+            if ready(&state) {
+                return Ok(state);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A buffer of `bytes`, reused if one is free.
+    fn buffer(&self, bytes: u64) -> Vec<u8> {
+        let len = bytes as usize;
+        let mut free = lock(&self.free);
+        let fits = free.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= len);
+        let at = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(at, _)| at);
+        let reused = at.map(|at| free.swap_remove(at));
+        drop(free);
+        let Some(mut buffer) = reused else { return vec![0; len] };
+        buffer.resize(len, 0);
+        buffer
+    }
+
+    /// Gives a buffer back.
+    fn give(&self, buffer: Vec<u8>) {
+        let mut free = lock(&self.free);
+        let kept: usize = free.iter().map(Vec::capacity).sum();
+        if buffer.capacity() > 0 && kept + buffer.capacity() <= KEPT {
+            free.push(buffer);
+        }
+    }
+}
+
+const NO_SUCH: &str = "there is no message of this number";
+const TWICE: &str = "bytes were put into this message twice";
+
+/// Whether `bytes` more fit in the budget. One message always does.
+fn fits(held: u64, bytes: u64, budget: u64) -> bool {
+    held == 0 || held + bytes <= budget
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    /// Whether bytes can be put into an outgoing message of `bytes`.
+    fn may_put(&self, message: usize, bytes: u64, budget: u64) -> bool {
+        self.outgoing[message] != Out::Away
+            || fits(self.outgoing_held, bytes, budget)
+            || self.outgoing.get(self.next) != Some(&Out::Full)
+    }
+
+    /// Whether an incoming message of `bytes` can have memory.
+    fn may_admit(&self, message: usize, bytes: u64, budget: u64) -> bool {
+        fits(self.incoming_held, bytes, budget) || message < self.demanded
+    }
+}
+
+impl Out {
+    /// An error unless it is complete and was not sent yet.
+    fn unsent(self) -> Result<()> {
+        if self == Self::Full {
+            Ok(())
+        } else {
+            Err(Error::Misused("this message is not complete, or was sent"))
+        }
+    }
+
+    /// Whether all bytes are, or were, there.
+    fn is_complete(self) -> bool {
+        matches!(self, Self::Full | Self::Sent)
+    }
+}
+
+impl In {
+    /// Whether it arrived.
+    fn is_here(&self) -> bool {
+        matches!(self, Self::Here(..) | Self::Taken)
+    }
+}
+
+impl Deref for Received {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.buffer.as_ref().and_then(|buffer| buffer.get(self.range.clone())).unwrap_or_default()
+    }
+}
+
+impl Drop for Received {
+    fn drop(&mut self) {
+        // Before it counts as taken: the last one that counts is then the last one that has the buffer.
+        self.buffer = None;
+        let mut state = lock(&self.mail.state);
+        let slot = &mut state.incoming[self.message];
+        let In::Here(_, left) = slot else { return };
+        *left = left.saturating_sub(self.range.len() as u64);
+        if *left > 0 {
+            return;
+        }
+        let taken = std::mem::replace(slot, In::Taken);
+        state.incoming_held -= self.mail.incoming[self.message].1;
+        self.mail.changed.notify_all();
+        drop(state);
+        if let In::Here(buffer, _) = taken
+            && let Some(buffer) = Arc::into_inner(buffer)
+        {
+            self.mail.give(buffer);
+        }
+    }
+}
+
+impl std::fmt::Debug for Mail {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mail({} out, {} in)", self.outgoing.len(), self.incoming.len())
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;

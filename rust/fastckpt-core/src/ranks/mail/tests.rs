@@ -1,0 +1,341 @@
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::{Scope, ScopedJoinHandle};
+
+use super::*;
+use crate::sys::thread::builder;
+
+pub(in crate::ranks) fn spawn<'s, T: Send + 's>(
+    scope: &'s Scope<'s, '_>,
+    body: impl FnOnce() -> T + Send + 's,
+) -> ScopedJoinHandle<'s, T> {
+    builder().spawn_scoped(scope, body).unwrap()
+}
+
+/// Puts the whole of a message in, all bytes the same.
+fn put(mail: &Mail, message: usize, byte: u8) -> Result<()> {
+    mail.put(message, 0, mail.outgoing[message].envelope.1, |to| to.fill(byte))
+}
+
+/// What the two threads of the caller do: moves a message that was packed to a mail that admitted it.
+pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usize) {
+    let buffer = lock(&from.outgoing[message].buffer);
+    let mut state = lock(&to.state);
+    let In::Admitted(place) = &mut state.incoming[there] else { panic!("not admitted") };
+    place.copy_from_slice(&buffer);
+}
+
+fn held(mail: &Mail) -> (u64, u64) {
+    let state = lock(&mail.state);
+    (state.outgoing_held, state.incoming_held)
+}
+
+fn misused<T>(outcome: Result<T>) {
+    assert!(matches!(outcome.err(), Some(Error::Misused(_))));
+}
+
+#[test]
+fn a_message_is_complete_once_all_its_pieces_are_in() {
+    let out = Mail::new(vec![(1, 6), (2, 0)], vec![], None);
+    let into = Arc::new(Mail::new(vec![], vec![(0, 6)], None));
+    assert_eq!(out.outgoing().collect::<Vec<_>>(), [(1, 6), (2, 0)]);
+    assert_eq!(into.incoming().collect::<Vec<_>>(), [(0, 6)]);
+    out.put(0, 4, 2, |to| to.copy_from_slice(b"ge")).unwrap();
+    out.put(0, 0, 0, |_| unreachable!()).unwrap();
+    out.put(0, 1, 3, |to| to.copy_from_slice(b"ess")).unwrap();
+    misused(out.sent(0));
+    misused(out.put(0, 5, 2, |_| unreachable!()));
+    std::thread::scope(|scope| {
+        // It waits for the last piece, or comes after it.
+        let packed = spawn(scope, || out.pack(0));
+        out.put(0, 0, 1, |to| to.copy_from_slice(b"m")).unwrap();
+        assert_eq!(packed.join().unwrap().unwrap(), lock(&out.outgoing[0].buffer).as_ptr().addr());
+    });
+    misused(out.put(0, 0, 1, |_| unreachable!()));
+    let place = into.admit(0).unwrap();
+    carry(&out, 0, &into, 0);
+    out.sent(0).unwrap();
+    misused(out.sent(0));
+    misused(out.pack(0));
+    into.arrived(0).unwrap();
+    misused(into.arrived(0));
+    misused(into.admit(0));
+    let (one, two) = (into.take(0, 0..4).unwrap(), into.take(0, 4..6).unwrap());
+    assert_eq!((&*one, &*two, one.as_ptr().addr()), (&b"mess"[..], &b"ge"[..], place));
+    drop(two);
+    assert_eq!(held(&into), (0, 6));
+    drop(one);
+    assert_eq!((held(&into), held(&out), into.moved(), out.moved()), ((0, 0), (0, 0), (0, 6), (6, 0)));
+    misused(into.take(0, 0..4));
+    // Without bytes, nothing is waited for.
+    out.pack(1).unwrap();
+    out.sent(1).unwrap();
+    for wrong in [0..0, 5..7] {
+        misused(into.take(0, wrong));
+    }
+}
+
+#[test]
+fn a_function_fills_a_message_when_it_is_packed() {
+    let fill: Fill = Box::new(|message, to| {
+        to.fill(message as u8);
+        if message == 1 { Err(Error::Callback("no".to_owned())) } else { Ok(()) }
+    });
+    let out = Mail::new(vec![(1, 3), (1, 3), (1, 3)], vec![], Some(fill));
+    for message in [2, 0] {
+        out.pack(message).unwrap();
+        assert_eq!(*lock(&out.outgoing[message].buffer), [message as u8; 3]);
+        misused(out.pack(message));
+        out.sent(message).unwrap();
+    }
+    assert!(matches!(out.pack(1), Err(Error::Callback(_))));
+    misused(put(&out, 1, 0));
+}
+
+#[test]
+fn the_budget_holds_unless_all_would_wait_for_each_other() {
+    let mail = Arc::new(Mail::with_budget(vec![(1, 8); 4], vec![(1, 8); 4], None, 16));
+    let may_put = |message| lock(&mail.state).may_put(message, 8, 16);
+    let may_admit = |message| lock(&mail.state).may_admit(message, 8, 16);
+    for message in [1, 2] {
+        put(&mail, message, 0).unwrap();
+    }
+    assert!(may_put(0) && may_put(3), "the next one is not complete, so nothing will be sent");
+    put(&mail, 0, 0).unwrap();
+    assert!(!may_put(3), "the next one can be sent");
+    mail.sent(0).unwrap();
+    assert!(!may_put(3));
+    mail.sent(1).unwrap();
+    assert!(may_put(3));
+
+    for message in [0, 1] {
+        mail.admit(message).unwrap();
+    }
+    assert!(!may_admit(2));
+    std::thread::scope(|scope| {
+        let taken = spawn(scope, || mail.take(2, 0..8).map(|bytes| bytes.len()));
+        mail.admit(2).unwrap(); // because it is waited for
+        assert!(!may_admit(3));
+        mail.arrived(2).unwrap();
+        assert_eq!(taken.join().unwrap().unwrap(), 8);
+    });
+    assert!(!may_admit(3));
+    mail.arrived(0).unwrap();
+    drop(mail.take(0, 0..8).unwrap());
+    assert!(may_admit(3));
+    // A message that is larger than the budget goes alone.
+    let large = Mail::with_budget(vec![(1, 99)], vec![(1, 99)], None, 16);
+    put(&large, 0, 0).unwrap();
+    large.admit(0).unwrap();
+}
+
+#[test]
+fn stopping_ends_every_wait_with_the_first_reason() {
+    let fill: Fill = Box::new(|_, _| Ok(()));
+    let [pieces, filled] =
+        [None, Some(fill)].map(|fill| Arc::new(Mail::with_budget(vec![(1, 8); 3], vec![(1, 8); 3], fill, 8)));
+    put(&pieces, 0, 0).unwrap();
+    filled.pack(0).unwrap();
+    pieces.admit(0).unwrap();
+    std::thread::scope(|scope| {
+        let waits = [
+            spawn(scope, || pieces.pack(1).map(drop)),
+            spawn(scope, || put(&pieces, 2, 0)),
+            spawn(scope, || pieces.admit(1).map(drop)),
+            spawn(scope, || pieces.take(0, 0..8).map(drop)),
+            spawn(scope, || filled.pack(1).map(drop)),
+        ];
+        for mail in [&pieces, &filled] {
+            mail.stop("rank 3 failed");
+            mail.stop("and so did rank 4");
+        }
+        for wait in waits {
+            let error = wait.join().unwrap().unwrap_err();
+            assert!(matches!(&error, Error::Stopped(why) if why == "rank 3 failed"), "{error}");
+        }
+    });
+    assert!(matches!(put(&pieces, 0, 0), Err(Error::Stopped(_))));
+    // What was in flight may still end.
+    pieces.arrived(0).unwrap();
+    pieces.sent(0).unwrap();
+}
+
+/// A number that looks random and follows from two others.
+fn drawn(seed: u64, number: u64) -> u64 {
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number.wrapping_mul(0xD1B5_4A32_D192_ED03);
+    x ^= x >> 31;
+    x = x.wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x ^ x >> 29
+}
+
+const RANKS: usize = 3;
+const SMALL: u64 = 100;
+
+/// The messages of three ranks in one order for all: who sends, who receives, how many bytes, and their number in the
+/// lists of the two.
+struct Traffic {
+    messages: Vec<(usize, usize, u64, usize, usize)>,
+    mails: Vec<Arc<Mail>>,
+}
+
+impl Traffic {
+    fn new(seed: u64, fill: impl Fn() -> Option<Fill>) -> Self {
+        let (mut out, mut into) = (vec![Vec::new(); RANKS], vec![Vec::new(); RANKS]);
+        let mut messages = Vec::new();
+        for number in 0..400 {
+            let from = drawn(seed, 3 * number) as usize % RANKS;
+            let to = (from + 1 + drawn(seed, 3 * number + 1) as usize % (RANKS - 1)) % RANKS;
+            let bytes = 1 + drawn(seed, 3 * number + 2) % 40;
+            messages.push((from, to, bytes, out[from].len(), into[to].len()));
+            out[from].push((to as u32, bytes));
+            into[to].push((from as u32, bytes));
+        }
+        let mails = out.into_iter().zip(into);
+        let mails = mails.map(|(out, into)| Arc::new(Mail::with_budget(out, into, fill(), SMALL)));
+        Self { messages, mails: mails.collect() }
+    }
+
+    /// Moves the messages that leave `rank`, in order; the receiving thread of the other rank takes part by its place.
+    fn send(&self, rank: usize, places: &[AtomicUsize], arrived: &(Mutex<()>, Condvar)) -> Result<()> {
+        let (lock_, changed) = arrived;
+        for (number, &(from, to, _, message, there)) in self.messages.iter().enumerate() {
+            if from != rank {
+                continue;
+            }
+            self.mails[rank].pack(message)?;
+            let mut guard = lock(lock_);
+            while places[to].load(Ordering::SeqCst) != number {
+                if lock(&self.mails[rank].state).stopped.is_some() {
+                    return Err(Error::Stopped(String::new()));
+                }
+                guard = changed.wait(guard).unwrap();
+            }
+            carry(&self.mails[rank], message, &self.mails[to], there);
+            places[to].store(usize::MAX, Ordering::SeqCst);
+            changed.notify_all();
+            drop(guard);
+            self.mails[rank].sent(message)?;
+        }
+        Ok(())
+    }
+
+    /// Admits the messages to `rank`, in order, and waits for each.
+    fn receive(&self, rank: usize, places: &[AtomicUsize], arrived: &(Mutex<()>, Condvar)) -> Result<()> {
+        let (lock_, changed) = arrived;
+        for (number, &(_, to, _, _, there)) in self.messages.iter().enumerate() {
+            if to != rank {
+                continue;
+            }
+            let mail = &self.mails[rank];
+            mail.admit(there)?;
+            {
+                let state = lock(&mail.state);
+                assert!(state.incoming_held <= SMALL || there < state.demanded, "{}", state.incoming_held);
+            }
+            let mut guard = lock(lock_);
+            places[rank].store(number, Ordering::SeqCst);
+            changed.notify_all();
+            while places[rank].load(Ordering::SeqCst) == number {
+                if lock(&mail.state).stopped.is_some() {
+                    return Err(Error::Stopped(String::new()));
+                }
+                guard = changed.wait(guard).unwrap();
+            }
+            drop(guard);
+            mail.arrived(there)?;
+        }
+        Ok(())
+    }
+
+    /// Puts all messages of `rank` in, each in two pieces, several threads at once. They take messages in order.
+    fn fill(&self, rank: usize, next: &AtomicUsize) -> Result<()> {
+        let mail = &self.mails[rank];
+        while let message = next.fetch_add(1, Ordering::Relaxed)
+            && message < mail.outgoing.len()
+        {
+            let bytes = mail.outgoing[message].envelope.1;
+            let half = bytes / 2;
+            mail.put(message, half, bytes - half, |to| to.fill(message as u8))?;
+            mail.put(message, 0, half, |to| to.fill(message as u8))?;
+        }
+        Ok(())
+    }
+
+    /// Takes all messages to `rank`, each in two pieces, several threads at once.
+    fn empty(&self, rank: usize, next: &AtomicUsize, taken: &AtomicU64) -> Result<()> {
+        let to_here: Vec<_> = self.messages.iter().filter(|message| message.1 == rank).collect();
+        while let Some(&&(.., bytes, message, there)) = to_here.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let half = bytes / 2;
+            for range in [half..bytes, 0..half] {
+                if !range.is_empty() {
+                    let bytes = self.mails[rank].take(there, range)?;
+                    assert!(bytes.iter().all(|&byte| byte == message as u8));
+                    taken.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs all threads. `stop` ends it once that many bytes were taken.
+    fn run(&self, pieces: bool, stop: Option<u64>) -> (u64, Vec<Result<()>>) {
+        let places: Vec<_> = (0..RANKS).map(|_| AtomicUsize::new(usize::MAX)).collect();
+        let counters: Vec<_> = (0..2 * RANKS).map(|_| AtomicUsize::new(0)).collect();
+        let (taken, arrived) = (AtomicU64::new(0), (Mutex::new(()), Condvar::new()));
+        let outcomes = std::thread::scope(|scope| {
+            let mut threads = Vec::new();
+            for rank in 0..RANKS {
+                let (places, counters, taken, arrived) = (&places, &counters, &taken, &arrived);
+                threads.push(spawn(scope, move || self.send(rank, places, arrived)));
+                threads.push(spawn(scope, move || self.receive(rank, places, arrived)));
+                for _ in 0..3 {
+                    if pieces {
+                        threads.push(spawn(scope, move || self.fill(rank, &counters[rank])));
+                    }
+                    threads.push(spawn(scope, move || self.empty(rank, &counters[RANKS + rank], taken)));
+                }
+            }
+            if let Some(enough) = stop {
+                while taken.load(Ordering::Relaxed) < enough {
+                    std::thread::yield_now();
+                }
+                self.mails.iter().for_each(|mail| mail.stop("enough"));
+                let _guard = lock(&arrived.0);
+                arrived.1.notify_all();
+            }
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        (taken.into_inner(), outcomes)
+    }
+}
+
+#[test]
+fn three_ranks_move_everything_in_little_memory() {
+    for seed in 0..12 {
+        let pieces = seed % 2 == 0;
+        let fill = || -> Option<Fill> {
+            (!pieces).then(|| {
+                Box::new(|message: usize, to: &mut [u8]| {
+                    to.fill(message as u8);
+                    Ok(())
+                }) as Fill
+            })
+        };
+        let traffic = Traffic::new(seed, fill);
+        let (taken, outcomes) = traffic.run(pieces, None);
+        assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+        assert_eq!(taken, traffic.messages.iter().map(|message| message.2).sum::<u64>());
+        for mail in &traffic.mails {
+            assert_eq!(held(mail), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn all_threads_end_when_the_mail_is_stopped_in_the_middle() {
+    for seed in 0..12 {
+        let traffic = Traffic::new(seed, || None);
+        let (_, outcomes) = traffic.run(true, Some(seed * 200));
+        let stopped = |outcome: &Result<()>| matches!(outcome, Ok(()) | Err(Error::Stopped(_)));
+        assert!(outcomes.iter().all(stopped), "{outcomes:?}");
+    }
+}

@@ -1,0 +1,16 @@
+//! What one of many ranks does of a save or a load.
+
+mod held;
+mod load;
+pub mod mail;
+pub mod pieces;
+mod places;
+mod save;
+mod table;
+mod work;
+
+pub use self::held::Held;
+pub use self::load::{Loaded, RankLoad};
+pub use self::places::{Place, Places};
+pub use self::save::{Commit, Committed, Figures, RankSave};
+pub use self::table::Table;

@@ -1,0 +1,74 @@
+//! The checksums of what the ranks wrote, as they travel to the coordinator, and those of the manifest.
+
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::format::geometry;
+use crate::format::layout::Shard;
+use crate::share::Piece;
+
+/// Bytes of a piece on its way.
+const SIZE: usize = 28;
+
+/// The pieces as bytes.
+#[must_use]
+pub fn encode(pieces: &[Piece]) -> Vec<u8> {
+    let mut all = Vec::with_capacity(pieces.len() * SIZE);
+    for piece in pieces {
+        all.extend(piece.shard.to_le_bytes());
+        for number in [piece.start, piece.len, piece.crc] {
+            all.extend(number.to_le_bytes());
+        }
+    }
+    all
+}
+
+/// Adds the pieces in `bytes`, which [`encode`] made, to `pieces`.
+pub fn decode(bytes: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
+    if !bytes.len().is_multiple_of(SIZE) {
+        return Err(Error::Invalid("the checksums of a rank are cut off".to_owned()));
+    }
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
+    pieces.extend(bytes.chunks_exact(SIZE).map(|piece| Piece {
+        shard: number(&piece[..4]) as u32,
+        start: number(&piece[4..12]),
+        len: number(&piece[12..20]),
+        crc: number(&piece[20..]),
+    }));
+    Ok(())
+}
+
+/// The CRC of a shard, given the CRCs of the extents of each tensor.
+pub(super) fn whole_shard(shard: &Shard, block_size: u64, crcs: &[Vec<u64>]) -> u64 {
+    let mut crc = checksum::of(&shard.header);
+    for placement in &shard.placements {
+        let extents = geometry::extents(*placement, 0..placement.bytes, block_size);
+        for ((extent, _), &sum) in extents.zip(&crcs[placement.tensor]) {
+            crc = checksum::combine(crc, sum, extent.len);
+        }
+    }
+    crc
+}
+
+/// The CRCs of a tensor's extents as the manifest has them.
+pub(super) fn to_hex(crcs: &[u64]) -> String {
+    crcs.iter().map(|&crc| checksum::to_hex(crc)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_travel_as_bytes() {
+        let pieces = [(0, 4160, 7, 1), (u32::MAX, u64::MAX - 1, 1 << 40, u64::MAX)];
+        let pieces = pieces.map(|(shard, start, len, crc)| Piece { shard, start, len, crc });
+        let mut found = Vec::new();
+        for piece in &pieces {
+            decode(&encode(&[*piece]), &mut found).unwrap();
+        }
+        assert_eq!(found, pieces);
+        decode(&[], &mut found).unwrap();
+        let error = decode(&encode(&pieces)[1..], &mut found).unwrap_err();
+        assert!(error.to_string().contains("cut off") && found.len() == 2, "{error}");
+    }
+}

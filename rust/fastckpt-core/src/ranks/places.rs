@@ -1,0 +1,125 @@
+//! The memory of one rank that takes boxes of tensors, and the sharing of it among the items that fill it.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::engine::content::{Destination, Drain};
+use crate::error::{Error, Result};
+use crate::share::Item;
+use crate::sys::array::Array;
+use crate::sys::strided::{Rows, Strided};
+
+/// Where one part of a tensor goes.
+pub enum Place {
+    /// Host memory.
+    Memory(Array),
+    /// Elsewhere, handed over in pieces that are counted in the part.
+    Push(Drain),
+}
+
+/// The places of a rank, by tensor and part.
+pub type Places = HashMap<(usize, u32), Place>;
+
+/// Where the bytes of one item go.
+pub(super) enum Slot {
+    Memory(Strided),
+    Push(Drain, Arc<Rows>, u64),
+}
+
+/// A place for each of `items`, in their order. Each item is of one rank's own parts, and no byte is in two of them.
+pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item>) -> Result<Vec<Slot>> {
+    let items: Vec<_> = items.collect();
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    // Items of one box follow each other.
+    let key =
+        |item: &Item| (item.tensor, item.part, Arc::as_ptr(&item.rows).addr(), item.base, item.bytes.start);
+    order.sort_by_key(|&at| key(items[at]));
+    let mut slots: Vec<Option<Slot>> = Vec::new();
+    slots.resize_with(items.len(), || None);
+    let mut last: Option<(&Item, Strided)> = None;
+    for at in order {
+        let item = items[at];
+        let Item { tensor, part, .. } = *item;
+        let place = places.get_mut(&(tensor, part)).ok_or_else(|| no_place(item))?;
+        slots[at] = Some(match place {
+            Place::Push(drain) => {
+                Slot::Push(Drain::clone(drain), Arc::clone(&item.rows), item.base.cast_unsigned())
+            }
+            Place::Memory(array) => {
+                let same = |last: &(&Item, Strided)| {
+                    (last.0.tensor, last.0.part, last.0.base) == (tensor, part, item.base)
+                        && Arc::ptr_eq(&last.0.rows, &item.rows)
+                };
+                if !last.as_ref().is_some_and(same) {
+                    let rows = array.take(&item.rows, item.base).ok_or_else(|| no_place(item))?;
+                    last = Some((item, rows));
+                }
+                let Some((_, rest)) = &mut last else { return Err(no_place(item)) };
+                Slot::Memory(rest.split_off(item.bytes.clone()))
+            }
+        });
+    }
+    Ok(slots.into_iter().flatten().collect())
+}
+
+fn no_place(Item { tensor, part, .. }: &Item) -> Error {
+    Error::Invalid(format!("part {part} of tensor {tensor} has no memory, or too little, to be read to"))
+}
+
+impl Slot {
+    /// Where bytes go that are read here, in the tensor's order with all that lies between them.
+    pub(super) fn destination(self) -> Destination {
+        match self {
+            Self::Memory(rows) => match rows.alone() {
+                Ok(region) => Destination::Memory(region),
+                Err(rows) => Destination::Strided(rows),
+            },
+            Self::Push(drain, rows, base) => Destination::Push(Arc::new(move |start, bytes| {
+                let range = start..start + bytes.len() as u64;
+                let mut packed = vec![0; rows.bytes_in(&range) as usize];
+                rows.pack(start, bytes, &mut packed);
+                push(&drain, &rows, (base, range), &packed)
+            })),
+        }
+    }
+
+    /// Takes the bytes of an item, one after another as a message has them. Returns the number of bytes copied.
+    pub(super) fn unpack(self, range: Range<u64>, bytes: &[u8]) -> Result<u64> {
+        match self {
+            Self::Memory(mut rows) => {
+                rows.unpack(bytes);
+                Ok(bytes.len() as u64)
+            }
+            Self::Push(drain, rows, base) => {
+                push(&drain, &rows, (base, range), bytes).map_err(Error::Callback)?;
+                Ok(0)
+            }
+        }
+    }
+}
+
+/// Hands over the bytes of `rows` in `range` of a tensor, which lie one after another in `packed`. What lies together in
+/// the part, whose byte `base` is the first of the rows, is handed over at once.
+fn push(
+    drain: &Drain,
+    rows: &Rows,
+    (base, range): (u64, Range<u64>),
+    packed: &[u8],
+) -> std::result::Result<(), String> {
+    // The run that was not handed over yet: its first byte in the part, and its range in `packed`.
+    let (mut first, mut run) = (0, 0..0);
+    for line in rows.lines(range) {
+        for (_, to) in line.rows() {
+            let place = base.wrapping_add_signed(to);
+            if run.is_empty() || place != first + run.len() as u64 {
+                if !run.is_empty() {
+                    drain(first, &packed[run.clone()])?;
+                }
+                (first, run) = (place, run.end..run.end);
+            }
+            run.end += line.len as usize;
+        }
+    }
+    if run.is_empty() { Ok(()) } else { drain(first, &packed[run]) }
+}

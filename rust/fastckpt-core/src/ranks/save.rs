@@ -1,0 +1,340 @@
+//! The save of one rank. All ranks have the same [`Table`]. One of them, the coordinator, creates the workspace and
+//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`] brings
+//! and takes the bytes that one rank has and another one writes.
+
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use super::held::Held;
+use super::mail::{Fill, Mail};
+use super::pieces;
+use super::table::Table;
+use super::work::Ranges;
+use crate::commit::Workspace;
+use crate::engine::choice::Choice;
+use crate::engine::job::Tick;
+use crate::engine::options::Options;
+use crate::engine::report::Report;
+use crate::engine::run::run;
+use crate::error::{Error, Result};
+use crate::format::decode;
+use crate::format::limits::MAX_BYTES;
+use crate::format::manifest::{Body, Saved};
+use crate::save::job::WriteJob;
+use crate::save::shards::allocate;
+use crate::save::work::Work as _;
+use crate::save::{check_size, empty_body, seal, shard_entry, tensor_entry};
+use crate::share::Piece;
+use crate::share::{Duties, Grain, Message};
+use crate::telemetry::{self, Kind, Operation, Phase};
+
+/// What the coordinator knows when all ranks have written.
+#[derive(Debug)]
+pub struct Commit<'a> {
+    /// The checksums of all ranks.
+    pub pieces: Vec<Piece>,
+    /// The structure of the state: a JSON array of tokens.
+    pub structure: &'a str,
+    /// The caller's metadata: also a JSON array of tokens.
+    pub metadata: &'a str,
+    /// What each rank saved for itself, likewise; empty if there is nothing.
+    pub per_rank: &'a str,
+    /// Further files for the checkpoint's directory, by name and content.
+    pub files: &'a [(&'a str, &'a [u8])],
+    /// How the ranks wrote.
+    pub figures: Figures,
+}
+
+/// How the ranks of a save wrote.
+#[derive(Debug, Clone, Default)]
+pub struct Figures {
+    /// The engine.
+    pub engine: String,
+    /// Why it is not the requested engine.
+    pub fallback: Option<String>,
+    /// Worker threads.
+    pub threads: u64,
+    /// Seconds from the start to the last byte.
+    pub seconds: f64,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Committed {
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// Seconds that the commit took.
+    pub seconds: f64,
+    /// What the caller should know, in words.
+    pub warnings: Vec<String>,
+    /// Number of shards.
+    pub shards: usize,
+    /// Number of tensors.
+    pub tensors: usize,
+}
+
+/// A save that has begun.
+#[derive(Debug)]
+struct Open {
+    workspace: Workspace,
+    operation: Operation,
+    /// When it began, in seconds since 1970.
+    created: f64,
+}
+
+#[derive(Debug)]
+enum Stage {
+    New,
+    Open(Open),
+    /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
+    /// would take its absence for a failure of their own.
+    Written(Open, Option<Vec<Piece>>),
+    /// It was committed or closed, or another step failed.
+    Ended,
+}
+
+/// See the module. Each method refuses while another one runs, except [`RankSave::close`], which stops it.
+#[derive(Debug)]
+pub struct RankSave {
+    table: Arc<Table>,
+    duties: Arc<Duties>,
+    held: Arc<Held>,
+    mail: Arc<Mail>,
+    options: Options,
+    closing: AtomicBool,
+    stage: Mutex<Stage>,
+}
+
+const IN_USE: &str = "the save of this rank is in use";
+const ORDER: &str = "create or join once, then write once, then commit";
+
+impl RankSave {
+    /// The save of `rank`, which holds `held` in its memory. Refuses if that is not what the table says.
+    pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
+        let duties = Arc::new(table.share.duties(rank, Grain::Page)?);
+        let held = Arc::new(held);
+        let messages = duties.boxes.iter().flat_map(|message| &message.items);
+        duties.local.iter().chain(messages).try_for_each(|item| held.check(item))?;
+        let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
+        let fill: Fill = {
+            let (duties, held) = (Arc::clone(&duties), Arc::clone(&held));
+            Box::new(move |message, to| held.pack_all(&duties.boxes[message].items, to))
+        };
+        let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), Some(fill));
+        let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
+        let save = Self { table, duties, held, mail, options, closing: AtomicBool::new(false), stage };
+        save.work().map(drop)?;
+        Ok(save)
+    }
+
+    /// Its messages.
+    #[must_use]
+    pub const fn mail(&self) -> &Arc<Mail> {
+        &self.mail
+    }
+
+    fn work(&self) -> Result<Ranges<'_>> {
+        Ranges::new(&self.table, &self.duties, &self.held, &self.mail)
+    }
+
+    fn stage(&self) -> Result<MutexGuard<'_, Stage>> {
+        match self.stage.try_lock() {
+            Ok(stage) => Ok(stage),
+            Err(TryLockError::WouldBlock) => Err(Error::Misused(IN_USE)),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+        }
+    }
+
+    /// Runs `step`, which puts the next stage in the place of the one that it gets. An error ends the save, and stops
+    /// its mail.
+    fn step<T>(&self, step: impl FnOnce(Stage, &mut Stage) -> Result<T>) -> Result<T> {
+        let mut stage = self.stage()?;
+        let before = std::mem::replace(&mut *stage, Stage::Ended);
+        step(before, &mut stage).inspect_err(|error| self.mail.stop(&error.to_string()))
+    }
+
+    fn begin(&self, path: &Path, workspace: impl FnOnce() -> Result<Workspace>) -> Result<Open> {
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let operation = Operation::begin(Kind::Save, path, self.options.step, &self.options.environment);
+        let workspace = workspace();
+        if workspace.is_err() {
+            operation.end(telemetry::outcome(&workspace));
+        }
+        Ok(Open { workspace: workspace?, operation, created })
+    }
+
+    /// Refuses a state whose manifest would be too large, or texts that are none. For the coordinator, before anybody
+    /// writes.
+    pub fn check(&self, structure: &str, metadata: &str, per_rank: &str) -> Result<()> {
+        let Table { plan, tensors, .. } = &*self.table;
+        let texts = [structure, metadata, per_rank];
+        empty_body(0.0, plan.block_size, texts)?;
+        check_size(plan, tensors, texts, MAX_BYTES)
+    }
+
+    /// For the coordinator: makes the workspace, with all shards at their final sizes. Returns its name, for the others
+    /// to join.
+    pub fn create(&self, path: &Path, overwrite: bool, tick: Tick<'_>) -> Result<OsString> {
+        self.step(|stage, next| {
+            let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
+            let open = self.begin(path, || Workspace::create(path, overwrite))?;
+            let outcome = allocate(self.table.plan.shards.iter(), &open.workspace, &mut self.ticking(tick));
+            if outcome.is_err() {
+                open.operation.end(telemetry::outcome(&outcome));
+            }
+            outcome?;
+            let name = open.workspace.temporary().to_owned();
+            *next = Stage::Open(open);
+            Ok(name)
+        })
+    }
+
+    /// For all others: opens the workspace called `name` that the coordinator made for `path`.
+    pub fn join(&self, path: &Path, name: &OsStr) -> Result<()> {
+        self.step(|stage, next| {
+            let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
+            *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?);
+            Ok(())
+        })
+    }
+
+    /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. What other ranks
+    /// need from this one may still be on its way when this returns.
+    pub fn write(&self, tick: Tick<'_>) -> Result<Report> {
+        self.step(|stage, next| {
+            let Stage::Open(open) = stage else { return Err(Error::Misused(ORDER)) };
+            match self.write_to(&open, &mut self.ticking(tick)) {
+                Ok((report, pieces)) => {
+                    *next = Stage::Written(open, Some(pieces));
+                    Ok(report)
+                }
+                Err(error) => {
+                    open.operation.end(Err(error.errno()));
+                    *next = Stage::Written(open, None);
+                    Err(error)
+                }
+            }
+        })
+    }
+
+    fn write_to(&self, open: &Open, tick: Tick<'_>) -> Result<(Report, Vec<Piece>)> {
+        let begin = Instant::now();
+        let work = self.work()?;
+        let choice = Choice::new(&self.options, work.total());
+        let job = WriteJob::new(&work, &open.workspace, &choice, &self.options, begin);
+        let planned = begin.elapsed().as_secs_f64();
+        let block_size = self.table.plan.block_size;
+        let ran = run(&job, &choice, &self.options, block_size, &open.operation, tick)?;
+        open.operation.phase(Phase::Fsync);
+        let seconds = begin.elapsed().as_secs_f64();
+        let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, seconds);
+        let report = Report {
+            bytes: work.total(),
+            phases: vec![("plan", planned), ("write", written - planned), ("fsync", seconds - written)],
+            seconds,
+            ran,
+            warnings: Vec::new(),
+            shards: work.files(),
+            tensors: work.tensors(),
+        };
+        Ok((report, work.pieces()))
+    }
+
+    /// Bytes that this rank sends to others, and that it receives.
+    #[must_use]
+    pub fn exchanged(&self) -> (u64, u64) {
+        let sum = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum();
+        (sum(&self.duties.boxes), sum(&self.duties.io))
+    }
+
+    /// The checksums of what this rank wrote.
+    pub fn pieces(&self) -> Result<Vec<Piece>> {
+        match &*self.stage()? {
+            Stage::Written(_, Some(pieces)) => Ok(pieces.clone()),
+            _ => Err(Error::Misused("this rank has not written")),
+        }
+    }
+
+    /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
+    /// gives it the checkpoint's name. Until then a failure leaves what was there before.
+    pub fn commit(&self, commit: Commit<'_>, tick: Tick<'_>) -> Result<Committed> {
+        self.step(|stage, _| {
+            let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
+            let Open { workspace, operation, created } = open;
+            let outcome = self.publish(workspace, &operation, created, commit, &mut self.ticking(tick));
+            operation.end(telemetry::outcome(&outcome));
+            outcome
+        })
+    }
+
+    fn publish(
+        &self,
+        mut workspace: Workspace,
+        operation: &Operation,
+        created: f64,
+        commit: Commit<'_>,
+        tick: Tick<'_>,
+    ) -> Result<Committed> {
+        let begin = Instant::now();
+        operation.phase(Phase::Commit);
+        let Table { plan, tensors, share } = &*self.table;
+        let Commit { pieces, structure, metadata, per_rank, files, figures } = commit;
+        let crcs = share.cover_all(pieces)?;
+        let shards = plan
+            .shards
+            .iter()
+            .map(|shard| shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &crcs)));
+        let entries = tensors.iter().zip(&plan.places).zip(&crcs);
+        let entries =
+            entries.map(|((tensor, &place), crcs)| tensor_entry(tensor, place, pieces::to_hex(crcs)));
+        let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
+        let Figures { engine, fallback, threads, seconds } = figures;
+        let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
+        let body = Body {
+            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second },
+            shards: shards.collect(),
+            tensors: entries.collect(),
+            ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?
+        };
+        // What several processes have put together is looked at as a load would.
+        decode::check(&body)
+            .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
+        seal(&mut workspace, &body, files, None, operation)?;
+        let total = plan.shards.iter().map(|shard| shard.bytes).sum();
+        if !tick(total, total) {
+            return Err(Error::Interrupted);
+        }
+        let published = workspace.publish()?;
+        Ok(Committed {
+            bytes,
+            seconds: begin.elapsed().as_secs_f64(),
+            warnings: published.warnings(),
+            shards: plan.shards.len(),
+            tensors: tensors.len(),
+        })
+    }
+
+    /// A tick that also ends an operation when the save is closed.
+    fn ticking<'a>(&'a self, tick: Tick<'a>) -> impl FnMut(u64, u64) -> bool + 'a {
+        |done, total| !self.closing.load(Ordering::Relaxed) && tick(done, total)
+    }
+
+    /// Ends the save: stops what still runs and the mail, and leaves the workspace; that of the coordinator goes, unless
+    /// it was committed. `committed` says whether the coordinator did, for the live counters.
+    pub fn close(&self, committed: bool) {
+        self.closing.store(true, Ordering::Relaxed);
+        self.mail.stop("the save has ended");
+        let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)
+            && committed
+        {
+            open.operation.end(Ok(()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

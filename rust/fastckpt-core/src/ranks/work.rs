@@ -1,0 +1,311 @@
+//! The work of one rank that writes ranges of shards: own bytes, and those of messages from other ranks.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::held::{Held, unpack, whole_run};
+use super::mail::{Mail, Received};
+use super::table::Table;
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::format::geometry::{self, Extent};
+use crate::format::layout::Plan;
+use crate::save::work::{Unit, Work};
+use crate::share::Piece;
+use crate::share::{Duties, Item};
+use crate::sys::memory::Source;
+
+/// Where the bytes of an item come from.
+enum From {
+    /// Own memory, all in one run.
+    Run(Range<u64>),
+    /// Own memory, row by row.
+    Rows,
+    /// A message.
+    Message(Place),
+}
+
+/// The bytes of an item in a message.
+struct Place {
+    message: usize,
+    at: u64,
+}
+
+/// Bytes of a unit that come from one place.
+struct Supply<'a> {
+    item: &'a Item,
+    from: From,
+}
+
+/// What belongs to a unit.
+struct Needs {
+    unit: Unit,
+    first_piece: usize,
+    /// In the order of the file.
+    supplies: Range<usize>,
+    /// Each message with bytes for the unit, and which of its bytes they are.
+    messages: Vec<(usize, Range<u64>)>,
+}
+
+/// The ranges that a rank writes.
+pub(super) struct Ranges<'a> {
+    plan: &'a Plan,
+    held: &'a Held,
+    mail: &'a Arc<Mail>,
+    units: Vec<Needs>,
+    supplies: Vec<Supply<'a>>,
+    /// Bytes to write of each shard that has any.
+    bytes: BTreeMap<usize, u64>,
+    /// Pieces of all units in order: shard, first byte and length.
+    pieces: Vec<(usize, u64, u64)>,
+    sums: Vec<AtomicU64>,
+    /// Number of tensors with bytes to write.
+    tensors: usize,
+    /// What each unit has of its messages, from its first copy until it needs them no more.
+    taken: Vec<Mutex<Vec<Received>>>,
+}
+
+impl<'a> Ranges<'a> {
+    /// The work of the rank with these `duties`, which has `held`. Refuses duties that do not say where each byte comes
+    /// from.
+    pub(super) fn new(
+        table: &'a Table,
+        duties: &'a Duties,
+        held: &'a Held,
+        mail: &'a Arc<Mail>,
+    ) -> Result<Self> {
+        let plan = &table.plan;
+        let mut supplies: Vec<Supply<'_>> = Vec::new();
+        for item in &duties.local {
+            let from = whole_run(item).map_or(From::Rows, From::Run);
+            supplies.push(Supply { item, from });
+        }
+        for (message, letter) in duties.io.iter().enumerate() {
+            let mut at = 0;
+            for item in &letter.items {
+                supplies.push(Supply { item, from: From::Message(Place { message, at }) });
+                at += item.len;
+            }
+        }
+        let place = |supply: &Supply<'_>| {
+            let (shard, offset) = plan.places[supply.item.tensor];
+            (shard, offset + supply.item.bytes.start, offset + supply.item.bytes.end)
+        };
+        supplies.sort_by_key(|supply| place(supply));
+        let (mut units, mut pieces, mut bytes) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let (mut used, mut tensors, mut last) = (0, 0, None);
+        for unit in cut(duties, plan) {
+            *bytes.entry(unit.shard).or_insert(0) += unit.len();
+            let first_piece = pieces.len();
+            let placements = &plan.shards[unit.shard].placements;
+            let block = geometry::down(unit.start, plan.block_size);
+            for placement in geometry::touching(placements, unit.start..unit.end) {
+                let extent = geometry::extent(placement, block, plan.block_size);
+                if let Some(extent) = extent.and_then(|extent| extent.clip(unit.start..unit.end)) {
+                    pieces.push((unit.shard, extent.offset, extent.len));
+                    tensors += usize::from(last.replace(extent.tensor) != Some(extent.tensor));
+                }
+            }
+            let first = used;
+            let mut given = 0;
+            while let Some(supply) = supplies.get(used) {
+                let (shard, start, end) = place(supply);
+                if shard != unit.shard || start < unit.start || end > unit.end {
+                    break;
+                }
+                given += supply.item.len;
+                used += 1;
+            }
+            let needed: u64 = pieces[first_piece..].iter().map(|(_, _, len)| len).sum();
+            if given != needed {
+                return Err(incomplete(plan, &unit, given, needed));
+            }
+            let messages = messages(&supplies[first..used]);
+            units.push(Needs { unit, first_piece, supplies: first..used, messages });
+        }
+        if used < supplies.len() {
+            let what = "a rank was to get bytes that it does not write: the ranks' plans are wrong";
+            return Err(Error::Invalid(what.to_owned()));
+        }
+        Ok(Self {
+            plan,
+            held,
+            mail,
+            supplies,
+            bytes,
+            tensors,
+            sums: pieces.iter().map(|_| AtomicU64::new(0)).collect(),
+            taken: units.iter().map(|_| Mutex::default()).collect(),
+            pieces,
+            units,
+        })
+    }
+
+    /// The checksums of what was written.
+    pub(super) fn pieces(&self) -> Vec<Piece> {
+        let piece = |(&(shard, start, len), sum): (&(usize, u64, u64), &AtomicU64)| Piece {
+            shard: shard as u32,
+            start,
+            len,
+            crc: sum.load(Ordering::Relaxed),
+        };
+        self.pieces.iter().zip(&self.sums).map(piece).collect()
+    }
+
+    /// Bytes of tensors to write.
+    pub(super) fn total(&self) -> u64 {
+        self.pieces.iter().map(|(_, _, len)| len).sum()
+    }
+
+    /// Number of tensors with bytes to write.
+    pub(super) const fn tensors(&self) -> usize {
+        self.tensors
+    }
+
+    /// What a unit has of its messages.
+    pub(super) fn taken(&self, number: usize) -> MutexGuard<'_, Vec<Received>> {
+        self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `action` with `len` bytes of a message, which is here.
+    fn with(
+        &self,
+        number: usize,
+        place: &Place,
+        len: u64,
+        action: impl FnOnce(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let messages = &self.units[number].messages;
+        let mut taken = self.taken(number);
+        if taken.is_empty() {
+            for (message, bytes) in messages {
+                taken.push(self.mail.take(*message, bytes.clone())?);
+            }
+        }
+        let index = messages.partition_point(|(message, _)| *message < place.message);
+        let skip = (place.at - messages[index].1.start) as usize;
+        action(&taken[index][skip..skip + len as usize])
+    }
+
+    /// The supplies of a unit for bytes of a tensor, and perhaps others.
+    fn around(&self, number: usize, tensor: usize, bytes: &Range<u64>) -> impl Iterator<Item = &Supply<'a>> {
+        let offset = self.plan.places[tensor].1;
+        let start = |supply: &Supply<'_>| self.plan.places[supply.item.tensor].1 + supply.item.bytes.start;
+        let all = &self.supplies[self.units[number].supplies.clone()];
+        let last = all.partition_point(|supply| start(supply) < offset + bytes.end);
+        let first = all.partition_point(|supply| start(supply) < offset);
+        let inside =
+            move |supply: &&Supply<'_>| supply.item.tensor == tensor && supply.item.bytes.end > bytes.start;
+        all[first.min(last)..last].iter().filter(inside)
+    }
+}
+
+/// The ranges of `duties`, cut at the blocks of their files.
+fn cut(duties: &Duties, plan: &Plan) -> impl Iterator<Item = Unit> {
+    duties.ranges.iter().flat_map(move |range| {
+        let mut start = range.start;
+        std::iter::from_fn(move || {
+            let end = range.end.min(geometry::down(start, plan.block_size) + plan.block_size);
+            let unit = Unit { shard: range.shard, start, end };
+            start = end;
+            (unit.start < unit.end).then_some(unit)
+        })
+    })
+}
+
+/// The messages of a unit, and which of their bytes are for it. The items of a message lie in the order of the file, so
+/// those of a unit follow each other.
+fn messages(supplies: &[Supply<'_>]) -> Vec<(usize, Range<u64>)> {
+    let mut found = BTreeMap::new();
+    for Supply { item, from } in supplies {
+        if let From::Message(Place { message, at }) = from {
+            let bytes: &mut Range<u64> = found.entry(*message).or_insert(*at..*at);
+            *bytes = bytes.start.min(*at)..bytes.end.max(at + item.len);
+        }
+    }
+    found.into_iter().collect()
+}
+
+fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
+    Error::Invalid(format!(
+        "of {needed} bytes of tensors in bytes {}..{} of `{}`, the ranks have {given}: the ranks' plans are wrong",
+        unit.start, unit.end, plan.shards[unit.shard].file
+    ))
+}
+
+impl Work for Ranges<'_> {
+    fn plan(&self) -> &Plan {
+        self.plan
+    }
+
+    fn units(&self) -> usize {
+        self.units.len()
+    }
+
+    fn unit(&self, number: usize) -> Unit {
+        self.units[number].unit
+    }
+
+    fn files(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn bytes_of(&self, index: usize) -> u64 {
+        self.bytes.get(&index).copied().unwrap_or(0)
+    }
+
+    fn is_ready(&self, number: usize) -> Result<bool> {
+        let messages = &self.units[number].messages;
+        Ok(messages.is_empty() || self.mail.are_here(messages.iter().map(|(message, _)| *message))?)
+    }
+
+    fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()> {
+        let wanted = extent.start..extent.start + extent.len;
+        for Supply { item, from } in self.around(number, extent.tensor, &wanted) {
+            let From::Run(run) = from else { continue };
+            if let Some(source) = self.held.memory(item, run)? {
+                found.push((extent.offset + (item.bytes.start - extent.start), source));
+            }
+        }
+        Ok(())
+    }
+
+    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<u64> {
+        let wanted = start..start + to.len() as u64;
+        for Supply { item, from } in self.around(number, tensor, &wanted) {
+            let inside = item.bytes.start.max(wanted.start)..item.bytes.end.min(wanted.end);
+            match from {
+                From::Run(run) => {
+                    let from = run.start + (inside.start - item.bytes.start);
+                    let place = (inside.start - start) as usize..(inside.end - start) as usize;
+                    let sum = self.held.copy(item, from, &mut to[place])?;
+                    if inside == wanted {
+                        return Ok(sum);
+                    }
+                }
+                From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
+                // Nothing of such an item is written without a copy, so all of it is copied at once.
+                From::Message(place) => {
+                    self.with(number, place, item.len, |payload| unpack(payload, item, (&mut *to, start)))?;
+                }
+            }
+        }
+        Ok(checksum::of(to))
+    }
+
+    fn summed(&self, number: usize, place: usize, _: &Extent, sum: u64) {
+        self.sums[self.units[number].first_piece + place].store(sum, Ordering::Relaxed);
+    }
+
+    fn assembled(&self, number: usize, _: u64, again: bool) {
+        if !again {
+            self.written(number);
+        }
+    }
+
+    fn written(&self, number: usize) {
+        self.taken(number).clear();
+    }
+}

@@ -1,0 +1,276 @@
+//! Prepares units for writing: where their bytes lie, what of them needs no copy, and their checksums.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::work::{Unit, Work, header};
+use crate::engine::content::Content;
+use crate::engine::job::Staging;
+use crate::engine::path::{IoPath, Reason};
+use crate::error::Result;
+use crate::format::checksum;
+use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
+use crate::format::layout::Shard;
+use crate::sys::file::DataFile;
+use crate::sys::gather::{Buf, Part};
+use crate::sys::mapping::Stretch;
+use crate::sys::memory::Source;
+use crate::sys::pagemap::{self, PageMap};
+
+/// Bytes of an extent that are written without a copy.
+struct Straight {
+    /// The file offset of the first byte.
+    start: u64,
+    /// Their place in memory.
+    memory: Source,
+}
+
+/// An extent, and the parts of it that need no copy, in order.
+struct Piece {
+    extent: Extent,
+    straight: Vec<Straight>,
+}
+
+/// A unit that is ready to be written.
+pub(super) struct Assembled {
+    pub(super) buf: Buf,
+    pub(super) path: IoPath,
+    pub(super) reason: Reason,
+    pub(super) copied: u64,
+}
+
+/// Fills units and sums them.
+pub(super) struct Assembler {
+    direct: bool,
+    zero_copy: Option<bool>,
+    pages: OnceLock<Option<PageMap>>,
+    /// For each unit, the CRC of the bytes that were summed in place and that the write reads again.
+    straight_crcs: Vec<AtomicU64>,
+}
+
+impl Assembler {
+    /// For `units` units that are written with direct I/O or not.
+    pub(super) fn new(units: usize, direct: bool, zero_copy: Option<bool>) -> Self {
+        let straight_crcs = (0..units).map(|_| AtomicU64::new(0)).collect();
+        Self { direct, zero_copy, pages: OnceLock::new(), straight_crcs }
+    }
+
+    /// The part of a stretch of memory, which belongs at `offset` of the file, that needs no copy with direct I/O or
+    /// through the page cache, or why there is none.
+    fn straight(
+        &self,
+        shard: &Shard,
+        (offset, memory): (u64, Source),
+        direct: bool,
+    ) -> std::result::Result<Straight, Reason> {
+        let len = memory.bytes().len() as u64;
+        if len < STRAIGHT || (direct && shard.is_short()) {
+            return Err(Reason::Small);
+        }
+        if direct && self.zero_copy == Some(false) {
+            return Err(Reason::Asked);
+        }
+        let range = geometry::straight(offset, len, memory.address(), direct);
+        let skip = (range.start - offset) as usize;
+        let memory = memory.part(skip, (range.end - range.start) as usize).filter(|_| !range.is_empty());
+        match memory {
+            // Through the page cache the kernel copies anyway, and one copy is enough.
+            Some(memory) if !direct || self.is_worth_it(&memory) => {
+                Ok(Straight { start: range.start, memory })
+            }
+            Some(_) => Err(Reason::SmallPages),
+            None if len < STRAIGHT + 2 * PAGE => Err(Reason::Small),
+            None => Err(Reason::Incongruent),
+        }
+    }
+
+    /// Whether a device writes `memory` itself faster than a copy of it in a staging buffer. Only huge pages make up
+    /// for the copy.
+    fn is_worth_it(&self, memory: &Source) -> bool {
+        self.zero_copy.unwrap_or_else(|| {
+            let map = self.pages.get_or_init(PageMap::open).as_ref();
+            pagemap::is_huge(map, memory.address(), memory.bytes().len())
+        })
+    }
+
+    /// The extents in a unit, with what of each is written without a copy, and the reason why the largest of the
+    /// others is not.
+    fn pieces<W: Work>(
+        &self,
+        work: &W,
+        (number, unit): (usize, &Unit),
+        direct: bool,
+        copy_all: bool,
+    ) -> Result<(Vec<Piece>, Reason)> {
+        let (shard, block_size) = (&work.plan().shards[unit.shard], work.plan().block_size);
+        let placements = geometry::touching(&shard.placements, unit.start..unit.end);
+        let block = geometry::down(unit.start, block_size);
+        let mut pieces = Vec::with_capacity(placements.len());
+        let mut reason = (0, Reason::Small);
+        let mut found = Vec::new();
+        for placement in placements {
+            let extent = geometry::extent(placement, block, block_size);
+            let Some(extent) = extent.and_then(|extent| extent.clip(unit.start..unit.end)) else { continue };
+            let mut straight = Vec::new();
+            let mut why = Reason::Changed;
+            if !copy_all {
+                why = Reason::Elsewhere;
+                found.clear();
+                work.memory(number, &extent, &mut found)?;
+                for &stretch in &found {
+                    match self.straight(shard, stretch, direct) {
+                        Ok(part) => straight.push(part),
+                        Err(reason) => why = reason,
+                    }
+                }
+            }
+            if straight.is_empty() && extent.len > reason.0 {
+                reason = (extent.len, why);
+            }
+            pieces.push(Piece { extent, straight });
+        }
+        Ok((pieces, reason.1))
+    }
+
+    /// Prepares a unit for writing to `file` and has its checksums recorded. What cannot be written without a copy is
+    /// copied to a staging buffer, in file order. With `copy_all`, everything is.
+    pub(super) fn assemble<W: Work>(
+        &self,
+        work: &W,
+        (number, unit): (usize, &Unit),
+        file: &DataFile,
+        copy_all: bool,
+        slab: Staging<'_>,
+    ) -> Result<Assembled> {
+        let shard = &work.plan().shards[unit.shard];
+        if let Some(image) = work.image(unit.shard) {
+            return self.assemble_image(work, (number, unit), file, image);
+        }
+        let (need, past) = (unit.len() as usize, file.is_direct());
+        let direct = past && need >= PAGE as usize;
+        let (pieces, reason) = self.pieces(work, (number, unit), direct, copy_all)?;
+        let straight: usize =
+            pieces.iter().flat_map(|piece| &piece.straight).map(|part| part.memory.bytes().len()).sum();
+        let slab_bytes = need - straight;
+        let mut slab = if slab_bytes > 0 { Some(slab(slab_bytes)?) } else { None };
+        let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..slab_bytes]);
+
+        let header = header(shard, unit);
+        bytes[..header.len()].copy_from_slice(header);
+        let mut parts = Vec::new();
+        // How far the staging buffer is filled, how much of it is in `parts` and how much in `crc`, and the CRC of the
+        // unit so far.
+        let (mut at, mut taken, mut summed, mut crc) = (header.len(), 0, 0, checksum::of(&[]));
+        let mut straight_crc = crc;
+        for (place, Piece { extent, straight }) in pieces.iter().enumerate() {
+            let before = at;
+            // How far the extent is summed, as a file offset, and its CRC so far.
+            let (mut reached, mut sum) = (extent.offset, checksum::of(&[]));
+            let copy = |to: &mut [u8], from: u64, sum: u64| {
+                let skip = from - extent.offset;
+                match (work.copy(number, extent.tensor, extent.start + skip, to)?, skip) {
+                    (copied, 0) => Ok(copied),
+                    (copied, _) => Ok(checksum::combine(sum, copied, to.len() as u64)),
+                }
+            };
+            for Straight { start, memory } in straight {
+                let edge = (start - reached) as usize;
+                sum = copy(&mut bytes[at..at + edge], reached, sum)?;
+                at += edge;
+                if at > taken {
+                    parts.push(Part::Slab(taken..at));
+                    taken = at;
+                }
+                parts.push(Part::Source(*memory));
+                let (inner, len) = (checksum::of(memory.bytes()), memory.bytes().len() as u64);
+                straight_crc = checksum::combine(straight_crc, inner, len);
+                sum = checksum::combine(sum, inner, len);
+                reached = start + len;
+            }
+            let edge = (extent.offset + extent.len - reached) as usize;
+            sum = copy(&mut bytes[at..at + edge], reached, sum)?;
+            at += edge;
+            // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
+            if extent.len >= STRAIGHT {
+                crc = checksum::append(crc, &bytes[summed..before]);
+                crc = checksum::combine(crc, sum, extent.len);
+                summed = at;
+            }
+            work.summed(number, place, extent, sum);
+        }
+        crc = checksum::append(crc, &bytes[summed..at]);
+        work.assembled(number, crc, straight > 0);
+        self.straight_crcs[number].store(straight_crc, Ordering::Relaxed);
+        let (path, reason) = match (straight > 0, direct) {
+            _ if copy_all => (if direct { IoPath::Staged } else { IoPath::Buffered }, Reason::Changed),
+            (_, false) => self.buffered(past),
+            (true, true) => (IoPath::ZeroCopy, Reason::Possible),
+            (false, true) => (IoPath::Staged, reason),
+        };
+        if at > taken {
+            parts.push(Part::Slab(taken..at));
+        }
+        Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: at as u64 })
+    }
+
+    /// Prepares a unit of a shard's image, which is one stretch of it, and has its checksums recorded.
+    fn assemble_image<W: Work>(
+        &self,
+        work: &W,
+        (number, unit): (usize, &Unit),
+        file: &DataFile,
+        image: &Stretch,
+    ) -> Result<Assembled> {
+        let (shard, block_size) = (&work.plan().shards[unit.shard], work.plan().block_size);
+        let range = unit.start as usize..unit.end as usize;
+        let stretch = image.part(range).ok_or_else(Content::too_short)?;
+        // Look only once: each look at a stretch asks the kernel whose memory it is.
+        let bytes: &[u8] = &stretch;
+        let (mut summed, mut crc) = (0, checksum::of(&[]));
+        let placements = geometry::touching(&shard.placements, unit.start..unit.end);
+        let block = geometry::down(unit.start, block_size);
+        let extents = placements.iter().filter_map(|placement| {
+            geometry::extent(placement, block, block_size)?.clip(unit.start..unit.end)
+        });
+        for (place, extent) in extents.enumerate() {
+            let start = (extent.offset - unit.start) as usize;
+            let end = start + extent.len as usize;
+            let sum = checksum::of(&bytes[start..end]);
+            work.summed(number, place, &extent, sum);
+            // As above: small extents are summed again while they are in cache.
+            if extent.len >= STRAIGHT {
+                crc = checksum::append(crc, &bytes[summed..start]);
+                crc = checksum::combine(crc, sum, extent.len);
+                summed = end;
+            }
+        }
+        crc = checksum::append(crc, &bytes[summed..]);
+        work.assembled(number, crc, false);
+        self.straight_crcs[number].store(checksum::of(&[]), Ordering::Relaxed);
+        let direct = file.is_direct() && bytes.len() >= PAGE as usize;
+        let (path, reason) =
+            if direct { (IoPath::ZeroCopy, Reason::Possible) } else { self.buffered(file.is_direct()) };
+        Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(stretch)]), path, reason, copied: 0 })
+    }
+
+    /// Why a unit goes through the page cache. `past` tells whether the file is open for direct I/O.
+    const fn buffered(&self, past: bool) -> (IoPath, Reason) {
+        let reason = match (past, self.direct) {
+            (true, _) => Reason::Remainder,
+            (false, true) => Reason::Refused,
+            (false, false) => Reason::Asked,
+        };
+        (IoPath::Buffered, reason)
+    }
+
+    /// Whether memory of a unit changed between its summing and its writing. If so, its bytes in the file have no
+    /// known sum. The memory of an image does not change.
+    pub(super) fn has_changed(&self, number: usize, buf: &Buf) -> bool {
+        let straight = buf.parts().iter().filter_map(|part| match part {
+            Part::Source(memory) => Some(memory.bytes()),
+            _ => None,
+        });
+        straight.fold(checksum::of(&[]), checksum::append)
+            != self.straight_crcs[number].load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,175 @@
+//! The work of one process that writes whole shards, block by block.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::part::{Bytes, Part};
+use super::work::{Unit, Work};
+use crate::engine::content::Content;
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::format::geometry::{self, Extent};
+use crate::format::layout::{Plan, Shard, TensorSpec};
+use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
+use crate::sys::mapping::Stretch;
+use crate::sys::memory::Source;
+
+/// The blocks of a part, and their checksums.
+pub(super) struct Whole<'a> {
+    part: &'a Part<'a>,
+    /// Where each tensor lies; empty if there are `images`.
+    contents: &'a [Content],
+    /// The shards as they will be on the disk.
+    images: &'a [Stretch],
+    /// Number of the first block of each shard, then the number of all blocks.
+    first_block: Vec<usize>,
+    /// Number of the first extent of each tensor, then the number of all extents.
+    first_extent: Vec<usize>,
+    extent_crcs: Vec<AtomicU64>,
+    block_crcs: Vec<AtomicU64>,
+}
+
+/// The sum before each element, then the sum of all.
+fn running_sum(counts: impl Iterator<Item = usize>) -> Vec<usize> {
+    let mut all = vec![0];
+    all.extend(counts.scan(0, |sum, count| {
+        *sum += count;
+        Some(*sum)
+    }));
+    all
+}
+
+impl<'a> Whole<'a> {
+    pub(super) fn new(part: &'a Part<'a>) -> Self {
+        let plan = part.plan;
+        let blocks = plan.shards.iter().enumerate().map(|(index, shard)| {
+            if part.has(index) { geometry::block_count(shard.bytes, plan.block_size) as usize } else { 0 }
+        });
+        let extents = part.tensors.iter().zip(&plan.places).map(|(tensor, &(shard, offset))| {
+            let bytes = tensor.bytes().filter(|_| part.has(shard)).unwrap_or(0);
+            geometry::extent_count(offset, bytes, plan.block_size) as usize
+        });
+        let first_block = running_sum(blocks);
+        let first_extent = running_sum(extents);
+        let zeros =
+            |sums: &[usize]| (0..sums.last().copied().unwrap_or(0)).map(|_| AtomicU64::new(0)).collect();
+        let (contents, images) = match part.bytes {
+            Bytes::Tensors(contents) => (contents, &[][..]),
+            Bytes::Images(images) => (&[][..], images),
+        };
+        Self {
+            part,
+            contents,
+            images,
+            extent_crcs: zeros(&first_extent),
+            block_crcs: zeros(&first_block),
+            first_block,
+            first_extent,
+        }
+    }
+
+    /// The manifest's entries for the shards and their tensors, after all blocks are written.
+    pub(super) fn entries(&self) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
+        let plan = self.part.plan;
+        let load = |crc: &AtomicU64| crc.load(Ordering::Relaxed);
+        let shards = self.part.shards.iter().map(|&index| {
+            let shard = &plan.shards[index];
+            let crcs = &self.block_crcs[self.first_block[index]..self.first_block[index + 1]];
+            let crc = (0..).zip(crcs).fold(checksum::of(&[]), |all, (block, crc)| {
+                let len = geometry::block_len(block * plan.block_size, shard.bytes, plan.block_size);
+                checksum::combine(all, load(crc), len)
+            });
+            shard_entry(shard, crc)
+        });
+        let tensors = (self.part.tensors.iter().zip(&plan.places).enumerate())
+            .filter(|(_, (_, (shard, _)))| self.part.has(*shard));
+        let tensors = tensors.map(|(index, (tensor, &place))| {
+            let crcs = &self.extent_crcs[self.first_extent[index]..self.first_extent[index + 1]];
+            tensor_entry(tensor, place, crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect())
+        });
+        (shards.collect(), tensors.collect())
+    }
+}
+
+impl Work for Whole<'_> {
+    fn plan(&self) -> &Plan {
+        self.part.plan
+    }
+
+    fn units(&self) -> usize {
+        self.block_crcs.len()
+    }
+
+    fn unit(&self, number: usize) -> Unit {
+        let shard = self.first_block.partition_point(|&first| first <= number) - 1;
+        let start = (number - self.first_block[shard]) as u64 * self.part.plan.block_size;
+        let bytes = self.part.plan.shards[shard].bytes;
+        Unit { shard, start, end: start + geometry::block_len(start, bytes, self.part.plan.block_size) }
+    }
+
+    fn files(&self) -> usize {
+        self.part.shards.len()
+    }
+
+    fn bytes_of(&self, index: usize) -> u64 {
+        self.part.plan.shards[index].bytes
+    }
+
+    fn image(&self, index: usize) -> Option<&Stretch> {
+        self.images.get(index)
+    }
+
+    fn memory(&self, _: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()> {
+        if let Content::Memory(source) = &self.contents[extent.tensor] {
+            let part = source.part(extent.start as usize, extent.len as usize);
+            found.push((extent.offset, part.ok_or_else(Content::too_short)?));
+        }
+        Ok(())
+    }
+
+    fn copy(&self, _: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<u64> {
+        match &self.contents[tensor] {
+            Content::Memory(source) => {
+                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
+                Ok(checksum::copy(to, from.bytes()))
+            }
+            Content::Pull(fill) => {
+                fill(start, to).map_err(Error::Callback)?;
+                Ok(checksum::of(to))
+            }
+        }
+    }
+
+    fn summed(&self, _: usize, _: usize, extent: &Extent, sum: u64) {
+        let number = self.first_extent[extent.tensor] + extent.index as usize;
+        self.extent_crcs[number].store(sum, Ordering::Relaxed);
+    }
+
+    fn assembled(&self, number: usize, sum: u64, _: bool) {
+        self.block_crcs[number].store(sum, Ordering::Relaxed);
+    }
+}
+
+/// The manifest's entry for a shard.
+pub(crate) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
+    ShardEntry {
+        file: shard.file.clone(),
+        prefix: shard.prefix.clone(),
+        bytes: shard.bytes,
+        data_offset: shard.header.len() as u64,
+        header_crc: checksum::to_hex(checksum::of(&shard.header)),
+        crc: checksum::to_hex(crc),
+    }
+}
+
+/// The manifest's entry for a tensor.
+pub(crate) fn tensor_entry(tensor: &TensorSpec, (shard, offset): (usize, u64), crc: String) -> TensorEntry {
+    TensorEntry {
+        name: tensor.name.clone(),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone(),
+        shard,
+        offset,
+        crc,
+        logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
+    }
+}

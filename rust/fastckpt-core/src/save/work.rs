@@ -1,0 +1,75 @@
+//! What a job writes, seen by the job: units of bytes, where they come from, and what becomes of their checksums.
+
+use crate::error::Result;
+use crate::format::geometry::Extent;
+use crate::format::layout::{Plan, Shard};
+use crate::sys::mapping::Stretch;
+use crate::sys::memory::Source;
+
+/// Bytes of one shard that one transfer writes. They lie in one block. They begin at a page, and end at one or at the
+/// end of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Unit {
+    /// Index of the shard in the plan.
+    pub(crate) shard: usize,
+    /// First byte, counted in the file.
+    pub(crate) start: u64,
+    /// The offset after its last byte.
+    pub(crate) end: u64,
+}
+
+impl Unit {
+    pub(crate) const fn len(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
+/// The units of a job, in the order in which they are begun.
+pub(crate) trait Work: Sync {
+    /// The layout of the checkpoint.
+    fn plan(&self) -> &Plan;
+
+    /// Number of units.
+    fn units(&self) -> usize;
+
+    /// Unit `number`.
+    fn unit(&self, number: usize) -> Unit;
+
+    /// Number of shards with units, and the bytes of a shard that the units of this job cover.
+    fn files(&self) -> usize;
+
+    /// The bytes of shard `index` that belong to units.
+    fn bytes_of(&self, index: usize) -> u64;
+
+    /// Whether the bytes of a unit are there. A unit whose bytes are not there is asked for again and again.
+    fn is_ready(&self, _number: usize) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// Shard `index` as it will be on the disk, in memory that cannot change.
+    fn image(&self, _index: usize) -> Option<&Stretch> {
+        None
+    }
+
+    /// Adds to `found` the stretches of `extent` that lie in host memory as they lie in the file, in order, each with
+    /// its file offset.
+    fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()>;
+
+    /// Copies bytes of tensor `tensor`, from `start` on, and returns their CRC.
+    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<u64>;
+
+    /// Takes the CRC of an extent, or of the part of it in the unit. It is the `place`th of the unit.
+    fn summed(&self, number: usize, place: usize, extent: &Extent, sum: u64);
+
+    /// Takes the CRC of a unit that is ready to be written. `again` tells whether its bytes may be asked for again.
+    fn assembled(&self, number: usize, sum: u64, again: bool);
+
+    /// A unit is in its file.
+    fn written(&self, _number: usize) {}
+}
+
+/// The header bytes of `shard` in `unit`.
+pub(super) fn header<'a>(shard: &'a Shard, unit: &Unit) -> &'a [u8] {
+    let end = shard.header.len().min(unit.end as usize);
+    shard.header.get(unit.start as usize..end).unwrap_or_default()
+}

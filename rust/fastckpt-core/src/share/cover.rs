@@ -1,0 +1,243 @@
+//! Who has which bytes of a tensor: intervals of it, each with the ranks that have boxes there. Pure.
+//!
+//! An interval is a range of **lines**. A line is all that lies under one index of the first `level` dimensions, so it
+//! is contiguous. Every interval has a section, which says how the boxes of ranks share each of its lines: in cells,
+//! which are boxes themselves and do not overlap. A tile is the part of a rank's box in one cell.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use super::bytes::{Shape, len};
+use super::spread::{Bounds, Groups};
+use super::tiles::Tiles;
+
+/// Boxes whose runs have this many bytes on average are written by those who have them. It is worth more operations
+/// not to exchange them.
+const LONG: u128 = 64 << 10;
+
+/// Who has which bytes of a tensor. It is the same for all tensors with the same shape, bytes and spreads.
+#[derive(Debug)]
+pub(super) struct Cover {
+    /// The boxes, and their parts in cells.
+    pub(super) tiles: Tiles,
+    /// The number of dimensions that count lines.
+    level: usize,
+    /// The first byte of each interval, and the bytes of the tensor.
+    starts: Vec<u64>,
+    /// The section of each interval.
+    sections: Vec<u32>,
+    /// The first cell of each section, and the number of cells.
+    cells: Vec<u32>,
+    /// The place in `tiled` of the first tile of each cell, and its length.
+    tiles_of: Vec<u32>,
+    tiled: Vec<u32>,
+    /// The ranks that have something of a section, ascending.
+    teams: Vec<OnceLock<Arc<[u32]>>>,
+    /// A range of the tensor with bytes that nobody has.
+    pub(super) gap: Option<Range<u64>>,
+}
+
+impl Cover {
+    /// The cover of a tensor of `shape`, not empty, that is logically `sizes`.
+    pub(super) fn new(shape: Shape, sizes: &[u64], spreads: &[&Groups]) -> Result<Self, String> {
+        let tiles = Tiles::new(shape, sizes, spreads)?;
+        let mut cover = Self {
+            level: level(&tiles),
+            tiles,
+            starts: Vec::new(),
+            sections: Vec::new(),
+            cells: vec![0],
+            tiles_of: vec![0],
+            tiled: Vec::new(),
+            teams: Vec::new(),
+            gap: None,
+        };
+        let sections = cover.sweep();
+        cover.split(&sections);
+        Ok(cover)
+    }
+
+    /// Finds the intervals. Returns the boxes of each section.
+    fn sweep(&mut self) -> Vec<Box<[u32]>> {
+        let shape = self.tiles.shape();
+        let count: u64 = shape.sizes[..self.level].iter().product();
+        let line = shape.sizes[self.level..].iter().product::<u64>() * shape.item;
+        let mut events = Vec::new();
+        for tile in 0..self.tiles.len() {
+            runs(&shape.sizes[..self.level], &self.tiles.bounds(tile)[..self.level], |run| {
+                events.push((run.start, true, tile));
+                events.push((run.end, false, tile));
+            });
+        }
+        events.sort_unstable();
+        let mut found: HashMap<Box<[u32]>, u32> = HashMap::new();
+        let (mut at, mut open, mut next) = (0, Vec::new(), events.as_slice());
+        while at < count {
+            // Ends come before starts, each in the order of tiles.
+            let (here, rest) = next.split_at(next.partition_point(|event| event.0 <= at));
+            let (gone, new) = here.split_at(here.partition_point(|event| !event.1));
+            next = rest;
+            if !gone.is_empty() {
+                open.retain(|tile| gone.binary_search_by_key(tile, |event| event.2).is_err());
+            }
+            open.extend(new.iter().map(|event| event.2));
+            open.sort_unstable();
+            let fresh = found.len() as u32;
+            let section = match found.get(open.as_slice()) {
+                Some(&section) => section,
+                None => *found.entry(open.clone().into()).or_insert(fresh),
+            };
+            self.starts.push(at * line);
+            self.sections.push(section);
+            at = next.first().map_or(count, |event| event.0);
+        }
+        self.starts.push(count * line);
+        let mut sections: Vec<_> = found.into_iter().collect();
+        sections.sort_unstable_by_key(|&(_, section)| section);
+        sections.into_iter().map(|(boxes, _)| boxes).collect()
+    }
+
+    /// Splits each section into cells.
+    fn split(&mut self, sections: &[Box<[u32]>]) {
+        let line: u64 = self.tiles.shape().sizes[self.level..].iter().product();
+        let mut known = HashMap::new();
+        let mut holes = vec![false; sections.len()];
+        for (section, hole) in sections.iter().zip(&mut holes) {
+            let first = self.tiles_of.len() - 1;
+            self.cell(section, self.level, &mut Bounds::new(), &mut known);
+            let size = |tile: u32| self.tiles.bounds(tile)[self.level..].iter().map(len).product::<u64>();
+            let cells = self.tiles_of[first..].windows(2);
+            *hole = cells.map(|ends| size(self.tiled[ends[0] as usize])).sum::<u64>() < line;
+            self.cells.push(self.tiles_of.len() as u32 - 1);
+        }
+        self.teams.resize_with(sections.len(), OnceLock::new);
+        let first = self.sections.iter().position(|&section| holes[section as usize]);
+        self.gap = first.map(|interval| self.bytes(interval));
+    }
+
+    /// Adds the cells of those parts of lines that are `deep` along the first dimensions inside of lines. All of
+    /// `boxes` have these parts, and nobody else.
+    fn cell(
+        &mut self,
+        boxes: &[u32],
+        dim: usize,
+        deep: &mut Bounds,
+        known: &mut HashMap<(u32, Bounds), u32>,
+    ) {
+        if boxes.is_empty() {
+            return;
+        }
+        if dim == self.tiles.shape().sizes.len() {
+            for &tile in boxes {
+                let tile = self.tiles.cut(tile, deep, known);
+                self.tiled.push(tile);
+            }
+            self.tiles_of.push(self.tiled.len() as u32);
+            return;
+        }
+        let ranges: Vec<_> = boxes.iter().map(|&tile| self.tiles.bounds(tile)[dim].clone()).collect();
+        let mut ends: Vec<u64> = ranges.iter().flat_map(|range| [range.start, range.end]).collect();
+        ends.sort_unstable();
+        ends.dedup();
+        let mut among = vec![Vec::new(); ends.len() - 1];
+        for (&tile, range) in boxes.iter().zip(ranges) {
+            let from = ends.partition_point(|&end| end < range.start);
+            let to = ends.partition_point(|&end| end < range.end);
+            among[from..to].iter_mut().for_each(|there| there.push(tile));
+        }
+        for (there, range) in among.iter().zip(ends.windows(2)) {
+            deep.push(range[0]..range[1]);
+            self.cell(there, dim + 1, deep, known);
+            deep.pop();
+        }
+    }
+
+    /// The number of intervals.
+    pub(super) fn len(&self) -> usize {
+        self.sections.len()
+    }
+
+    /// The bytes of an interval.
+    pub(super) fn bytes(&self, interval: usize) -> Range<u64> {
+        self.starts[interval]..self.starts[interval + 1]
+    }
+
+    /// The interval of a byte of the tensor.
+    pub(super) fn at(&self, byte: u64) -> usize {
+        self.starts.partition_point(|&start| start <= byte) - 1
+    }
+
+    /// The section of an interval.
+    pub(super) fn section(&self, interval: usize) -> u32 {
+        self.sections[interval]
+    }
+
+    /// The tiles of each cell of a section.
+    pub(super) fn cells(&self, section: u32) -> impl ExactSizeIterator<Item = &[u32]> {
+        let (from, to) = (self.cells[section as usize] as usize, self.cells[section as usize + 1] as usize);
+        self.tiles_of[from..=to].windows(2).map(|ends| &self.tiled[ends[0] as usize..ends[1] as usize])
+    }
+
+    /// The ranks that have something of a section, ascending.
+    pub(super) fn team(&self, section: u32, spreads: &[&Groups]) -> &Arc<[u32]> {
+        self.teams[section as usize].get_or_init(|| {
+            let whose = self.cells(section).flatten().map(|&tile| self.tiles.whose(tile));
+            let mut ranks = whose.map(|whose| spreads[whose.slot as usize].ranks(whose.group));
+            let (Some(first), second) = (ranks.next(), ranks.next()) else { return Arc::default() };
+            let Some(second) = second else { return Arc::clone(first) };
+            let mut all: Vec<u32> =
+                [first, second].into_iter().chain(ranks).flat_map(|ranks| &**ranks).copied().collect();
+            all.sort_unstable();
+            all.dedup();
+            all.into()
+        })
+    }
+}
+
+/// The number of dimensions whose indices are counted as lines.
+///
+/// It is the first dimension that is not of size one. It is a later one if boxes are cut along it and have long runs
+/// even so.
+fn level(tiles: &Tiles) -> usize {
+    let sizes = &tiles.shape().sizes;
+    let first = (sizes.iter().take_while(|&&size| size == 1).count() + 1).min(sizes.len());
+    let is_cut = |dim: usize| (0..tiles.len()).any(|tile| len(&tiles.bounds(tile)[dim]) < sizes[dim]);
+    let deepest = (first..sizes.len()).rev().find(|&dim| is_cut(dim)).map_or(first, |dim| dim + 1);
+    let is_long = |level: usize| {
+        let (mut bytes, mut runs) = (0, 0);
+        for tile in 0..tiles.len() {
+            let lens: Vec<_> = tiles.bounds(tile).iter().map(|range| u128::from(len(range))).collect();
+            bytes += lens.iter().product::<u128>() * u128::from(tiles.shape().item);
+            runs += lens[..level - 1].iter().product::<u128>();
+        }
+        bytes >= LONG * runs
+    };
+    (first + 1..=deepest).rev().find(|&level| is_long(level)).unwrap_or(first)
+}
+
+/// The lines of a box, as ranges.
+fn runs(sizes: &[u64], bounds: &[Range<u64>], mut each: impl FnMut(Range<u64>)) {
+    let (Some((last, outer)), Some((size, around))) = (bounds.split_last(), sizes.split_last()) else {
+        return;
+    };
+    let count: u64 = outer.iter().map(len).product();
+    let mut joined: Option<Range<u64>> = None;
+    for index in 0..count {
+        let (mut rest, mut first, mut step) = (index, 0, *size);
+        for (range, size) in outer.iter().zip(around).rev() {
+            first += (range.start + rest % len(range)) * step;
+            rest /= len(range);
+            step *= size;
+        }
+        let run = first + last.start..first + last.end;
+        match &mut joined {
+            Some(joined) if joined.end == run.start => joined.end = run.end,
+            _ => {
+                joined.take().into_iter().for_each(&mut each);
+                joined = Some(run);
+            }
+        }
+    }
+    joined.into_iter().for_each(each);
+}

@@ -1,0 +1,330 @@
+//! What one rank does: the ranges of files that it reads or writes, and its messages. Pure.
+//!
+//! Both sides of a message compute its items from the same cuts, in the same order: intervals, blocks and pages cut a
+//! tensor into stretches with one owner each, and cells and tiles have their order.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::cover::Cover;
+use super::messages::{Item, Mailbox, Message};
+use super::owners::Held;
+use super::spread::Groups;
+use super::table::Share;
+use crate::error::{Error, Result};
+use crate::format::geometry::PAGE;
+
+/// What one rank reads or writes as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Grain {
+    /// Pages of the files, to save. Everything is written.
+    Page,
+    /// The parts of tensors in blocks, to load. What nobody wants is not read.
+    Extent,
+}
+
+/// A range of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileRange {
+    /// The file.
+    pub shard: usize,
+    /// The first byte.
+    pub start: u64,
+    /// The byte after the last.
+    pub end: u64,
+}
+
+/// What one rank does.
+#[derive(Debug, Default)]
+pub struct Duties {
+    /// What it reads or writes, in order, not adjacent.
+    pub ranges: Vec<FileRange>,
+    /// Bytes in `ranges` that it has or wants itself, in order.
+    pub local: Vec<Item>,
+    /// Messages with bytes in `ranges` that others have or want.
+    pub io: Vec<Message>,
+    /// Messages with bytes that it has or wants itself, and that others read or write.
+    pub boxes: Vec<Message>,
+}
+
+impl Share {
+    /// What `rank` does. Fails if a spread does not fit its tensor; with [`Grain::Page`], also if nobody has some of
+    /// the bytes.
+    pub fn duties(&self, rank: u32, grain: Grain) -> Result<Duties> {
+        if rank >= self.ranks {
+            return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
+        }
+        if grain == Grain::Page {
+            self.check_held()?;
+        }
+        let mut work = Work::new(self, rank);
+        for (shard, tensors) in self.order.iter().enumerate() {
+            match grain {
+                Grain::Page => work.pages(shard, tensors)?,
+                Grain::Extent => work.extents(tensors)?,
+            }
+        }
+        Ok(Duties {
+            ranges: work.ranges,
+            local: work.local,
+            io: work.io.finish(),
+            boxes: work.boxes.finish(),
+        })
+    }
+
+    /// Fails if nobody has some of the bytes, or if a file has bytes that are of no tensor.
+    fn check_held(&self) -> Result<()> {
+        for (&(mut at, end), tensors) in self.files.iter().zip(&self.order) {
+            for &tensor in tensors {
+                if let Some(gap) = &self.cover(tensor)?.gap {
+                    let why = format!("no rank has all of its bytes from {} to {}", gap.start, gap.end);
+                    return Err(self.invalid(tensor, &why));
+                }
+                if self.tensors[tensor].offset != at {
+                    return Err(self.invalid(tensor, "there is a gap before it in its file"));
+                }
+                at += self.tensors[tensor].stored;
+            }
+            if at != end {
+                return Err(Error::Invalid("a file ends after its last tensor".to_owned()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What one rank has of the tensors of one class.
+struct Own {
+    /// Its intervals, in order.
+    intervals: Vec<usize>,
+    /// By section: the number of the cell, the tile and the part of each of its tiles, in order.
+    tiles: HashMap<u32, Vec<(usize, u32, u32)>>,
+}
+
+impl Own {
+    fn new(cover: &Cover, spreads: &[&Groups], rank: u32) -> Self {
+        let mut tiles = HashMap::new();
+        let mut intervals = Vec::new();
+        for interval in 0..cover.len() {
+            let section = cover.section(interval);
+            let of_rank = tiles.entry(section).or_insert_with(|| {
+                let all = cover.cells(section).enumerate();
+                let all = all.flat_map(|(cell, tiles)| tiles.iter().map(move |&tile| (cell, tile)));
+                all.filter_map(|(cell, tile)| Some((cell, tile, part(cover, spreads, tile, rank)?)))
+                    .collect::<Vec<_>>()
+            });
+            if !of_rank.is_empty() {
+                intervals.push(interval);
+            }
+        }
+        tiles.retain(|_, tiles| !tiles.is_empty());
+        Self { intervals, tiles }
+    }
+}
+
+/// Which part of `rank` a tile is in.
+fn part(cover: &Cover, spreads: &[&Groups], tile: u32, rank: u32) -> Option<u32> {
+    let whose = cover.tiles.whose(tile);
+    let slot = whose.slot as usize;
+    let within = spreads[slot].of(rank).position(|group| group == whose.group)?;
+    let before: usize = spreads[..slot].iter().map(|groups| groups.of(rank).len()).sum();
+    Some((before + within) as u32)
+}
+
+/// The duties of one rank, while they are found.
+struct Work<'a> {
+    share: &'a Share,
+    rank: u32,
+    /// By class.
+    own: HashMap<usize, Arc<Own>>,
+    ranges: Vec<FileRange>,
+    local: Vec<Item>,
+    io: Mailbox,
+    boxes: Mailbox,
+}
+
+impl<'a> Work<'a> {
+    fn new(share: &'a Share, rank: u32) -> Self {
+        let (io, boxes) = Default::default();
+        Self { share, rank, own: HashMap::new(), ranges: Vec::new(), local: Vec::new(), io, boxes }
+    }
+
+    fn own(&mut self, held: &Held<'_>) -> Arc<Own> {
+        let class = self.share.class[held.tensor];
+        let own =
+            self.own.entry(class).or_insert_with(|| Arc::new(Own::new(held.cover, &held.spreads, self.rank)));
+        Arc::clone(own)
+    }
+
+    /// Adds a range of a file to read or write.
+    fn range(&mut self, shard: usize, start: u64, end: u64) {
+        match self.ranges.last_mut() {
+            Some(last) if last.shard == shard && last.end == start => last.end = end,
+            _ => self.ranges.push(FileRange { shard, start, end }),
+        }
+    }
+
+    /// The item of `tile`, as part `part`, in `stretch` of the file. `None` if it has no bytes there.
+    fn item(held: &Held<'_>, stretch: &Range<u64>, tile: u32, part: u32) -> Option<Item> {
+        let place = held.cover.tiles.place(tile);
+        let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
+        let len = place.rows.bytes_in(&bytes);
+        let (rows, base) = (Arc::clone(&place.rows), place.base);
+        (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
+    }
+
+    /// Adds what this rank does with `tile` of rank `peer` in a stretch that it reads or writes.
+    fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
+        let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
+        let Some(item) = Self::item(held, stretch, tile, part) else { return false };
+        if peer != self.rank {
+            self.io.add(peer, (held.shard, stretch.start), item);
+            return true;
+        }
+        match self.local.last_mut() {
+            Some(last)
+                if (last.tensor, last.part, last.bytes.end) == (item.tensor, item.part, item.bytes.start)
+                    && Arc::ptr_eq(&last.rows, &item.rows)
+                    && !stretch.start.is_multiple_of(self.share.block_size) =>
+            {
+                last.bytes.end = item.bytes.end;
+                last.len += item.len;
+            }
+            _ => self.local.push(item),
+        }
+        true
+    }
+
+    /// What this rank writes of a file, and what it sends for the rest of it.
+    fn pages(&mut self, shard: usize, tensors: &[usize]) -> Result<()> {
+        let (data, bytes) = self.share.files[shard];
+        let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor)).collect::<Result<Vec<_>>>()?;
+        let first = self.ranges.len();
+        if self.rank == 0 {
+            self.range(shard, 0, data.next_multiple_of(PAGE).min(bytes));
+        }
+        for (index, tensor) in held.iter().enumerate() {
+            let own = self.own(tensor);
+            for &interval in &own.intervals {
+                for turn in tensor.turns(interval, self.rank) {
+                    let (start, end) = (turn.start.next_multiple_of(PAGE), turn.end.next_multiple_of(PAGE));
+                    if start < turn.end {
+                        self.range(shard, start, end.min(bytes));
+                    }
+                }
+                self.send(&held, index, interval, &own);
+            }
+        }
+        for index in first..self.ranges.len() {
+            let FileRange { start, end, .. } = self.ranges[index];
+            self.write(&held, start..end);
+        }
+        Ok(())
+    }
+
+    /// Adds what of an interval of this rank others write.
+    fn send(&mut self, held: &[Held<'_>], index: usize, interval: usize, own: &Own) {
+        let tensor = &held[index];
+        let section = tensor.cover.section(interval);
+        let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
+        let begin = range.start.next_multiple_of(PAGE).min(range.end);
+        // Where everybody has the only cell, the owner is one of them.
+        let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
+        for stretch in tensor.cut(interval, range.start..end, true) {
+            let owner = if stretch.start < begin {
+                owner(held, index, stretch.start / PAGE * PAGE)
+            } else {
+                tensor.turn(interval, stretch.start)
+            };
+            let Some(owner) = owner.filter(|&owner| owner != self.rank) else { continue };
+            let mut own = tiles.as_slice();
+            for (number, cell) in tensor.cover.cells(section).enumerate() {
+                let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
+                own = rest;
+                let Some(&(_, _, part)) = here.first() else { continue };
+                let Some((giver, tile)) = tensor.giver(cell, owner) else { continue };
+                if giver == self.rank {
+                    let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
+                    if let Some(item) = Self::item(tensor, &stretch, tile, part) {
+                        self.boxes.add(owner, (tensor.shard, stretch.start), item);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds what this rank needs to write `range` of a file.
+    fn write(&mut self, held: &[Held<'_>], range: Range<u64>) {
+        let first = held.partition_point(|tensor| tensor.range.end <= range.start);
+        for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < range.end) {
+            let (start, end) = (range.start.max(tensor.range.start), range.end.min(tensor.range.end));
+            for interval in tensor.at(start)..=tensor.at(end - 1) {
+                let lines = tensor.interval(interval);
+                for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
+                    for cell in tensor.cover.cells(tensor.cover.section(interval)) {
+                        if let Some((giver, tile)) = tensor.giver(cell, self.rank) {
+                            self.serve(tensor, &stretch, tile, giver);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// What this rank reads of a file, and what it receives of the rest of it.
+    fn extents(&mut self, tensors: &[usize]) -> Result<()> {
+        for &tensor in tensors {
+            let held = Held::new(self.share, tensor)?;
+            let own = self.own(&held);
+            let (mut done, mut reader) = (0, (u64::MAX, None));
+            for &interval in &own.intervals {
+                for stretch in held.cut(interval, held.interval(interval), false) {
+                    let extent = held.extent(stretch.start);
+                    if reader.0 != extent.start {
+                        reader = (extent.start, held.reader(stretch.start));
+                    }
+                    let Some(reader) = reader.1 else { continue };
+                    if reader != self.rank {
+                        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
+                            if let Some(item) = Self::item(&held, &stretch, tile, part) {
+                                self.boxes.add(reader, (held.shard, stretch.start), item);
+                            }
+                        }
+                    } else if done < extent.end {
+                        done = extent.end;
+                        self.read(&held, &extent);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds an extent that this rank reads, unless nobody wants any of it.
+    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>) {
+        let mut wanted = false;
+        for interval in held.at(extent.start)..=held.at(extent.end - 1) {
+            let lines = held.interval(interval);
+            let stretch = extent.start.max(lines.start)..extent.end.min(lines.end);
+            for &tile in held.cover.cells(held.cover.section(interval)).flatten() {
+                for &peer in held.ranks(tile) {
+                    wanted |= self.serve(held, &stretch, tile, peer);
+                }
+            }
+        }
+        if wanted {
+            self.range(held.shard, extent.start, extent.end);
+        }
+    }
+}
+
+/// The rank that writes the page at `offset` of a file: the owner of its first byte. Rank 0 owns the header.
+fn owner(held: &[Held<'_>], last: usize, offset: u64) -> Option<u32> {
+    let index = held[..=last].partition_point(|tensor| tensor.range.end <= offset);
+    let tensor = &held[index];
+    if offset < tensor.range.start {
+        return Some(0);
+    }
+    tensor.turn(tensor.at(offset), offset)
+}

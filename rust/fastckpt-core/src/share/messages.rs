@@ -1,0 +1,76 @@
+//! Items, and how those of a pair of ranks become messages. Pure.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::sys::strided::Rows;
+
+/// A message with this many bytes takes no more items.
+const FULL: u64 = 1 << 20;
+/// A message takes no item that lies this many bytes or more after its first one in the file. So it does not hold
+/// memory for long on the side that reads or writes the file.
+const SPAN: u64 = 256 << 20;
+
+/// Bytes of one part of one rank, inside one block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Item {
+    /// The tensor.
+    pub tensor: usize,
+    /// A range of the tensor. The item is those bytes of the box that lie in it, in the order of the tensor.
+    pub bytes: Range<u64>,
+    /// Which part of the rank on the box side.
+    pub part: u32,
+    /// The box, or a part of it: in the tensor, and in the memory of the part from `base` on.
+    pub rows: Arc<Rows>,
+    /// Where the first byte of `rows` lies in the memory of the part.
+    pub base: i64,
+    /// The number of bytes, never zero.
+    pub len: u64,
+}
+
+/// Bytes that travel together from one rank to another: those of its items, one after another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// The other rank.
+    pub peer: u32,
+    /// The number of bytes.
+    pub bytes: u64,
+    /// Not empty, in the order of files and offsets.
+    pub items: Vec<Item>,
+}
+
+/// The messages of one rank in one direction, while items are added.
+#[derive(Debug, Default)]
+pub(super) struct Mailbox {
+    /// File and offset of the first item of each message.
+    messages: Vec<((usize, u64), Message)>,
+    /// The last message of each peer.
+    last: HashMap<u32, usize>,
+}
+
+impl Mailbox {
+    /// Adds an item, which lies at `place`: its file, and its offset there. Items come in the order of their places.
+    /// Items of one pair of ranks must come in the same order on both sides.
+    pub(super) fn add(&mut self, peer: u32, place: (usize, u64), item: Item) {
+        let len = item.len;
+        let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);
+        match last {
+            Some((first, message))
+                if message.bytes < FULL && first.0 == place.0 && place.1 - first.1 < SPAN =>
+            {
+                message.bytes += len;
+                message.items.push(item);
+            }
+            _ => {
+                self.last.insert(peer, self.messages.len());
+                self.messages.push((place, Message { peer, bytes: len, items: vec![item] }));
+            }
+        }
+    }
+
+    /// The messages, in the order of their first items.
+    pub(super) fn finish(self) -> Vec<Message> {
+        self.messages.into_iter().map(|(_, message)| message).collect()
+    }
+}

@@ -1,0 +1,23 @@
+//! How ranks share the work on one checkpoint: which rank reads or writes which bytes of the files, and which bytes
+//! travel between which ranks. Pure: every rank computes the same, and none of it is sent.
+//!
+//! A [`Spread`] says which ranks have which boxes of a tensor. The [`Share`] of a job has all tensors, their places in
+//! the files and their spreads. Of these, [`Share::duties`] derives what one rank does: the ranges of files that it
+//! reads or writes, and its messages, each of many items. [`Share::merge`] and [`Share::cover_all`] put checksums of
+//! ranges together.
+
+mod bytes;
+mod cover;
+mod duties;
+mod messages;
+mod owners;
+mod pieces;
+mod spread;
+mod table;
+mod tiles;
+
+pub use self::duties::{Duties, FileRange, Grain};
+pub use self::messages::{Item, Message};
+pub use self::pieces::Piece;
+pub use self::spread::{Bounds, Placement, Spread};
+pub use self::table::{Share, Tensor};

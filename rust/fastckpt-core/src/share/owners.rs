@@ -1,0 +1,139 @@
+//! Which rank reads or writes which bytes of a file, and which rank gives them to it. Pure.
+
+use std::ops::Range;
+
+use super::cover::Cover;
+use super::spread::Groups;
+use super::table::Share;
+use crate::error::Result;
+use crate::format::geometry::{PAGE, down};
+
+/// An extent shorter than this is read by the rank that wants its first byte: these ranks read many of them, and so
+/// send few messages.
+const SHORT: u64 = 64 << 10;
+
+/// A tensor and who has it.
+#[derive(Debug, Clone)]
+pub(super) struct Held<'a> {
+    pub(super) tensor: usize,
+    pub(super) shard: usize,
+    /// Its bytes, counted in the file.
+    pub(super) range: Range<u64>,
+    pub(super) cover: &'a Cover,
+    pub(super) spreads: Vec<&'a Groups>,
+    block_size: u64,
+}
+
+impl<'a> Held<'a> {
+    pub(super) fn new(share: &'a Share, tensor: usize) -> Result<Self> {
+        let entry = &share.tensors[tensor];
+        Ok(Self {
+            tensor,
+            shard: entry.shard,
+            range: share.in_file(tensor, &(0..entry.stored)),
+            cover: share.cover(tensor)?,
+            spreads: share.spreads_of(entry),
+            block_size: share.block_size,
+        })
+    }
+
+    /// The bytes of an interval, counted in the file.
+    pub(super) fn interval(&self, interval: usize) -> Range<u64> {
+        let bytes = self.cover.bytes(interval);
+        self.range.start + bytes.start..self.range.start + bytes.end
+    }
+
+    /// The interval of a byte of the file.
+    pub(super) fn at(&self, offset: u64) -> usize {
+        self.cover.at(offset - self.range.start)
+    }
+
+    /// The ranks that have something of an interval.
+    pub(super) fn team(&self, interval: usize) -> &[u32] {
+        self.cover.team(self.cover.section(interval), &self.spreads)
+    }
+
+    /// The owner of the bytes of an interval in the block of `offset`: the ranks that have some of them take turns,
+    /// block by block. `None` if nobody has any.
+    pub(super) fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
+        let team = self.team(interval);
+        let turn = (offset / self.block_size + self.shard as u64).checked_rem(team.len() as u64)?;
+        Some(team[turn as usize])
+    }
+
+    /// The blocks of an interval in which it is the turn of `rank`, as ranges of the file.
+    pub(super) fn turns(&self, interval: usize, rank: u32) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (range, size, team) = (self.interval(interval), self.block_size, self.team(interval));
+        let first = range.start / size;
+        let skip = team.binary_search(&rank).ok().map(|place| {
+            let (len, place) = (team.len() as u64, place as u64);
+            (len + place - (first + self.shard as u64) % len) % len
+        });
+        let step = team.len();
+        let blocks =
+            skip.into_iter().flat_map(move |skip| (first + skip..range.end.div_ceil(size)).step_by(step));
+        blocks.map(move |block| range.start.max(block * size)..range.end.min((block + 1) * size))
+    }
+
+    /// The part of the tensor in the block of `offset`, counted in the file.
+    pub(super) fn extent(&self, offset: u64) -> Range<u64> {
+        let block = down(offset, self.block_size);
+        self.range.start.max(block)..self.range.end.min(block + self.block_size)
+    }
+
+    /// The rank that reads the extent in the block of `offset`; `None` if nobody wants any of it.
+    ///
+    /// It is the owner of a byte in the extent, another one for each: else the ranks with the first rows would read the
+    /// beginnings of all tensors.
+    pub(super) fn reader(&self, offset: u64) -> Option<u32> {
+        let extent = self.extent(offset);
+        let len = extent.end - extent.start;
+        let number = self.tensor as u64 + offset / self.block_size;
+        // Multiples of the golden ratio's fraction are spread evenly.
+        let fraction = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let chosen = if len < SHORT { 0 } else { ((u128::from(fraction) * u128::from(len)) >> 64) as u64 };
+        let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
+        let chosen = self.at(extent.start + chosen);
+        (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
+    }
+
+    /// The rank that gives a cell to `owner`, and the tile that it has of it: that whose number is nearest. It is
+    /// the owner itself if it has the cell.
+    pub(super) fn giver(&self, cell: &[u32], owner: u32) -> Option<(u32, u32)> {
+        let near = cell.iter().filter_map(|&tile| {
+            let ranks = self.ranks(tile);
+            let above = ranks.partition_point(|&rank| rank < owner);
+            let rank =
+                *ranks[above.saturating_sub(1)..].iter().take(2).min_by_key(|rank| rank.abs_diff(owner))?;
+            Some((rank, tile))
+        });
+        near.min_by_key(|&(rank, _)| (rank.abs_diff(owner), rank))
+    }
+
+    /// The ranks that have a tile.
+    pub(super) fn ranks(&self, tile: u32) -> &'a [u32] {
+        let whose = self.cover.tiles.whose(tile);
+        self.spreads[whose.slot as usize].ranks(whose.group)
+    }
+
+    /// Cuts `range` of the file, inside an interval, where owners may change: at blocks, and with `pages` at the first
+    /// page that begins in the interval.
+    pub(super) fn cut(
+        &self,
+        interval: usize,
+        range: Range<u64>,
+        pages: bool,
+    ) -> impl Iterator<Item = Range<u64>> + use<> {
+        let page = self.interval(interval).start.next_multiple_of(if pages { PAGE } else { 1 });
+        let size = self.block_size;
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            let start = at;
+            at = range.end.min(down(start, size) + size);
+            if start < page {
+                at = at.min(page);
+            }
+            (start < range.end).then_some(start..at)
+        })
+    }
+}

@@ -1,0 +1,289 @@
+//! Who has which boxes of a tensor, for any shape. Pure.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// What one dimension of a mesh does with a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// Every coordinate has all of it.
+    Replicate,
+    /// The tensor's dimension is cut into one chunk for each coordinate, as `torch.chunk` does it.
+    Shard(usize),
+    /// The dimension is cut into `factor` chunks, and each of them into one chunk for each coordinate.
+    Strided {
+        /// The dimension of the tensor.
+        dim: usize,
+        /// The number of chunks that are cut again.
+        factor: u64,
+    },
+}
+
+/// A box: a range of indices along each dimension of the logical shape.
+pub type Bounds = Vec<Range<u64>>;
+
+/// Which ranks have which boxes of a tensor. What a rank has is one part, or one part for each of its explicit boxes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Spread {
+    /// Every rank has all of it.
+    All,
+    /// These ranks have all of it.
+    Ranks(Vec<u32>),
+    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
+    /// earlier ones left. The part is what remains, in order.
+    Mesh {
+        /// The ranks.
+        ranks: Vec<u32>,
+        /// The size of each dimension of the mesh.
+        mesh: Vec<u64>,
+        /// One for each dimension of the mesh.
+        placements: Vec<Placement>,
+    },
+    /// A rank and one of its boxes each. The boxes of a rank are its parts in this order.
+    Boxes(Vec<(u32, Bounds)>),
+}
+
+/// Ranks that have the same indices of a tensor.
+#[derive(Debug)]
+struct Group {
+    /// Ascending.
+    ranks: Arc<[u32]>,
+    /// The index along each dimension of the mesh; that of the box in [`Spread::Boxes`].
+    at: Vec<u64>,
+}
+
+/// A spread whose ranks are sorted into groups.
+#[derive(Debug)]
+pub(super) struct Groups {
+    spread: Spread,
+    all: Vec<Group>,
+    /// Rank and group of each part, sorted by rank; the parts of a rank are in order.
+    parts: Vec<(u32, u32)>,
+}
+
+/// The groups of a spread, and rank and group of each part; or why it has none.
+type Grouped = std::result::Result<(Vec<Group>, Vec<(u32, u32)>), String>;
+
+impl Groups {
+    /// The groups of `spread` among ranks below `count`.
+    pub(super) fn new(spread: Spread, count: u32) -> Result<Self> {
+        Self::grouped(&spread, count)
+            .map(|(all, mut parts)| {
+                parts.sort_by_key(|&(rank, _)| rank);
+                Self { spread, all, parts }
+            })
+            .map_err(|why| Error::Invalid(format!("a spread of a tensor over {count} ranks: {why}")))
+    }
+
+    fn grouped(spread: &Spread, count: u32) -> Grouped {
+        let all: Vec<u32>;
+        let (ranks, keys): (&[u32], Vec<Vec<u64>>) = match spread {
+            Spread::All => {
+                all = (0..count).collect();
+                (&all, vec![Vec::new(); all.len()])
+            }
+            Spread::Ranks(ranks) => (ranks, vec![Vec::new(); ranks.len()]),
+            Spread::Mesh { ranks, mesh, placements } => (ranks, coordinates(ranks, mesh, placements)?),
+            Spread::Boxes(boxes) => return boxed(boxes, count),
+        };
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        if let Some([twice, _]) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!("rank {twice} is named twice"));
+        }
+        inside(sorted.last().copied(), count)?;
+        let mut found: HashMap<Vec<u64>, u32> = HashMap::new();
+        let (mut members, mut parts) = (Vec::<(Vec<u32>, Vec<u64>)>::new(), Vec::with_capacity(ranks.len()));
+        for (&rank, key) in ranks.iter().zip(keys) {
+            let group = *found.entry(key).or_insert_with_key(|key| {
+                members.push((Vec::new(), key.clone()));
+                members.len() as u32 - 1
+            });
+            members[group as usize].0.push(rank);
+            parts.push((rank, group));
+        }
+        let group = |(mut ranks, at): (Vec<u32>, _)| {
+            ranks.sort_unstable();
+            Group { ranks: ranks.into(), at }
+        };
+        Ok((members.into_iter().map(group).collect(), parts))
+    }
+
+    /// The number of groups.
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    /// The ranks of a group, ascending.
+    pub(super) fn ranks(&self, group: u32) -> &Arc<[u32]> {
+        &self.all[group as usize].ranks
+    }
+
+    /// The group of each part of `rank`.
+    pub(super) fn of(&self, rank: u32) -> impl ExactSizeIterator<Item = u32> {
+        let first = self.parts.partition_point(|&(other, _)| other < rank);
+        let len = self.parts[first..].partition_point(|&(other, _)| other == rank);
+        self.parts[first..first + len].iter().map(|&(_, group)| group)
+    }
+
+    /// Whether everyone in it has the whole tensor.
+    pub(super) fn is_whole(&self) -> bool {
+        match &self.spread {
+            Spread::All | Spread::Ranks(_) => true,
+            Spread::Mesh { placements, .. } => placements.iter().all(|p| matches!(p, Placement::Replicate)),
+            Spread::Boxes(_) => false,
+        }
+    }
+
+    /// What a group has of a tensor: along each dimension, ascending ranges of indices, which follow each other in the
+    /// part. If it has nothing, at least one dimension has no range.
+    pub(super) fn ranges(&self, group: u32, shape: &[u64]) -> std::result::Result<Vec<Bounds>, String> {
+        let at = &self.all[group as usize].at;
+        let mut dims: Vec<Bounds> = shape.iter().map(|&size| sequence(0..size)).collect();
+        match &self.spread {
+            Spread::All | Spread::Ranks(_) => {}
+            Spread::Mesh { mesh, placements, .. } => {
+                for ((&placement, &count), &index) in placements.iter().zip(mesh).zip(at) {
+                    let (dim, factor) = match placement {
+                        Placement::Replicate => continue,
+                        Placement::Shard(dim) => (dim, 1),
+                        Placement::Strided { dim, factor } => (dim, factor),
+                    };
+                    let Some(along) = dims.get_mut(dim) else {
+                        return Err(format!(
+                            "it is sharded along dimension {dim} and has {} dimensions",
+                            shape.len()
+                        ));
+                    };
+                    *along = strided(along, factor, count, index);
+                }
+            }
+            Spread::Boxes(boxes) => {
+                let bounds = &boxes[at[0] as usize].1;
+                if bounds.len() != shape.len() {
+                    return Err(format!(
+                        "a box of it has {} dimensions, and it {}",
+                        bounds.len(),
+                        shape.len()
+                    ));
+                }
+                for (dim, (range, &size)) in bounds.iter().zip(shape).enumerate() {
+                    if range.start > range.end || range.end > size {
+                        return Err(format!("{range:?} is not in dimension {dim} of size {size}"));
+                    }
+                    dims[dim] = sequence(range.clone());
+                }
+            }
+        }
+        Ok(dims)
+    }
+}
+
+/// The index of each rank along each dimension of the mesh. Zero where the dimension replicates: ranks that differ only
+/// there are one group.
+fn coordinates(
+    ranks: &[u32],
+    mesh: &[u64],
+    placements: &[Placement],
+) -> std::result::Result<Vec<Vec<u64>>, String> {
+    let size = mesh.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
+    if size != Some(ranks.len() as u64) || placements.len() != mesh.len() {
+        return Err(format!(
+            "a mesh of {mesh:?} with {} placements does not fit {} ranks",
+            placements.len(),
+            ranks.len()
+        ));
+    }
+    if placements.iter().any(|placement| matches!(placement, Placement::Strided { factor: 0, .. })) {
+        return Err("a strided placement has no chunks".to_owned());
+    }
+    let index = |mut flat: u64| {
+        let mut at = vec![0; mesh.len()];
+        for (dim, &size) in mesh.iter().enumerate().rev() {
+            if !matches!(placements[dim], Placement::Replicate) {
+                at[dim] = flat % size;
+            }
+            flat /= size;
+        }
+        at
+    };
+    Ok((0..ranks.len() as u64).map(index).collect())
+}
+
+/// Groups of ranks that have the same explicit box.
+fn boxed(boxes: &[(u32, Bounds)], count: u32) -> Grouped {
+    inside(boxes.iter().map(|&(rank, _)| rank).max(), count)?;
+    // A rank that names a box twice has two parts, and so two groups: hence the number.
+    let (mut times, mut found) = (HashMap::<(u32, &Bounds), u32>::new(), HashMap::new());
+    let (mut members, mut parts) = (Vec::<(Vec<u32>, u64)>::new(), Vec::with_capacity(boxes.len()));
+    for (index, (rank, bounds)) in boxes.iter().enumerate() {
+        let time = times.entry((*rank, bounds)).or_default();
+        let group = *found.entry((bounds, *time)).or_insert_with(|| {
+            members.push((Vec::new(), index as u64));
+            members.len() as u32 - 1
+        });
+        *time += 1;
+        members[group as usize].0.push(*rank);
+        parts.push((*rank, group));
+    }
+    let group = |(mut ranks, index): (Vec<u32>, _)| {
+        ranks.sort_unstable();
+        Group { ranks: ranks.into(), at: vec![index] }
+    };
+    Ok((members.into_iter().map(group).collect(), parts))
+}
+
+fn inside(highest: Option<u32>, count: u32) -> std::result::Result<(), String> {
+    match highest {
+        Some(rank) if rank >= count => Err(format!("there is no rank {rank}")),
+        _ => Ok(()),
+    }
+}
+
+fn sequence(range: Range<u64>) -> Bounds {
+    if range.is_empty() { Bounds::new() } else { vec![range] }
+}
+
+fn length(sequence: &[Range<u64>]) -> u64 {
+    sequence.iter().map(|range| range.end - range.start).sum()
+}
+
+/// The part of a sequence of indices from its `from`th on, below its `to`th.
+fn part(sequence: &[Range<u64>], from: u64, to: u64) -> Bounds {
+    let (mut at, mut found) = (0, Bounds::new());
+    for range in sequence {
+        let len = range.end - range.start;
+        let (start, end) = (from.max(at), to.min(at + len));
+        if start < end {
+            found.push(range.start + start - at..range.start + end - at);
+        }
+        at += len;
+    }
+    found
+}
+
+/// Chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, but for the last
+/// that has any, and those after it have none.
+fn chunk(sequence: &[Range<u64>], count: u64, index: u64) -> Bounds {
+    let all = length(sequence);
+    let len = all.div_ceil(count);
+    part(sequence, len.saturating_mul(index).min(all), len.saturating_mul(index + 1).min(all))
+}
+
+/// Chunk `index` of `count` of each of `factor` chunks of a sequence, one after another.
+fn strided(sequence: &[Range<u64>], factor: u64, count: u64, index: u64) -> Bounds {
+    let mut found = Bounds::new();
+    // No more than the sequence has indices: the chunks after these are empty.
+    for outer in 0..factor.min(length(sequence)) {
+        for range in chunk(&chunk(sequence, factor, outer), count, index) {
+            match found.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => found.push(range),
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,182 @@
+//! The tensors of a job: their places in the files, and who has which bytes of them. Pure.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::bytes::{Shape, len};
+use super::cover::Cover;
+use super::spread::{Groups, Spread};
+use crate::error::{Error, Result};
+use crate::format::geometry::PAGE;
+
+/// A tensor of the job.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    /// Its name, for messages.
+    pub name: String,
+    /// Bytes that it has in the file.
+    pub stored: u64,
+    /// Its logical shape, which boxes are given in.
+    pub shape: Vec<u64>,
+    /// Its file.
+    pub shard: usize,
+    /// Its first byte, counted in the file.
+    pub offset: u64,
+    /// Indices of its spreads. A rank may have parts in several of them: those of the first come first.
+    pub spreads: Vec<u32>,
+}
+
+/// The tensors of a job, their places and their spreads.
+#[derive(Debug)]
+pub struct Share {
+    /// Where the data starts in each file, and the length of the file.
+    pub(super) files: Vec<(u64, u64)>,
+    pub(super) block_size: u64,
+    pub(super) tensors: Vec<Tensor>,
+    pub(super) spreads: Vec<Groups>,
+    pub(super) ranks: u32,
+    /// The tensors of each file that have bytes, in order.
+    pub(super) order: Vec<Vec<usize>>,
+    /// The cover of each tensor.
+    pub(super) class: Vec<usize>,
+    /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
+    covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
+}
+
+impl Share {
+    /// The share of `tensors` in `files`, each given by where its data starts and its length. Blocks have `block_size`
+    /// bytes, whole pages.
+    ///
+    /// Fails if a spread does not fit `ranks` ranks, or a tensor its file.
+    pub fn new(
+        files: Vec<(u64, u64)>,
+        block_size: u64,
+        tensors: Vec<Tensor>,
+        spreads: Vec<Spread>,
+        ranks: u32,
+    ) -> Result<Self> {
+        if block_size == 0 || !block_size.is_multiple_of(PAGE) || ranks == 0 {
+            return Err(Error::Invalid(format!(
+                "blocks of {block_size} bytes among {ranks} ranks: a block is whole pages, and a job has ranks"
+            )));
+        }
+        let mut order = vec![Vec::new(); files.len()];
+        let (mut class, mut classes) = (Vec::with_capacity(tensors.len()), Vec::new());
+        let mut known = HashMap::new();
+        for (index, tensor) in tensors.iter().enumerate() {
+            let fits = |&(data, bytes): &(u64, u64)| {
+                data <= tensor.offset
+                    && tensor.offset.checked_add(tensor.stored).is_some_and(|end| end <= bytes)
+            };
+            let spread = tensor.spreads.iter().all(|&spread| (spread as usize) < spreads.len());
+            if !spread || !files.get(tensor.shard).is_some_and(fits) {
+                return Err(Error::Invalid(format!("tensor `{}` is not in its file", tensor.name)));
+            }
+            if tensor.stored > 0 {
+                order[tensor.shard].push(index);
+            }
+            class.push(*known.entry((&tensor.shape, tensor.stored, &tensor.spreads)).or_insert_with(|| {
+                classes.push((index, OnceLock::new()));
+                classes.len() - 1
+            }));
+        }
+        for in_file in &mut order {
+            in_file.sort_by_key(|&tensor| tensors[tensor].offset);
+            for pair in in_file.windows(2) {
+                let (first, second) = (&tensors[pair[0]], &tensors[pair[1]]);
+                if first.offset + first.stored > second.offset {
+                    let what = format!("tensors `{}` and `{}` overlap", first.name, second.name);
+                    return Err(Error::Invalid(what));
+                }
+            }
+        }
+        let spreads = spreads.into_iter().map(|spread| Groups::new(spread, ranks)).collect::<Result<_>>()?;
+        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, covers: classes })
+    }
+
+    /// The number of ranks.
+    #[must_use]
+    pub const fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// The tensors.
+    #[must_use]
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// Size of a block in bytes.
+    #[must_use]
+    pub const fn block_size(&self) -> u64 {
+        self.block_size
+    }
+
+    /// Where the data of each file starts, and the length of the file.
+    #[must_use]
+    pub fn files(&self) -> &[(u64, u64)] {
+        &self.files
+    }
+
+    /// The shape of part `part` that `rank` has of a tensor, as an array without gaps. `None` if it has no such part.
+    pub fn part_shape(&self, rank: u32, tensor: usize, part: u32) -> Result<Option<Vec<u64>>> {
+        let Some((groups, group)) = self.part(rank, tensor, part) else { return Ok(None) };
+        let ranges =
+            groups.ranges(group, &self.tensors[tensor].shape).map_err(|why| self.invalid(tensor, &why))?;
+        Ok(Some(ranges.iter().map(|along| along.iter().map(len).sum()).collect()))
+    }
+
+    /// Bytes of part `part` that `rank` has of a tensor. Fails if it has no such part.
+    pub fn part_bytes(&self, rank: u32, tensor: usize, part: u32) -> Result<u64> {
+        let Some((groups, group)) = self.part(rank, tensor, part) else {
+            let what = format!("rank {rank} has no part {part} of tensor {tensor}");
+            return Err(Error::Invalid(what));
+        };
+        let Tensor { stored, shape, .. } = &self.tensors[tensor];
+        if *stored == 0 || groups.is_whole() {
+            return Ok(*stored);
+        }
+        let bytes = |shape: Shape| {
+            let ranges = shape.ranges(&self.tensors[tensor].shape, groups, group)?;
+            let along = ranges.iter().map(|along| along.iter().map(len).sum::<u64>());
+            Ok(along.product::<u64>() * shape.item)
+        };
+        Shape::new(shape, *stored).and_then(bytes).map_err(|why: String| self.invalid(tensor, &why))
+    }
+
+    /// The spread and the group of a part.
+    fn part(&self, rank: u32, tensor: usize, part: u32) -> Option<(&Groups, u32)> {
+        let spreads = self.spreads_of(self.tensors.get(tensor)?);
+        let mut parts =
+            spreads.into_iter().flat_map(|groups| groups.of(rank).map(move |group| (groups, group)));
+        parts.nth(part as usize)
+    }
+
+    pub(super) fn spreads_of(&self, tensor: &Tensor) -> Vec<&Groups> {
+        tensor.spreads.iter().map(|&spread| &self.spreads[spread as usize]).collect()
+    }
+
+    /// Who has which bytes of a tensor that has bytes.
+    pub(super) fn cover(&self, tensor: usize) -> Result<&Cover> {
+        let (first, cover) = &self.covers[self.class[tensor]];
+        let make = || {
+            let Tensor { stored, shape, .. } = &self.tensors[*first];
+            let spreads = self.spreads_of(&self.tensors[*first]);
+            let whole = spreads.iter().all(|groups| groups.is_whole());
+            let in_bytes = if whole { Shape::flat(*stored) } else { Shape::new(shape, *stored)? };
+            Cover::new(in_bytes, shape, &spreads)
+        };
+        cover.get_or_init(make).as_ref().map_err(|why| self.invalid(tensor, why))
+    }
+
+    pub(super) fn invalid(&self, tensor: usize, why: &str) -> Error {
+        Error::Invalid(format!("tensor `{}`: {why}", self.tensors[tensor].name))
+    }
+
+    /// The range of the file that a range of a tensor is.
+    pub(super) fn in_file(&self, tensor: usize, range: &Range<u64>) -> Range<u64> {
+        let offset = self.tensors[tensor].offset;
+        offset + range.start..offset + range.end
+    }
+}

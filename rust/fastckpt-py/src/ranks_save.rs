@@ -1,0 +1,181 @@
+//! `_core.RankSave`.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use fastckpt_core::Error;
+use fastckpt_core::engine::path::IoPath;
+use fastckpt_core::ranks::{self, Commit, Committed, Figures, Held, pieces};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+
+use crate::buffers;
+use crate::error::{Raised, to_python};
+use crate::mail::Mail;
+use crate::report::{tick, to_dict};
+use crate::save::SaveOptions;
+use crate::share::{Kind, Share};
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct RankSave {
+    core: ranks::RankSave,
+    overwrite: bool,
+    options: Py<SaveOptions>,
+    #[pyo3(get)]
+    mail: Py<Mail>,
+    raised: Arc<Raised>,
+}
+
+/// How the ranks wrote, as a report says it.
+#[derive(FromPyObject)]
+struct Saved {
+    #[pyo3(item)]
+    engine: String,
+    #[pyo3(item)]
+    fallback: Option<String>,
+    #[pyo3(item)]
+    threads: u64,
+    #[pyo3(item)]
+    seconds: f64,
+}
+
+impl RankSave {
+    /// Runs `action` without the GIL.
+    fn detached<T: Send>(
+        &self,
+        py: Python<'_>,
+        action: impl FnOnce(&ranks::RankSave) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| action(&self.core)).map_err(|error| to_python(&error, &self.raised))
+    }
+}
+
+#[pymethods]
+impl RankSave {
+    #[new]
+    #[pyo3(signature = (share, rank, held, fill, options))]
+    fn new(
+        py: Python<'_>,
+        share: &Share,
+        rank: u32,
+        held: Vec<(usize, u32, usize, u64)>,
+        fill: Option<Py<PyAny>>,
+        options: &Bound<'_, SaveOptions>,
+    ) -> PyResult<Self> {
+        let Kind::Save(table) = &share.0 else {
+            return Err(PyValueError::new_err("a save needs a share that was made to save"));
+        };
+        let raised = Arc::new(Raised::default());
+        let fill = fill.map(Arc::new);
+        let mut parts = HashMap::with_capacity(held.len());
+        for (index, (tensor, part, address, capacity)) in held.into_iter().enumerate() {
+            let nbytes = table.share.part_bytes(rank, tensor, part);
+            let nbytes = nbytes.map_err(|error| to_python(&error, &raised))?;
+            let content = buffers::content(index, (address, capacity), nbytes, fill.as_ref(), &raised)?;
+            parts.insert((tensor, part), content);
+        }
+        let settings = options.get();
+        let core = py
+            .detach(|| ranks::RankSave::new(Arc::clone(table), rank, Held::new(parts), settings.core.clone()))
+            .map_err(|error| to_python(&error, &raised))?;
+        let mail = Py::new(py, Mail::new(core.mail(), &raised))?;
+        Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
+    }
+
+    #[pyo3(signature = (structure, metadata, per_rank))]
+    fn check(&self, py: Python<'_>, structure: &str, metadata: &str, per_rank: Option<&str>) -> PyResult<()> {
+        self.detached(py, |core| core.check(structure, metadata, per_rank.unwrap_or_default()))
+    }
+
+    fn create(&self, py: Python<'_>, path: PathBuf) -> PyResult<OsString> {
+        self.detached(py, |core| core.create(&path, self.overwrite, &mut tick(None, &self.raised)))
+    }
+
+    fn join(&self, py: Python<'_>, path: PathBuf, name: OsString) -> PyResult<()> {
+        self.detached(py, |core| core.join(&path, &name))
+    }
+
+    fn write<'py>(&self, py: Python<'py>, tick: Option<Py<PyAny>>) -> PyResult<Bound<'py, PyDict>> {
+        let report = self.detached(py, |core| core.write(&mut self::tick(tick.as_ref(), &self.raised)))?;
+        let (sent, received) = self.core.exchanged();
+        let dict = to_dict(py, &report)?;
+        dict.set_item("sent", sent)?;
+        dict.set_item("received", received)?;
+        Ok(dict)
+    }
+
+    fn pieces<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = self.detached(py, |core| core.pieces().map(|all| pieces::encode(&all)))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
+    fn commit<'py>(
+        &self,
+        py: Python<'py>,
+        pieces: &[u8],
+        structure: &str,
+        metadata: &str,
+        per_rank: Option<&str>,
+        saved: Saved,
+        tick: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let options = self.options.get();
+        let Saved { engine, fallback, threads, seconds } = saved;
+        let figures = Figures { engine, fallback, threads, seconds };
+        let committed = self.detached(py, |core| {
+            let mut all = Vec::new();
+            pieces::decode(pieces, &mut all)?;
+            let commit = Commit {
+                pieces: all,
+                structure,
+                metadata,
+                per_rank: per_rank.unwrap_or_default(),
+                files: &options.files(),
+                figures: figures.clone(),
+            };
+            core.commit(commit, &mut self::tick(tick.as_ref(), &self.raised))
+        })?;
+        committed_dict(py, &figures, &committed)
+    }
+
+    #[pyo3(signature = (*, committed=false))]
+    fn close(&self, py: Python<'_>, committed: bool) {
+        py.detach(|| self.core.close(committed));
+    }
+}
+
+/// The report of a commit, which moves no blocks itself.
+fn committed_dict<'py>(
+    py: Python<'py>,
+    figures: &Figures,
+    committed: &Committed,
+) -> PyResult<Bound<'py, PyDict>> {
+    let blocks = PyDict::new(py);
+    IoPath::ALL.iter().try_for_each(|path| blocks.set_item(path.name(), 0))?;
+    let phases = PyDict::new(py);
+    phases.set_item("commit", committed.seconds)?;
+    let dict = PyDict::new(py);
+    dict.set_item("bytes", committed.bytes)?;
+    dict.set_item("seconds", committed.seconds)?;
+    dict.set_item("phases", phases)?;
+    dict.set_item("threads", figures.threads)?;
+    dict.set_item("thread_bytes", PyTuple::empty(py))?;
+    dict.set_item("engine", &figures.engine)?;
+    dict.set_item("fallback", figures.fallback.as_deref())?;
+    dict.set_item("warnings", PyTuple::new(py, &committed.warnings)?)?;
+    dict.set_item("blocks", blocks)?;
+    dict.set_item("paths", PyDict::new(py))?;
+    dict.set_item("copied", 0)?;
+    dict.set_item("shards", committed.shards)?;
+    dict.set_item("tensors", committed.tensors)?;
+    Ok(dict)
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<RankSave>()
+}

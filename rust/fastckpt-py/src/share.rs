@@ -1,0 +1,175 @@
+//! `_core.Spread` and `_core.Share`.
+
+use std::sync::Arc;
+
+use fastckpt_core::Error;
+use fastckpt_core::engine::options::BLOCK_SIZE;
+use fastckpt_core::format::layout::{self, TensorSpec};
+use fastckpt_core::ranks::{Table, pieces};
+use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::error::{Raised, to_python};
+use crate::reader::Reader;
+use crate::save::SaveOptions;
+
+/// Maps the outcome of a call that runs no Python code.
+fn mapped<T>(outcome: Result<T, Error>) -> PyResult<T> {
+    outcome.map_err(|error| to_python(&error, &Raised::default()))
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+pub(crate) struct Spread(share::Spread);
+
+#[pymethods]
+impl Spread {
+    #[staticmethod]
+    fn all() -> Self {
+        Self(share::Spread::All)
+    }
+
+    #[staticmethod]
+    fn ranks(ranks: Vec<u32>) -> Self {
+        Self(share::Spread::Ranks(ranks))
+    }
+
+    #[staticmethod]
+    fn mesh(ranks: Vec<u32>, mesh: Vec<u64>, placements: Vec<(PyBackedStr, usize, u64)>) -> PyResult<Self> {
+        let placement = |(kind, dim, factor): (PyBackedStr, usize, u64)| match &*kind {
+            "replicate" => Ok(Placement::Replicate),
+            "shard" => Ok(Placement::Shard(dim)),
+            "strided" => Ok(Placement::Strided { dim, factor }),
+            _ => Err(PyValueError::new_err(format!("there is no placement `{kind}`"))),
+        };
+        let placements = placements.into_iter().map(placement).collect::<PyResult<_>>()?;
+        Ok(Self(share::Spread::Mesh { ranks, mesh, placements }))
+    }
+
+    #[staticmethod]
+    fn boxes(boxes: Vec<(u32, Vec<(u64, u64)>)>) -> Self {
+        let bounds =
+            |dims: Vec<(u64, u64)>| -> Bounds { dims.into_iter().map(|(from, to)| from..to).collect() };
+        Self(share::Spread::Boxes(boxes.into_iter().map(|(rank, dims)| (rank, bounds(dims))).collect()))
+    }
+}
+
+/// What a tensor is, as a save is told: name, stored dtype and shape, logical dtype and shape, and its spreads.
+#[derive(FromPyObject)]
+struct Spec(String, PyBackedStr, Vec<u64>, Option<(String, Vec<u64>)>, Vec<u32>);
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+pub(crate) struct Share(pub(crate) Kind);
+
+/// What a share is for.
+pub(crate) enum Kind {
+    Save(Arc<Table>),
+    Load(Arc<share::Share>),
+}
+
+impl Share {
+    fn core(&self) -> &share::Share {
+        match &self.0 {
+            Kind::Save(table) => &table.share,
+            Kind::Load(share) => share,
+        }
+    }
+}
+
+fn spreads(spreads: &[Py<Spread>]) -> Vec<share::Spread> {
+    spreads.iter().map(|spread| spread.get().0.clone()).collect()
+}
+
+#[pymethods]
+impl Share {
+    #[staticmethod]
+    #[pyo3(signature = (tensors, spreads, ranks, options))]
+    fn to_save(
+        py: Python<'_>,
+        tensors: Vec<Spec>,
+        spreads: Vec<Py<Spread>>,
+        ranks: u32,
+        options: &SaveOptions,
+    ) -> PyResult<Self> {
+        let (mut specs, mut spread) = (Vec::with_capacity(tensors.len()), Vec::with_capacity(tensors.len()));
+        for Spec(name, dtype, shape, logical, own) in tensors {
+            let dtype = layout::dtype(&dtype)
+                .ok_or_else(|| PyValueError::new_err(format!("safetensors has no dtype `{dtype}`")))?;
+            specs.push(TensorSpec { name, dtype, shape, logical });
+            spread.push(own);
+        }
+        let spreads = self::spreads(&spreads);
+        let block_size = options.core.block_size.unwrap_or(BLOCK_SIZE);
+        let files = (&*options.groups, options.shard_size, block_size);
+        let table = py.detach(|| Table::new(specs, spread, spreads, ranks, files));
+        Ok(Self(Kind::Save(Arc::new(mapped(table)?))))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (reader, wanted, spreads, ranks))]
+    fn to_load(
+        py: Python<'_>,
+        reader: &Reader,
+        wanted: Vec<(usize, Vec<u32>)>,
+        spreads: Vec<Py<Spread>>,
+        ranks: u32,
+    ) -> PyResult<Self> {
+        let body = reader.checkpoint.body();
+        let tensor = |entry: &fastckpt_core::format::manifest::TensorEntry| share::Tensor {
+            name: entry.name.clone(),
+            stored: entry.bytes(),
+            shape: entry.logical.as_ref().map_or(&entry.shape, |logical| &logical.shape).clone(),
+            shard: entry.shard,
+            offset: entry.offset,
+            spreads: Vec::new(),
+        };
+        let mut tensors: Vec<_> = body.tensors.iter().map(tensor).collect();
+        for (number, own) in wanted {
+            let tensor = tensors.get_mut(number);
+            let missing = || PyIndexError::new_err(format!("to_load: there is no tensor {number}"));
+            tensor.ok_or_else(missing)?.spreads.extend(own);
+        }
+        let files = body.shards.iter().map(|shard| (shard.data_offset, shard.bytes)).collect();
+        let spreads = self::spreads(&spreads);
+        let share = py.detach(|| share::Share::new(files, body.block_size, tensors, spreads, ranks));
+        Ok(Self(Kind::Load(Arc::new(mapped(share)?))))
+    }
+
+    fn merge<'py>(&self, py: Python<'py>, pieces: Vec<PyBackedBytes>) -> PyResult<Bound<'py, PyBytes>> {
+        let merged = py.detach(|| {
+            let mut all = Vec::new();
+            pieces.iter().try_for_each(|some| pieces::decode(some, &mut all))?;
+            Ok(pieces::encode(&self.core().merge(all)?))
+        });
+        Ok(PyBytes::new(py, &mapped(merged)?))
+    }
+
+    fn part_nbytes(&self, rank: u32, tensor: usize, part: u32) -> PyResult<u64> {
+        mapped(self.core().part_bytes(rank, tensor, part))
+    }
+
+    #[pyo3(signature = (rank, *, load))]
+    fn figures<'py>(&self, py: Python<'py>, rank: u32, load: bool) -> PyResult<Bound<'py, PyDict>> {
+        let grain = if load { Grain::Extent } else { Grain::Page };
+        let duties = mapped(py.detach(|| self.core().duties(rank, grain)))?;
+        let (sent, received) = if load { (&duties.io, &duties.boxes) } else { (&duties.boxes, &duties.io) };
+        let bytes = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum::<u64>();
+        let dict = PyDict::new(py);
+        dict.set_item("ranges", duties.ranges.len())?;
+        dict.set_item("bytes", duties.ranges.iter().map(|range| range.end - range.start).sum::<u64>())?;
+        dict.set_item("messages_sent", sent.len())?;
+        dict.set_item("bytes_sent", bytes(sent))?;
+        dict.set_item("messages_received", received.len())?;
+        dict.set_item("bytes_received", bytes(received))?;
+        Ok(dict)
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Spread>()?;
+    module.add_class::<Share>()
+}
