@@ -7,11 +7,19 @@ import signal
 import pytest
 
 import fastckpt
+from harness import groups
 
 # A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+@pytest.fixture(scope="session")
+def forge():
+    """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
+    with groups.forge() as made:
+        yield made
 
 
 @pytest.fixture(params=["uring", "threads", "buffered"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+CAP_NET_ADMIN = 12
 CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21
 
@@ -30,6 +31,14 @@ def root() -> None:
         missing("needs root (mounts, loop devices, other user ids)")
     if not _capable(CAP_SYS_ADMIN):
         missing("needs CAP_SYS_ADMIN (root in a container has none; run it with --privileged)")
+
+
+def network_namespaces() -> None:
+    """Require that network namespaces can be made and joined."""
+    root()
+    if not _capable(CAP_NET_ADMIN):
+        missing("needs CAP_NET_ADMIN (network namespaces; root in a container has none; run it with --privileged)")
+    tool("ip", "iproute2")
 
 
 def locked_memory() -> None:

@@ -1,7 +1,8 @@
 """Child processes by the hundred: one small process imports everything once and forks for each trial.
 
 A trial that kills, limits or strips its process needs a process of its own, and an interpreter takes 300 ms to start;
-a fork takes five. The children run the functions of :mod:`harness.jobs` by name and answer in JSON lines.
+a fork takes five. The children run the functions of :mod:`harness.jobs` by name (those of another module as
+``module:name``) and answer in JSON lines. ``FASTCKPT_TEST_IMPORT`` names modules to import once, before any fork.
 """
 
 # ruff: noqa: BLE001 - a child's every exception goes to its parent
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -160,7 +162,7 @@ class Child:
 
 
 class Zygote:
-    """The process that forks. Use :func:`running`."""
+    """The process that forks; several threads may ask it. Use :func:`running`."""
 
     def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -178,13 +180,14 @@ class Zygote:
         )
         theirs.close()
         self.control = Channel(ours)
+        self._lock = threading.Lock()
         if self.control.receive(60) != "ready":
             raise AssertionError("the zygote did not start")
 
     def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
-        """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``."""
+        """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``, or the function that a job names."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, self._lock:
             self.control.send({"job": job, "hold": hold, "arguments": arguments})
             # A descriptor rides on a byte; the zygote must be waiting for that byte with recvmsg, or loses it.
             if self.control.receive(60) != "socket":
@@ -211,8 +214,9 @@ class Zygote:
         return self.start(job, **arguments).outcome(timeout)
 
     def reap(self, pid: int) -> int:
-        self.control.send({"reap": pid})
-        return int(self.control.receive(60))
+        with self._lock:
+            self.control.send({"reap": pid})
+            return int(self.control.receive(60))
 
 
 @contextlib.contextmanager
@@ -237,9 +241,10 @@ def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(PR_SET_PTRACER_ANY), 0, 0, 0)
         if request["hold"]:
             channel.receive()
-        jobs = importlib.import_module("harness.jobs")
+        module, _, name = request["job"].rpartition(":")
+        jobs = importlib.import_module(module or "harness.jobs")
         try:
-            value = getattr(jobs, request["job"])(channel, **request["arguments"])
+            value = getattr(jobs, name)(channel, **request["arguments"])
             answer = {"returned": value}
         except BaseException as error:
             answer = {
@@ -267,6 +272,8 @@ def _text(value: Any) -> str | None:
 def serve(descriptor: int) -> None:
     """The zygote's loop: fork or reap, as asked, until the other side closes."""
     importlib.import_module("harness.jobs")
+    for module in filter(None, os.environ.get("FASTCKPT_TEST_IMPORT", "").split(",")):
+        importlib.import_module(module)
     control = Channel(socket.socket(fileno=descriptor))
     control.send("ready")
     while True:

@@ -24,6 +24,7 @@ from fastckpt._text import suggest
 
 from .destinations import Targets
 from .outcome import report_of, warn_of_unknown
+from .per_rank import states_of
 from .reports import LoadReport
 from .tensor_info import TensorInfo, info_of
 
@@ -113,6 +114,7 @@ class Checkpoint:
         self._stored = self._reader.tensors()
         self._tokens = parse(self._reader.structure())
         self._about = self._reader.metadata()
+        self._ranks = len(states_of("open", self._reader))
         check = Validator(self._stored, strangers=True)
         unflatten(self._tokens, check, operation="open")
         # The first token of each tensor says how it comes back.
@@ -177,6 +179,14 @@ class Checkpoint:
         if index is None:
             raise KeyError(f"{self._path}: no tensor {name!r}{suggest(str(name), self.keys())}")
         return index
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks saved a state of their own with it: 0 where none did.
+
+        :func:`fastckpt.distributed.load_per_rank` gives them.
+        """
+        return self._ranks
 
     @property
     def metadata(self) -> Any:

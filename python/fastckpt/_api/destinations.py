@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 _LIMIT = 2**63
+
+
+class Whole(NamedTuple):
+    """The tensor that this rank holds a part of: the number of its spread, and its bytes, in the dtype of the part."""
+
+    spread: int
+    nbytes: int
 
 
 class Targets:
@@ -61,23 +68,52 @@ class Targets:
         movers = (mover.mover if isinstance(mover, Cast) else mover for mover in self.movers.values())
         _device.settle(mover for mover in movers if mover is not None)
 
-    def ask(self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None) -> None:
-        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``.
+    def ask(
+        self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
+    ) -> None:
+        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``; or for what a rank has of it.
 
-        Every request for a whole tensor passes here, whatever its memory was made of.
+        Every request passes here, or through one of the two below, whatever its memory was made of.
+
+        Args:
+            index: the tensor's number.
+            memory: the tensor or array.
+            address: that of its memory, if it is contiguous and on the host, else 0.
+            mover: what takes the bytes otherwise.
+            whole: what ``memory`` is this rank's part of.
 
         Raises:
             CorruptCheckpointError: what is stored has another number of bytes.
         """
-        room: int = memory.nbytes
-        self._fits(index, room)
+        self._fits(index, memory.nbytes if whole is None else whole.nbytes)
+        self._request(index, address, memory.nbytes, whole, mover=mover)
+
+    def _request(
+        self,
+        index: int,
+        address: int,
+        room: int,
+        whole: Whole | None,
+        *,
+        mover: _memory.Mover | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        """Note one request, unless it is for no bytes."""
+        assert whole is None  # noqa: S101 - one process alone reads no parts
         if room:
             if mover is not None:
                 self.movers[len(self.requests)] = mover
-            self.requests.append(_core.ReadRequest(index, address, room))
+            self.requests.append(_core.ReadRequest(index, address, room, strides=strides))
 
     def ask_cast(
-        self, index: int, memory: Any, address: int, mover: _memory.Mover | None, *, torch: bool = True
+        self,
+        index: int,
+        memory: Any,
+        address: int,
+        mover: _memory.Mover | None,
+        whole: Whole | None = None,
+        *,
+        torch: bool = True,
     ) -> None:
         """Likewise for a tensor or array of the dtype that :attr:`dtypes` has for it, filled by what is converted.
 
@@ -86,14 +122,13 @@ class Targets:
             memory: the tensor or array.
             address: that of its memory, if it is contiguous and on the host, else 0.
             mover: what takes its elements otherwise.
+            whole: what ``memory`` is this rank's part of.
             torch: whether torch converts them, else numpy.
         """
         convert, sizes = self._converter(index, torch=torch)
+        self._fits(index, (memory.nbytes if whole is None else whole.nbytes) // sizes[1] * sizes[0])
         room = memory.nbytes // sizes[1] * sizes[0]
-        self._fits(index, room)
-        if room:
-            self.movers[len(self.requests)] = Cast(convert, sizes, address, mover)
-            self.requests.append(_core.ReadRequest(index, 0, room))
+        self._request(index, 0, room, whole, mover=Cast(convert, sizes, address, mover))
 
     def _converter(self, index: int, *, torch: bool) -> tuple[Callable[..., None], tuple[int, int]]:
         source = self.tensor_dtype(index) if torch else self.array_dtype(index)
@@ -122,18 +157,18 @@ class Targets:
             )
         return found
 
-    def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any]) -> None:
+    def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any], whole: Whole | None = None) -> None:
         """Likewise for host memory with gaps or in another order, no element of which overlaps another.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
             layout: where its elements lie (:func:`fastckpt._tensors.memory.laid_out`).
+            whole: what ``memory`` is this rank's part of.
         """
-        self._fits(index, memory.nbytes)
-        if memory.nbytes:
-            low, high = _memory.span(layout)
-            self.requests.append(_core.ReadRequest(index, low, high - low, strides=layout.strides))
+        self._fits(index, memory.nbytes if whole is None else whole.nbytes)
+        low, high = _memory.span(layout) if memory.nbytes else (0, 0)
+        self._request(index, low, high - low, whole, strides=layout.strides)
 
     def take(self, value: Any) -> None:
         """The next token stands for ``value``, which exists."""

@@ -124,7 +124,7 @@ def unasked() -> tuple[Failure, ...]:
     return tuple(_unasked)
 
 
-def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
+def tell_unasked(why: str, *, but: SaveInFlight | None = None, stacklevel: int = 3) -> None:
     """Raise the first failure that nobody asked for, with ``why`` as a note; warn of those that want that.
 
     What has been told counts as seen. The failure of ``but`` is left alone. Call it from a public function.
@@ -138,7 +138,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
             continue
         error = failure.error
         if failure.warn:
-            warnings.warn(unasked_text(failure), RuntimeWarning, stacklevel=3)
+            warnings.warn(unasked_text(failure), RuntimeWarning, stacklevel=stacklevel)
             continue
         if hasattr(error, "add_note"):  # since Python 3.11
             error.add_note(f"fastckpt: this is the failure of the asynchronous save to {failure.save.path}; {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
+from .destinations import Whole
 from .objects import Owner, WithObjects
 from .placement import can_cast
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from fastckpt._state.key_paths import Place
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
+    from fastckpt._tensors.described import Describe
+    from fastckpt._tensors.dtensor import Spreads
 
     from .destinations import Targets
     from .selection import Selection
@@ -38,6 +42,12 @@ _FILLABLE = frozenset({"tensor", "array"})
 
 def _is_torch(item: Occurrence) -> bool:
     return item.token.startswith('["tensor"')
+
+
+def _memory_of(item: Occurrence) -> Any:
+    """The tensor or array that is to be filled: of one that is spread, what this rank has of it."""
+    local = None if item.stored is None else item.stored.local
+    return item.value if local is None else local.memory
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
@@ -65,14 +75,26 @@ class Into:
         targets: what is to be read, and where to.
         types: the types that are known.
         strict: whether each side must have all tensors of the other.
+        spreads: describes tensors that are spread over ranks; without it they are refused.
+        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` says.
 
     Attributes:
         missing: with ``strict`` unset, the names of what the checkpoint lacks.
-        unexpected: likewise, the names of what ``into`` lacks.
+        unexpected: likewise, and with ``shared``, the names of what ``into`` lacks.
+        unwanted: the numbers of those.
     """
 
     def __init__(
-        self, reader: _core.Reader, path: str, into: Any, targets: Targets, types: Types, *, strict: bool
+        self,
+        reader: _core.Reader,
+        path: str,
+        into: Any,
+        targets: Targets,
+        types: Types,
+        *,
+        strict: bool,
+        spreads: Spreads | None = None,
+        shared: bool = False,
     ) -> None:
         self.reader = reader
         self.path = path
@@ -80,8 +102,10 @@ class Into:
         self.targets = targets
         self.types = types
         self.strict = strict
+        self.spreads = spreads
+        self.shared = shared
         # It keeps alive what addresses point into.
-        self.flat = flatten(into, operation="load: into", observe=True, types=types)
+        self.flat = flatten(into, operation="load: into", observe=True, types=types, spreads=spreads)
         # What is not a tensor comes from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
@@ -93,6 +117,7 @@ class Into:
         self._bases: set[int] = set()
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
+        self.unwanted: set[int] = set()
         self._problems = dict(self.flat.problems)
         self._owners = self._objects()
         self._mismatches: list[tuple[int, str]] = []
@@ -116,7 +141,7 @@ class Into:
         owners: dict[Place, Owner] = {}
         for place, value, name in self.flat.objects:
             if self._owner(owners, place)[0] is None:
-                owners[place] = Owner(place, value, name)
+                owners[place] = Owner(place, value, name, self.spreads)
         return owners
 
     @staticmethod
@@ -175,10 +200,10 @@ class Into:
             wanted = leaves(tokens) if chosen is None else chosen
             left, origin = prune(tokens, without(tokens, wanted, self._dropped))
             before, at = at, _inverse(origin)
-            gone = (tokens[position] for position in before if position not in at)
-            self.unexpected = tuple(
-                dict.fromkeys(self.targets.stored[token[1]].name for token in gone if is_tensor(token))
-            )
+            gone = [tokens[position] for position in before if position not in at]
+            numbers = dict.fromkeys(token[1] for token in gone if is_tensor(token))
+            self.unexpected = tuple(dict.fromkeys(self.targets.stored[number].name for number in numbers))
+            self.unwanted = set(numbers).difference(token[1] for token in left if is_tensor(token))
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
         # As they are finished: what is inside another comes before it.
@@ -269,7 +294,7 @@ class Into:
             item = entry.item
             if is_tensor(item.token) and item.token[1] in filled:
                 entry.given = filled[item.token[1]]
-            elif self.strict:
+            elif self.strict and not self.shared:
                 self._lacking.add(0)
                 self._mismatch(item, "missing from into")
             else:
@@ -282,7 +307,9 @@ class Into:
         for place, owner in self._owners.items():
             start = starts.get(place)
             if start is not None:
-                reason = owner.unlike(left[start : ends[start]], strict=self.strict and selection.all)
+                reason = owner.unlike(
+                    left[start : ends[start]], strict=self.strict and selection.all and not self.shared
+                )
                 if reason is not None:
                     self._mismatches.append((start, f"{place}: {reason}"))
             # Tensors of a module are reported one by one.
@@ -344,7 +371,7 @@ class Into:
                 reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
-        if not _memory.is_nested(self._layout(given.value)[1]):
+        if not _memory.is_nested(self._layout(_memory_of(given))[1]):
             reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
         if other != index and not self._equal(other, index):
@@ -367,9 +394,9 @@ class Into:
         spans: dict[Any, tuple[str, int, int, Found, np.ndarray[Any, Any]]] = {}
         for entry in self._entries:
             given = entry.given
-            if given is None or given.stored is None or 0 in given.value.shape:
+            if given is None or given.stored is None or 0 in _memory_of(given).shape:
                 continue
-            device, memory = self._layout(given.value)
+            device, memory = self._layout(_memory_of(given))
             low, high = _memory.span(memory)
             spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
         # By device and beginning: those that reach into the next one stay open.
@@ -437,6 +464,8 @@ class Into:
         asked: set[Any] = set()
         for entry in entries:
             given = entry.given
+            if given is None and self.spreads is not None:
+                given = self._like_parameter(entry.item)
             if given is None or given.stored is None:
                 targets.make([entry.item.token])
                 continue
@@ -448,22 +477,51 @@ class Into:
             self._fill(entry.item.token[1], given)
             if _is_torch(given):
                 self.filled.append(given.value)
+                if mine.local is not None:
+                    self.filled.append(mine.local.memory)
+
+    def _like_parameter(self, item: Found) -> Occurrence | None:
+        """Of the state of an optimizer: a new tensor that is spread as the parameter is that it belongs to.
+
+        None where it has another shape than the parameter, or that is not spread: then the rank has it whole.
+        """
+        owner, _ = self._owner(self._owners, item.place)
+        if owner is None or owner.kind != "optimizer" or item.token[0] != "tensor" or self.targets.framework == "numpy":
+            return None
+        parameter = owner.parameter_of(item.place)
+        describe = self.spreads_of(parameter)
+        if parameter is None or describe is None:
+            return None
+        index = item.token[1]
+        stored = self.targets.stored[index]
+        if tuple(parameter.shape) != (stored.logical or stored).shape:
+            return None
+        torch = torch_for("a torch tensor")
+        cast = index in self.targets.dtypes
+        dtype = self.targets.wanted_dtype(index, torch=True) if cast else self.targets.tensor_dtype(index)
+        made = torch.empty_like(parameter, dtype)
+        return Occurrence(item.place, made, describe(made), '["tensor",]', stored.name)  # type: ignore[arg-type]
+
+    def spreads_of(self, value: Any) -> Describe | None:
+        """What describes a tensor that is spread over ranks; None for any other."""
+        return None if self.spreads is None else self.spreads.describe_of(type(value))
 
     def _fill(self, index: int, given: Occurrence) -> None:
         """Ask for the bytes of one tensor."""
-        value = given.value
+        value = _memory_of(given)
         assert given.stored is not None  # noqa: S101 - it is a tensor
-        address = given.stored.address
+        address, local = given.stored.address, given.stored.local
+        whole = None if local is None else Whole(local.spread, prod(given.value.shape) * value.itemsize)
         torch = _is_torch(given)
         mover = torch_for("a torch tensor").mover_in(value) if torch and not address else None
         if index in self.targets.dtypes:
             if mover is None and not address and value.nbytes:
                 mover = _memory.mover_in(self._layout(value)[1])
-            self.targets.ask_cast(index, value, address, mover, torch=torch)
+            self.targets.ask_cast(index, value, address, mover, whole, torch=torch)
         elif address or mover is not None:
-            self.targets.ask(index, value, address, mover)
+            self.targets.ask(index, value, address, mover, whole)
         else:
-            self.targets.ask_strided(index, value, self._layout(value)[1])
+            self.targets.ask_strided(index, value, self._layout(value)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
         """Once all has been read: the state of ``tokens``, which :meth:`match` left, with the objects in their places.

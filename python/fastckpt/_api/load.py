@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._state.builders import StateBuilder, Validator
-from fastckpt._state.collector import paused
-from fastckpt._state.registry import Registry, Types
-from fastckpt._state.rename import Renaming
-from fastckpt._state.select import prune
-from fastckpt._state.unflatten import Token, parse, unflatten
+from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
-from .destinations import Targets
-from .into import Into
-from .options import Engine, Framework, Unknown, check_engine, check_framework, check_unknown
-from .outcome import conclude, until_settled, warn_of_unknown
-from .placement import Stock, place
+from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
+from .outcome import conclude, until_settled
+from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
 from .reports import Loaded, LoadReport
-from .selection import Selection
+
+if TYPE_CHECKING:
+    from .destinations import Targets
 
 
 @overload
@@ -175,29 +169,21 @@ def load(  # noqa: PLR0913 - all by name
         RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
     source = path_of("load", path)
-    check_engine("load", io, threads)
-    check_framework("load", framework)
-    check_unknown("load", unknown)
-    if device is not None and framework == "numpy":
-        raise ValueError('load: framework="numpy" makes arrays, which are on no device')
-    if mmap:
-        if dtype is not None:
-            raise ValueError("load: mmap gives the bytes as they are in the files: give no dtype")
-        if into is not None or device is not None:
-            raise ValueError("load: mmap is for new tensors in host memory: give neither into nor device")
-        if io not in {"auto", "buffered"}:
-            raise ValueError(f'load: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}')
-    wishes = _Wishes(
+    wishes = wishes_of(
+        "load",
         into=into,
-        selection=Selection(keys, exclude),
-        strict=bool(strict),
+        keys=keys,
+        exclude=exclude,
+        strict=strict,
         dtype=dtype,
-        renaming=Renaming(strip_prefix, rename),
+        rename=rename,
+        strip_prefix=strip_prefix,
         framework=framework,
         device=device,
-        types=Types("load", registry, framework=framework, plain=unknown == "plain"),
-        mmap=bool(mmap),
-        verify=bool(verify),
+        registry=registry,
+        unknown=unknown,
+        mmap=mmap,
+        verify=verify,
         io=io,
         threads=threads,
         progress=progress,
@@ -207,87 +193,17 @@ def load(  # noqa: PLR0913 - all by name
     return loaded if report else loaded.state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wishes:
-    """What a load was asked for, checked."""
-
-    into: Any
-    selection: Selection
-    strict: bool
-    dtype: Any
-    renaming: Renaming
-    framework: str
-    device: Any
-    types: Types
-    mmap: bool
-    verify: bool
-    io: str
-    threads: int | None
-    progress: bool
-
-
-def _load(source: str, wishes: _Wishes) -> Loaded:
+def _load(source: str, wishes: Wishes) -> Loaded:
     began = time.perf_counter()
     reader = _core.Reader(source)
-    with paused():
-        stored = reader.tensors()
-    every = parse(reader.structure())
-    selection, strict = wishes.selection, wishes.strict
-    # Types are asked for only in what was chosen: the rest may be another program's.
-    check = Validator(stored, types=wishes.types, strangers=not selection.all)
-    unflatten(every, check)
-    tokens, chosen = every, None
-    origin: Sequence[int] = range(len(every))
-    missing: tuple[str, ...] = ()
-    if not selection.all:
-        chosen, missing = selection.of(every, [tensor.name for tensor in stored], strict=strict)
-        tokens, origin = prune(every, chosen)
-        check = Validator(stored, types=wishes.types)
-        unflatten(tokens, check)
-    if check.unknown:
-        warn_of_unknown("load", check.unknown, stacklevel=6)
-    placement = None
-    if wishes.device is not None or wishes.dtype is not None:
-        stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, wishes.types)
-        placement = place(stock, wishes.device, wishes.dtype, wishes.framework, strict=strict)
-    if wishes.renaming.changes:
-        tokens = wishes.renaming.of(tokens, strict=strict)
-        every = tokens if chosen is None else _with(every, origin, tokens)
-    targets = Targets(stored, wishes.framework, placement)
-    given = None
-    numbers: list[int] = []
-    if wishes.into is not None:
-        given = Into(reader, source, wishes.into, targets, wishes.types, strict=strict)
-        if wishes.device is not None and not given.has_objects:
-            raise ValueError("load: device is for new tensors: those of into stay where they are")
-        tokens = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
-        missing = (*missing, *given.missing)
-    else:
-        if wishes.mmap:
-            numbers = sorted({token[1] for token in check.found})
-            targets.mappings = reader.map(numbers)
-        targets.make(check.found)
-    report = _read(source, reader, targets, numbers, wishes)
-    if given is not None:
-        state = given.build(tokens)
-    else:
-        state = unflatten(tokens, StateBuilder(wishes.framework, targets.values(), types=wishes.types))
-    unexpected = () if given is None else given.unexpected
-    return Loaded(state, conclude(LoadReport, source, began, report, missing=missing, unexpected=unexpected))
+    prepared = prepare(reader, source, wishes, stacklevel=7)
+    report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
+    state = prepared.build()
+    more = {"missing": prepared.missing, "unexpected": prepared.unexpected}
+    return Loaded(state, conclude(LoadReport, source, began, report, **more))
 
 
-def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
-    """A structure with other tokens at some positions of it, but for the sizes of containers."""
-    out = list(tokens)
-    for position, token in zip(positions, others, strict=True):
-        if type(token) is str:
-            out[position] = token
-    return out
-
-
-def _read(
-    source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: _Wishes
-) -> Mapping[str, Any]:
+def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:
     """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
     try:
         with ticker("load", source, shown=wishes.progress) as tick:

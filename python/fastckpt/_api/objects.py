@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastckpt._state.key_paths import Place
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
+    from fastckpt._tensors.dtensor import Spreads
 
 #: The token that stands for an object: a tensor of which no checkpoint has the number.
 _NUMBER = -1
@@ -31,7 +32,7 @@ class Owner:
         kind: ``module``, ``optimizer`` or None.
     """
 
-    def __init__(self, place: Place, value: Any, name: str) -> None:
+    def __init__(self, place: Place, value: Any, name: str, spreads: Spreads | None = None) -> None:
         self.place = place
         self.value = value
         self.name = name
@@ -41,7 +42,8 @@ class Owner:
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}
         if self.kind == "module":
-            tensors = flatten(torch_for("a module").own_tensors(value), operation="load: into", observe=True)
+            own = torch_for("a module").own_tensors(value)
+            tensors = flatten(own, operation="load: into", observe=True, spreads=spreads)
             self._own = {item.stored.tie: item.value for item in tensors.occurrences if item.stored is not None}
 
     def describe(self) -> str:
@@ -59,6 +61,16 @@ class Owner:
         if self.kind != "module" or entry.step.endswith(f"{torch_for('a module').EXTRA_STATE}']"):
             return False
         return tie is None or tie in self._own
+
+    def parameter_of(self, place: Place) -> Any | None:
+        """The parameter of an optimizer whose state has a tensor at ``place``; None where it is not known."""
+        entry = place.above
+        above = None if entry is None else entry.above
+        if entry is None or above is None or above.above is not self.place or above.step != "['state']":
+            return None
+        parameters = [one for group in self.value.param_groups for one in group["params"]]
+        number = entry.step[1:-1]
+        return parameters[int(number)] if number.isdecimal() and int(number) < len(parameters) else None
 
     def unlike(self, tokens: Sequence[Token], *, strict: bool) -> str | None:
         """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed.

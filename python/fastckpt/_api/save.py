@@ -133,7 +133,7 @@ def save(  # noqa: PLR0913 - all by name
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()
     saved = conclude(SaveReport, target, began, report)
-    _warn_of_failures()
+    warn_of_failures()
     return saved
 
 
@@ -141,7 +141,7 @@ def save(  # noqa: PLR0913 - all by name
 _warned: set[str] = set()
 
 
-def warn_of_unnamed(operation: str, *flats: Flat) -> None:
+def warn_of_unnamed(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
     """Warn once of each type whose name only this program has; called by what the user calls."""
     for name in (name for flat in flats for name in flat.unnamed):
         if name not in _warned:
@@ -151,7 +151,7 @@ def warn_of_unnamed(operation: str, *flats: Flat) -> None:
                 "other programs know by no such name: give it one, as in fastckpt.register_type"
                 f'({name.removeprefix("__main__.")}, name="...")',
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
 
 
@@ -161,7 +161,10 @@ def step_of(metadata: Any) -> int | None:
     return step if type(step) is int and 0 <= step < 2**63 else None
 
 
-def _warn_of_failures() -> None:
-    """Warn of failures that nobody asked for, after this save is safe: the program may be about to end."""
+def warn_of_failures() -> None:
+    """Warn of failures that nobody asked for, after a save is safe: the program may be about to end.
+
+    Called by what the user calls.
+    """
     for failure in in_flight.unasked():
         warnings.warn(in_flight.unasked_text(failure), RuntimeWarning, stacklevel=3)

@@ -21,6 +21,12 @@ from fastckpt._tensors.ranges import range_of
 OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
 
 
+def check_on_error(operation: str, on_error: Any) -> None:
+    """``on_error=``."""
+    if not callable(on_error) and on_error not in {"raise", "warn"}:
+        raise ValueError(f'{operation}: on_error must be "raise", "warn" or a function, not {on_error!r}')
+
+
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
     """How far an asynchronous save is.

@@ -24,7 +24,7 @@ from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from .job import Job
-from .pending import OnError, PendingSave
+from .pending import OnError, PendingSave, check_on_error
 
 
 def save_async(  # noqa: PLR0913 - one more than save has
@@ -113,8 +113,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
     check_nice("save_async", nice)
-    if not callable(on_error) and on_error not in {"raise", "warn"}:
-        raise ValueError(f'save_async: on_error must be "raise", "warn" or a function, not {on_error!r}')
+    check_on_error("save_async", on_error)
     nice, io_priority = _priority(nice, io_priority)
     _core.check_target(target, bool(overwrite))
     more = check_files("save_async", files)
@@ -142,18 +141,27 @@ def save_async(  # noqa: PLR0913 - one more than save has
         pending._snapshot, pending._total = job.snapshot, job.snapshot.total
         del flat, about
         _launch(job, max_in_flight)
+    tell_unasked_but(pending)
+    return pending
+
+
+def tell_unasked_but(pending: PendingSave) -> None:
+    """Raise, or warn of, an earlier failure that nobody asked for, now that ``pending`` has begun.
+
+    Called by what the user calls.
+    """
     try:
         in_flight.tell_unasked(
-            f"save_async raised it because nobody had asked for its result; the save of this call, to {target}, goes "
-            "on: its handle is this error's pending_save",
+            f"save_async raised it because nobody had asked for its result; the save of this call, to {pending.path}, "
+            "goes on: its handle is this error's pending_save",
             but=pending,
+            stacklevel=4,
         )
     except BaseException as error:
         # An exception with slots cannot have it, nor can its note be true; there are none among Python's own.
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise
-    return pending
 
 
 def _launch(job: Job, max_in_flight: int) -> None:

@@ -34,6 +34,9 @@ from .structural import name_of as name_of_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from fastckpt._tensors.described import Local
+    from fastckpt._tensors.dtensor import Spreads
+
 #: Nesting and size of a structure (docs/format.md, section 3.4).
 DEPTH_LIMIT = 10_000
 TOKEN_LIMIT = _core.MAX_TOKENS
@@ -69,11 +72,12 @@ class Flat:
         outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
         inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
         unnamed: the names of the types whose module is the program itself, which no other program has.
+        spreads: by tensor number, the number of the spread of those that are spread over ranks.
     """
 
     __slots__ = (
         *("inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
-        *("tensors", "ties", "tokens", "unnamed"),
+        *("spreads", "tensors", "ties", "tokens", "unnamed"),
     )
 
     def __init__(self) -> None:
@@ -89,6 +93,7 @@ class Flat:
         self.places = Places()
         self.outer: dict[Any, bool] | None = None
         self.unnamed: list[str] = []
+        self.spreads: dict[int, int] = {}
 
     def structure(self) -> str:
         """The tokens as one JSON array."""
@@ -345,12 +350,14 @@ class _Flattener:
         default: Callable[[Any], Any] | None,
         *,
         observe: bool,
+        spreads: Spreads | None,
     ) -> None:
         self.operation = operation
         self.refuse_tensors = refuse_tensors
         self.types = types
         self.default = default
         self.observe = observe
+        self.spreads = spreads
         self.flat = Flat()
         # What is learned of a type holds for this walk: it may be registered before the next one.
         self.describe = dict(_DESCRIBE)
@@ -441,7 +448,9 @@ class _Flattener:
             if "torch" in sys.modules:
                 from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
 
-                found = _torch.describe_of(kind)
+                found = None if self.spreads is None else self.spreads.describe_of(kind)
+                if found is None:
+                    found = _torch.describe_of(kind)
                 if found is not None:
                     return found
             if _has_state(kind):
@@ -467,30 +476,50 @@ class _Flattener:
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
         flat = self.flat
-        tie, dtype, shape, address, logical, head, tail, mover = stored
+        tie, head, tail = stored.tie, stored.head, stored.tail
         if self.refuse_tensors is not None:
             raise Unsupported(self.refuse_tensors)
         if self.observe:
             flat.occurrences.append(self.occurrence(value, stored, f"{head}{tail}"))
+        if self.spreads is not None:
+            tail = self.check_spread(tail, stored.local)
         index = self.ties.get(tie)
         if index is None:
-            index = len(flat.tensors)
-            if len(shape if logical is None else logical[1]) > _DIMENSIONS:
-                raise Unsupported(f"a tensor of more than {_DIMENSIONS} dimensions cannot be stored")
-            self.ties[tie] = index
-            if not address and type(value) in _EXPORTED:
-                # The array is an export: as long as it is kept, a bytearray refuses to be resized.
-                value = np.frombuffer(value, np.uint8)
-                shape, address = value.shape, _memory.address_of(value)
-            flat.tensors.append(Tensor(self.name(frame), dtype, shape, address, value.nbytes, logical))
-            flat.keep.append(value)
-            if mover is not None:
-                flat.movers[index] = mover
+            index = self.ties[tie] = self.add(frame, value, stored)
         elif not self.keys_in_keys:
             flat.ties.append((index, self.place_name(frame)))
         if self.tensor is not None:
             flat.inner.add(index)
         flat.tokens.append(f"{head}{index}{tail}")
+
+    def add(self, frame: _Frame, value: Any, stored: Stored) -> int:
+        """Note a tensor that is not known; returns its number."""
+        flat = self.flat
+        index = len(flat.tensors)
+        _, dtype, shape, address, logical, _, _, mover, local = stored
+        if len(shape if logical is None else logical[1]) > _DIMENSIONS:
+            raise Unsupported(f"a tensor of more than {_DIMENSIONS} dimensions cannot be stored")
+        if not address and type(value) in _EXPORTED:
+            # The array is an export: as long as it is kept, a bytearray refuses to be resized.
+            value = np.frombuffer(value, np.uint8)
+            shape, address = value.shape, _memory.address_of(value)
+        if local is None:
+            nbytes = value.nbytes
+        else:
+            flat.spreads[index], value, nbytes = local
+        flat.tensors.append(Tensor(self.name(frame), dtype, shape, address, nbytes, logical))
+        flat.keep.append(value)
+        if mover is not None:
+            flat.movers[index] = mover
+        return index
+
+    def check_spread(self, tail: str, local: Local | None) -> str:
+        """Refuse what is spread inside of another tensor; returns the end of a token that all ranks have."""
+        if local is not None and self.tensor is not None:
+            raise Unsupported("a DTensor inside of another tensor cannot be saved: save the parts by themselves")
+        # Each rank has another device.
+        head, colon, _ = tail.partition(":")
+        return f'{head}"]' if colon else tail
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
         """The value at hand, noted."""
@@ -604,6 +633,7 @@ def flatten(
     observe: bool = False,
     types: Types | None = None,
     default: Callable[[Any], Any] | None = None,
+    spreads: Spreads | None = None,
 ) -> Flat:
     """Flatten ``state``.
 
@@ -614,11 +644,15 @@ def flatten(
         observe: also note each tensor by its place, and note what cannot be flattened instead of raising.
         types: the types with names that are known; by default those of the process.
         default: makes something else of what cannot be saved.
+        spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
+            do not have the index of the device then: each rank has another.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.
     """
-    flattener = _Flattener(operation, refuse_tensors, types or Types(operation), default, observe=observe)
+    flattener = _Flattener(
+        operation, refuse_tensors, types or Types(operation), default, observe=observe, spreads=spreads
+    )
     flat = flattener.flat
     try:
         with paused():

@@ -37,11 +37,25 @@ class Through:
 THROUGH: Final = Through()
 
 
+class Local(NamedTuple):
+    """What a rank holds of a tensor that is spread over several.
+
+    Attributes:
+        spread: the number of its spread, from 1 on.
+        memory: the local tensor.
+        nbytes: the size of that.
+    """
+
+    spread: int
+    memory: Any
+    nbytes: int
+
+
 class Stored(NamedTuple):
     """One tensor to store.
 
     The token is ``head``, its number, ``tail``. Two with an equal ``tie`` are one. ``address`` is 0 where ``mover``
-    brings the bytes.
+    brings the bytes. Of one that is spread over ranks, address and mover are those of ``local``.
     """
 
     tie: Any
@@ -52,6 +66,7 @@ class Stored(NamedTuple):
     head: str
     tail: str
     mover: Mover | None
+    local: Local | None = None
 
 
 class Tensor(NamedTuple):

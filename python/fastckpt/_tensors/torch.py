@@ -107,9 +107,9 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             # An empty tensor has no address, and is tied to nothing but itself.
             tie = (address, dtype, shape) if address else _no_address(value)
             if logical is None:
-                return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None))
+                return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None, None))
             stored = (value.nbytes,)
-            return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None))
+            return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None, None))
         return _describe_other(value, flags)
     except RuntimeError as error:
         # A tensor of a transform (torch.func) or of a back end that has no memory.
@@ -323,7 +323,8 @@ _GATHERED = (
 _TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
 #: Tensor subclasses of torch's own that cannot be stored, by name, and why.
 _REFUSED = {
-    "DTensor": f"is spread over processes: store its full_tensor(), or its to_local() per process; {_GATHERED}",
+    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves it as it lies, and "
+    "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
     "ShardedTensor": f"is spread over processes: {_GATHERED}",
     "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
     "FakeTensor": "has no data",
@@ -445,6 +446,23 @@ def mover_in(value: Tensor) -> Mover | None:
     return partial(_memory.copy_in, tuple(raw.shape), raw.element_size(), copy, back)
 
 
+def fetched(values: Sequence[Tensor]) -> list[Bytes]:
+    """The bytes of tensors on devices, in host memory: one copy for all of a device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        by_device.setdefault(value.device, []).append(index)
+    out: list[Any] = [None] * len(values)
+    for indices in by_device.values():
+        plain = [values[index].detach().resolve_conj().resolve_neg().contiguous() for index in indices]
+        # As vectors by stride: one element can count as contiguous with a step to the next that is none.
+        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in plain]
+        raw = torch.cat(flat).cpu().numpy()
+        ends = np.cumsum([value.nbytes for value in plain])
+        for index, data in zip(indices, np.split(raw, ends[:-1]), strict=True):
+            out[index] = data
+    return out
+
+
 def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
     """Pin host memory for copies from ``device``; returns what undoes it."""
     return _device.pin(torch, device, address, nbytes)
@@ -522,6 +540,11 @@ def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:
 def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor on ``device``."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor of the shape of ``tensor``, on its device; spread over ranks as that is."""
+    return torch.empty_like(tensor.detach(), dtype=dtype)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:

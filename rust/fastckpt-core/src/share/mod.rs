@@ -14,6 +14,8 @@ mod owners;
 mod pieces;
 mod spread;
 mod table;
+#[cfg(test)]
+mod tests;
 mod tiles;
 
 pub use self::duties::{Duties, FileRange, Grain};

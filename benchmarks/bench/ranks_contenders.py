@@ -1,0 +1,151 @@
+"""Who saves and loads the state of several ranks: fastckpt, and torch.distributed.checkpoint in its two ways.
+
+Each function is called on all ranks at once, with a flat dict of this rank's tensors and a path.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.device import fsync_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    State = dict[str, Any]
+
+
+def is_first() -> bool:
+    """Whether this is rank 0."""
+    import torch.distributed as dist
+
+    return bool(dist.get_rank() == 0)
+
+
+def save_fastckpt(state: State, path: str) -> dict[str, Any]:
+    """Save with ``fastckpt.distributed.save``, which is durable when it returns."""
+    import fastckpt.distributed
+
+    report = fastckpt.distributed.save({"model": state}, path)
+    return {"phases": dict(report.phases), "engine": str(report.engine)}
+
+
+def load_fastckpt(state: State, path: str) -> dict[str, Any]:
+    """Load into the tensors of ``state``."""
+    import fastckpt.distributed
+
+    _, report = fastckpt.distributed.load(path, into={"model": state}, report=True)
+    return {"phases": dict(report.phases)}
+
+
+def save_dcp(state: State, path: str) -> dict[str, Any]:
+    """Save with torch's ``FileSystemWriter``, which syncs its files; the directory is synced after."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+    if is_first():
+        fsync_tree(Path(path))
+    dist.barrier()
+    return {}
+
+
+def load_dcp(state: State, path: str) -> dict[str, Any]:
+    """Load into the tensors of ``state`` with torch's ``FileSystemReader``."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load({"model": state}, storage_reader=dcp.FileSystemReader(path))
+    return {}
+
+
+def save_dcp_hf(state: State, path: str) -> dict[str, Any]:
+    """Save with torch's ``HuggingFaceStorageWriter`` and its consolidation, to one directory of whole tensors."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    # Files of 5 GB at most, as fastckpt and transformers write them, and a thread for each.
+    limit, index, filled = 5 * 10**9, 1, 0
+    indices = {}
+    for name, tensor in state.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if filled and filled + nbytes > limit:
+            index, filled = index + 1, 0
+        indices[name], filled = index, filled + nbytes
+    writer = dcp.HuggingFaceStorageWriter(
+        path,
+        fqn_to_index_mapping=indices,
+        save_distributed=True,
+        enable_consolidation=True,
+        thread_count_consolidation=max(2, index),
+    )
+    dcp.save(state, storage_writer=writer)
+    dist.barrier()
+    if is_first():
+        fsync_tree(Path(path))
+    dist.barrier()
+    return {}
+
+
+def plan_dcp(state: State, path: str) -> dict[str, Any]:
+    """Run ``dcp.save`` with a writer that writes nothing: what is left is planning."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    class Nothing(dcp.StorageWriter):  # type: ignore[misc]
+        """Takes all and keeps nothing."""
+
+        def reset(self, checkpoint_id: Any = None) -> None:
+            """Begin."""
+
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            """Set up nothing."""
+
+        def prepare_local_plan(self, plan: Any) -> Any:
+            """Leave the plan."""
+            return plan
+
+        def prepare_global_plan(self, plans: Any) -> Any:
+            """Leave the plans."""
+            return plans
+
+        def write_data(self, plan: Any, planner: Any) -> Any:  # noqa: ARG002 - as the base class names them
+            """Write nothing."""
+            done: Any = torch.futures.Future()
+            done.set_result([])
+            return done
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            """Keep nothing."""
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+            """Take any."""
+            return True
+
+    dcp.save({"model": state}, checkpoint_id=path, storage_writer=Nothing())
+    return {}
+
+
+SAVES: dict[str, Callable[[State, str], dict[str, Any]]] = {
+    "fastckpt": save_fastckpt,
+    "dcp": save_dcp,
+    "dcp_hf": save_dcp_hf,
+}
+LOADS: dict[str, Callable[[State, str], dict[str, Any]]] = {"fastckpt": load_fastckpt, "dcp": load_dcp}
+TITLES = {
+    "fio": "raw device (fio)",
+    "fastckpt": "**fastckpt.distributed**",
+    "dcp": "torch DCP, FileSystemWriter",
+    "dcp_hf": "torch DCP, Hugging Face with consolidation",
+}
+
+
+def quietly(call: Callable[[State, str], dict[str, Any]], state: State, path: str) -> dict[str, Any]:
+    """Call without the warnings of others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(state, path)

@@ -1,0 +1,88 @@
+"""What each rank of a job saved for itself (docs/format.md, section 3.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._state.builders import StateBuilder, Validator
+from fastckpt._state.registry import Types
+from fastckpt._state.select import ends_of
+from fastckpt._state.unflatten import parse, unflatten
+from fastckpt.exceptions import CorruptCheckpointError
+
+from .destinations import Targets
+from .outcome import until_settled
+from .progress import ticker
+
+if TYPE_CHECKING:
+    from fastckpt._state.unflatten import Token
+
+_OPERATION = "load_per_rank"
+
+
+def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
+    """The structure of each rank's own state; empty where nothing was saved so.
+
+    Raises:
+        CorruptCheckpointError: what is there is no list of states.
+    """
+    text = reader.per_rank()
+    if text is None:
+        return []
+    tokens = parse(text)
+    unflatten(tokens, Validator(reader.tensors(), strangers=True), operation=operation)
+    if type(tokens[0]) is not list or tokens[0][0] != "list":
+        raise CorruptCheckpointError(f"{operation}: the states of ranks are no list")
+    ends = ends_of(tokens)
+    states, at = [], 1
+    for _ in range(tokens[0][1]):
+        states.append(tokens[at : ends[at]])
+        at = ends[at]
+    return states
+
+
+def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) -> Any:
+    """Load the state of one rank.
+
+    Args:
+        path: the checkpoint's directory.
+        rank: whose; None for that of ``own``.
+        own: this rank, and how many there are.
+
+    Raises:
+        KeyError: no rank saved a state of its own.
+        ValueError: there are other ranks than these.
+    """
+    source = path_of(_OPERATION, path)
+    if rank is not None and type(rank) is not int:
+        raise TypeError(f"{_OPERATION}: rank must be an int or None, not {type(rank).__name__}")
+    return until_settled(lambda: _load(source, rank, own))
+
+
+def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
+    reader = _core.Reader(source)
+    states = states_of(_OPERATION, reader)
+    if not states:
+        raise KeyError(f"{_OPERATION}: {source}: no rank saved a state of its own, with per_rank=")
+    if rank is None and own is not None:
+        rank, ranks = own
+        if ranks != len(states):
+            raise ValueError(
+                f"{_OPERATION}: {source}: {len(states)} ranks saved states of their own, and there are {ranks} now: "
+                f"choose one with rank=0 to rank={len(states) - 1}"
+            )
+    if rank is None or not 0 <= rank < len(states):
+        raise ValueError(f"{_OPERATION}: {source}: rank must be from 0 to {len(states) - 1}, not {rank}")
+    tokens = states[rank]
+    stored = reader.tensors()
+    types = Types(_OPERATION)
+    check = Validator(stored, types=types)
+    unflatten(tokens, check, operation=_OPERATION)
+    targets = Targets(stored, "auto")
+    targets.make(check.found)
+    with ticker("load", source, shown=False) as tick:
+        # Each process reads another part of the file: nothing to be shared through the page cache.
+        reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=tick)
+    return unflatten(tokens, StateBuilder("auto", targets.values(), types=types), operation=_OPERATION)

@@ -1,0 +1,337 @@
+"""How ranks come to one table, in one round where their tables are equal and in two where they differ.
+
+For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.demands.Demands`):
+
+    agreement = Agreement(local)
+    verdict = operation.round("arrive", agreement.arrival(), combine=combine_arrivals, decide=agreement.decide)
+    answer = None
+    if agreement.is_open(verdict):
+        offer = agreement.offer(verdict)
+        answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
+    agreed = agreement.settle(verdict, answer)
+
+``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
+offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
+``decide`` and ``unite`` run on the coordinator; what only that needs (the structure) does not travel.
+
+What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
+coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
+manifest) travel up, one by one, and its tensors as lists, of which equal ones travel and come back as one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt._state.groups import split_model
+from fastckpt._state.unflatten import is_tensor
+from fastckpt._tensors.spread import Spread
+
+from .differences import Differences, Path
+from .offers import CUTS, EQUAL, TABLES, Parts, classes_of, compressed, expanded, offer_of, runs_of
+from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, packed, unpacked
+from .unite import SpreadLists, Variant, holders_of, unite
+
+if TYPE_CHECKING:
+    from .describe import Local
+
+
+class TensorOf(NamedTuple):
+    """A tensor of the job: as ``_core.Share.to_save`` takes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    logical: tuple[str, tuple[int, ...]] | None
+    spreads: tuple[int, ...]
+
+
+class Holding(NamedTuple):
+    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 where ``fill`` brings the bytes."""
+
+    tensor: int
+    part: int
+    address: int
+    nbytes: int
+
+
+class Agreed:
+    """What all ranks agree on, and what this one holds of it.
+
+    Attributes:
+        tensors: of the job, those of ``per_rank`` at the end.
+        spreads: what their numbers stand for.
+        held: the memories of this rank.
+        prefix: what the names of the model's tensors start with.
+        structure: on the coordinator, the tokens of the state, JSON text.
+        metadata: likewise, of the metadata.
+        per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
+    """
+
+    def __init__(self, tensors: list[TensorOf], spreads: list[Spread], prefix: str) -> None:
+        self.tensors = tensors
+        self.spreads = spreads
+        self.prefix = prefix
+        self.held: list[Holding] = []
+        self.structure: str | None = None
+        self.metadata: str | None = None
+        self.per_rank: str | None = None
+        self._movers: list[Any] = []
+
+    def hold(self, tensor: int, part: int, address: int, nbytes: int, mover: Any) -> None:
+        """Note a memory of this rank."""
+        if nbytes:
+            self.held.append(Holding(tensor, part, address, nbytes))
+            self._movers.append(mover)
+
+    def fill(self, index: int, start: int, address: int, nbytes: int) -> None:
+        """The core's callback for memory without an address: ``index`` is that in ``held``."""
+        self._movers[index](start, address, nbytes)
+
+    @property
+    def needs_fill(self) -> bool:
+        """Whether there is such memory."""
+        return any(mover is not None for mover in self._movers)
+
+
+class Agreement:
+    """The agreement of one save.
+
+    Args:
+        local: what this rank saves.
+        operation: the word that error messages begin with.
+    """
+
+    def __init__(self, local: Local, operation: str = "save") -> None:
+        self.local = local
+        self.operation = operation
+        #: Of the coordinator.
+        self._structure: str | None = None
+        self._metadata: str | None = None
+        self._extras: list[Any] = []
+
+    def arrival(self) -> list[Any]:
+        """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
+        return [*self.local.told.digests, self.local.extra is not None]
+
+    def decide(self, combined: list[Any]) -> list[Any]:
+        """The verdict on what arrived: which parts differ, and whether there is something per rank."""
+        main, cuts, extra = combined
+        return [TABLES if main is None else CUTS if cuts is None else EQUAL, extra]
+
+    @staticmethod
+    def is_open(verdict: list[Any]) -> bool:
+        """Whether a second round is needed."""
+        return verdict != [EQUAL, False]
+
+    def offer(self, verdict: list[Any]) -> bytes:
+        """What goes up second."""
+        what, has_extras = verdict
+        local = self.local
+        if not has_extras or local.extra is None:
+            return local.told.offer(what)
+        tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in local.extra.tensors]).encode()
+        tokens = local.extra.structure().encode()
+        names = digest(tensors), digest(tokens)
+        return local.told.offer(what, [[local.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
+
+    def unite(self, combined: bytes) -> bytes:
+        """What comes down: everything that a rank needs to know beside its own table.
+
+        Raises:
+            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+        """
+        classes, extras, blobs = offer_of(combined)
+        variants = classes_of(classes, blobs)
+        parts: list[bytes] = []
+        if not variants:
+            parts += [b"", b""]
+        elif len(variants) == 1:
+            parts += self._unite_cuts(next(iter(variants.values())))
+        else:
+            tables = {main: Variant(decode(expanded(blobs[main])), spreads) for main, spreads in variants.items()}
+            parts += self._unite_tables(tables)
+        return packed(*parts, *self._unite_extras(extras, blobs))
+
+    def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
+        """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
+        variant = Variant(self.local.table, spreads)
+        made = SpreadLists(self.local.size)
+        lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
+        differences = Differences(self.operation)
+        for number, found in enumerate(lists):
+            if found in made.without:
+                spread, absent = made.without[found]
+                index = next(
+                    i for i, kind in enumerate(variant.table.kind) if variant.table.kinds[kind].spread == number
+                )
+                differences.texts(
+                    Path(None, variant.table.names[index]),
+                    [(spread.ranks, "spread"), (absent, "not so")],
+                    "save on every rank what a mesh of it holds",
+                )
+        differences.raise_any()
+        return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
+
+    def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
+        """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
+        united = unite(list(variants.values()), self.local.size, operation=self.operation)
+        prefix = split_model(self.operation, united.flat, self.local.model_key)
+        self._structure, self._metadata = united.structure, united.metadata
+        tensors = united.flat.tensors
+        kinds, kind = kinds_of(
+            (tensor.dtype, tensor.shape, tensor.logical, which)
+            for tensor, which in zip(tensors, united.lists, strict=True)
+        )
+        # A rank finds its tensors by name, but for these.
+        number_of = {tensor.name: number for number, tensor in enumerate(tensors)}
+        others = {
+            main: [
+                [index, numbers]
+                for index, (name, numbers) in enumerate(zip(variant.table.names, each, strict=True))
+                if numbers != [number_of.get(name)]
+            ]
+            for (main, variant), each in zip(variants.items(), united.numbers, strict=True)
+        }
+        head = [united.spread_lists, [tensor.name for tensor in tensors], kinds, others, prefix]
+        data = packed(json.dumps(head, separators=(",", ":")).encode(), kind.astype("<u4").tobytes())
+        return [compressed(data), encode_spreads(united.spreads)]
+
+    def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
+        """What ranks have alone: lists of tensors, and the ranks that have each."""
+        lists: dict[str, list[int]] = {}
+        self._extras = []
+        for rank, tensors, tokens in sorted(extras):
+            lists.setdefault(tensors, []).append(rank)
+            self._extras.append((rank, blobs[tokens]))
+        head = json.dumps([runs_of(ranks) for ranks in lists.values()])
+        return [head.encode(), *(blobs[tensors] for tensors in lists)]
+
+    def settle(self, verdict: list[Any], answer: bytes | None) -> Agreed:
+        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        local = self.local
+        what, _ = verdict
+        main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
+        if what == TABLES:
+            agreed = self._settle_tables(expanded(main), decode_spreads(cuts))
+        else:
+            agreed = self._settle_own(
+                json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else []
+            )
+        if local.rank == 0:
+            agreed.structure = self._structure or local.flat.structure()
+            agreed.metadata = self._metadata or local.about.structure()
+        if extras:
+            self._settle_extras(agreed, extras)
+        return agreed
+
+    def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> Agreed:
+        """All ranks have the same tensors as this one."""
+        local = self.local
+        flat = local.flat
+        prefix = split_model(self.operation, flat, local.model_key)
+        if lists is None:
+            spreads = [Spread(tuple(range(local.size))), *local.spreads]
+            lists = [[number] for number in range(len(spreads))]
+        own = [tuple(each) for each in lists]
+        spread_of = flat.spreads.get
+        agreed = Agreed(
+            [
+                TensorOf(name, dtype, tuple(shape), _logical(logical), own[spread_of(index, 0)])
+                for index, (name, dtype, shape, _, _, logical) in enumerate(flat.tensors)
+            ],
+            spreads,
+            prefix,
+        )
+        self._hold(agreed, [[number] for number in range(len(flat.tensors))])
+        return agreed
+
+    def _settle_tables(self, main: bytes, spreads: list[Spread]) -> Agreed:
+        """Ranks have different tensors."""
+        head, kind = unpacked(main)
+        lists, names, kinds, others, prefix = json.loads(head)
+        own = [tuple(each) for each in lists]
+        made = [(dtype, tuple(shape), _logical(logical), own[which]) for dtype, shape, logical, which in kinds]
+        numbers = memoryview(kind).cast("I")
+        agreed = Agreed(
+            [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)], spreads, prefix
+        )
+        number_of = {name: number for number, name in enumerate(names)}
+        mine = [[number_of.get(name, -1)] for name in self.local.table.names]
+        for index, numbers_of_it in others[self.local.told.digests[0]]:
+            mine[index] = numbers_of_it
+        self._hold(agreed, mine)
+        return agreed
+
+    def _hold(self, agreed: Agreed, numbers: list[list[int]]) -> None:
+        """Note the memories of this rank: where its tensors are among those of the job."""
+        local = self.local
+        flat = local.flat
+        where = Parts(agreed.spreads, local.rank)
+        tensors = agreed.tensors
+        mover_of = flat.movers.get
+        for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
+            if not tensor.capacity:
+                continue
+            spread = flat.spreads.get(index, 0)
+            wanted = local.spreads[spread - 1] if spread else None
+            for number in mine:
+                part = where.part(tensors[number].spreads, wanted)
+                agreed.hold(number, part, tensor.address, tensor.capacity, mover_of(index))
+
+    def _settle_extras(self, agreed: Agreed, parts: list[bytes]) -> None:
+        """Add what each rank has alone."""
+        head, *lists = parts
+        runs = json.loads(head)
+        by_rank = {
+            rank: number for number, each in enumerate(runs) for start, stop in each for rank in range(start, stop)
+        }
+        tensors = [json.loads(each) for each in lists]
+        taken = {tensor.name for tensor in agreed.tensors}
+        first: dict[int, int] = {}
+        for rank in sorted(by_rank):
+            first[rank] = len(agreed.tensors)
+            if not tensors[by_rank[rank]]:
+                continue
+            agreed.spreads.append(Spread((rank,)))
+            mine = (len(agreed.spreads) - 1,)
+            for name, dtype, shape, logical in tensors[by_rank[rank]]:
+                whole = _unique(f"per_rank.{rank}.{name}", taken)
+                agreed.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
+        local = self.local
+        if local.extra is not None:
+            for index, tensor in enumerate(local.extra.tensors):
+                agreed.hold(
+                    first[local.rank] + index, 0, tensor.address, tensor.capacity, local.extra.movers.get(index)
+                )
+        if local.rank == 0 and self._extras:
+            agreed.per_rank = _list_of(self._extras, first, local.size)
+
+
+def _logical(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    return None if value is None else (value[0], tuple(value[1]))
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    count, made = 1, name
+    while made in taken:
+        made = f"{name}~{count}"
+        count += 1
+    taken.add(made)
+    return made
+
+
+def _list_of(extras: list[Any], first: dict[int, int], size: int) -> str:
+    """The structures of all ranks as a list, with the numbers of the tensors of the job."""
+    structures = dict(extras)
+    out: list[Any] = [["list", size]]
+    for rank in range(size):
+        if rank not in structures:
+            out.append(None)
+            continue
+        for token in json.loads(structures[rank]):
+            if is_tensor(token):
+                token[1] += first[rank]
+            out.append(token)
+    return json.dumps(out, separators=(",", ":"))

@@ -1,0 +1,183 @@
+"""Asynchronous saves of all ranks: each copies what it holds to host memory, and the rest happens in the background."""
+
+# ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from fastckpt._api import in_flight
+from fastckpt._api.outcome import report_of
+from fastckpt._api.progress import ticker
+from fastckpt._api.reports import RankSaveReport
+from fastckpt._background import snapshot_memory
+from fastckpt._tensors.ranges import range_of
+
+from .save import save_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastckpt._background.pending import PendingSave
+    from fastckpt._state.flatten import Flat
+
+    from .calls import Call
+    from .save import Order, Written
+
+#: Tensors begin at such addresses in the snapshot: what the processor copies fastest.
+_ALIGNED = 64
+#: Bytes that one thread copies at a time.
+_PIECE = 32 << 20
+#: More threads than this do not copy faster.
+_MOST_THREADS = 4
+
+
+class Job:
+    """What an asynchronous save of this rank does between the call and the durable checkpoint."""
+
+    def __init__(self, pending: PendingSave, call: Call, order: Order, *, progress: bool) -> None:
+        self.pending = pending
+        self.call = call
+        self.order = order
+        self.progress = progress
+        self.memory: snapshot_memory.Memory | None = None
+        self.waited = 0.0
+        self.staging = 0.0
+        pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
+
+    def _flats(self) -> Iterator[Flat]:
+        local = self.order.local
+        yield local.flat
+        if local.extra is not None:
+            yield local.extra
+
+    def stage(self) -> None:
+        """Copy what this rank holds to memory of our own; then the caller's may change."""
+        began = time.perf_counter()
+        with range_of("fastckpt.stage"):
+            sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
+            memory = self.memory = snapshot_memory.take(sum(sizes))
+            for device in {getattr(mover, "device", None) for flat in self._flats() for mover in flat.movers.values()}:
+                if device is not None:
+                    memory.pin(device)
+            pieces: list[tuple[int, int, int]] = []
+            address = memory.core.address
+            size_of = iter(sizes)
+            for flat in self._flats():
+                for index, tensor in enumerate(flat.tensors):
+                    nbytes = tensor.capacity
+                    if nbytes:
+                        mover = flat.movers.get(index)
+                        if mover is not None:
+                            mover(0, address, nbytes)
+                        else:
+                            pieces += _cut(address, tensor.address, nbytes)
+                        flat.tensors[index] = tensor._replace(address=address)
+                    address += next(size_of)
+                flat.movers.clear()
+            _copy(pieces)
+            self.order.local.clear()
+        self.pending._copied = self.pending._total
+        self.staging = time.perf_counter() - began
+
+    def run(self) -> None:
+        """The life of the background thread."""
+        pending = self.pending
+        error: BaseException | None = None
+        try:
+            with self.call.operation as operation, ExitStack() as stack:
+                bar = stack.enter_context(ticker("save", pending.path, shown=True)) if self.progress else None
+
+                def tick(done: int, total: int) -> None:
+                    pending._tick(done)
+                    if bar is not None:
+                        bar(done, total)
+
+                tick(0, 0)
+                written = save_order(
+                    self.call.session, operation, pending.path, self.order, timeout=self.call.timeout, tick=tick
+                )
+                pending._report = self._report(written)
+        except BaseException as caught:  # noqa: BLE001 - `result` raises it
+            error = caught
+        finally:
+            self.release()
+        if pending._report is not None:
+            # The checkpoint is there, and so is the report, whatever the end of the operation was.
+            error = None
+        pending._finish(error)
+
+    def _report(self, written: Written) -> RankSaveReport:
+        pending = self.pending
+        own = dict(written.own)
+        pending._written = own["bytes"]
+        # What the core did not see counts as planning, but for what is known.
+        own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
+        own["seconds"] += self.waited + self.staging
+        return report_of(
+            RankSaveReport,
+            pending.path,
+            pending._began,
+            own,
+            stall=pending._held,
+            staging=self.staging,
+            staged=pending._total,
+        )
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.memory is not None:
+            snapshot_memory.give(self.memory)
+            self.memory = None
+        self.order.local.clear()
+
+
+def start(job: Job) -> None:
+    """Wait for earlier saves, copy, and start the thread that writes.
+
+    What it raises has been told to the other ranks.
+    """
+    pending = job.pending
+    try:
+        began = time.perf_counter()
+        in_flight.admit(pending, 1)
+        job.waited = time.perf_counter() - began
+        job.stage()
+        pending._set_staged()
+        pending._held += time.perf_counter() - pending._began
+        pending.started = True
+        # No daemon: the interpreter waits for it at its end, while everything still works.
+        thread = threading.Thread(target=job.run, name="fastckpt-save", daemon=False)
+        if in_flight.is_exiting():
+            thread.run()
+        else:
+            thread.start()
+    except BaseException:
+        job.release()
+        pending._abandon()
+        with job.call.operation:
+            raise
+
+
+def _cut(to: int, address: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """One copy as pieces."""
+    return [(to + at, address + at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
+
+
+def _copy(pieces: list[tuple[int, int, int]]) -> None:
+    """Copy memory to memory: ``memmove`` releases the GIL."""
+    total = sum(nbytes for _, _, nbytes in pieces)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    if total < 2 * _PIECE or threads == 1:
+        for piece in pieces:
+            ctypes.memmove(*piece)
+        return
+    with ThreadPoolExecutor(threads, "fastckpt-stage") as pool:
+        for _ in pool.map(lambda piece: ctypes.memmove(*piece), pieces):
+            pass

@@ -1,0 +1,109 @@
+"""What one rank has of a tensor as boxes of it: for a read by this rank alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt import _core
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors.spread import part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastckpt._tensors.spread import Ranges, Spread
+
+    from .demands import Demand
+
+
+class Boxed:
+    """Demands as requests of ``_core.Reader.read``.
+
+    Attributes:
+        requests: those.
+        drain: takes the bytes of those without an address; None where there are none.
+    """
+
+    def __init__(
+        self,
+        demands: Sequence[Demand],
+        stored: Sequence[_core.StoredTensor],
+        spreads: Sequence[Spread],
+        rank: int,
+        drain: Callable[[int, int, int, int], None],
+    ) -> None:
+        self.requests: list[_core.ReadRequest] = []
+        self.drain: Callable[[int, int, int, int], None] | None = None
+        self._drain = drain
+        # Numbers of demands, by that of the request; and what has to be read first, and is then drained.
+        self._numbers: dict[int, int] = {}
+        self._later: list[tuple[int, Any]] = []
+        for number, demand in enumerate(demands):
+            if not demand.nbytes:
+                continue
+            tensor = stored[demand.tensor]
+            shape = tensor.shape if tensor.logical is None else tensor.logical.shape
+            whole = demand.spread == 0
+            ranges = None if whole else part_of(shape, spreads[demand.spread - 1], rank)
+            if ranges is None or all(part == [(0, size)] for part, size in zip(ranges, shape, strict=True)):
+                self._ask(number, demand, None)
+            elif all(len(part) == 1 for part in ranges):
+                self._ask(number, demand, [(part[0][0], part[0][1], 1) for part in ranges])
+            else:
+                self._ask_parts(number, demand, ranges, tensor.nbytes // math.prod(shape))
+
+    def _ask(self, number: int, demand: Demand, box: list[tuple[int, int, int]] | None) -> None:
+        if not demand.address:
+            self._numbers[len(self.requests)] = number
+            self.drain = self._take
+        self.requests.append(
+            _core.ReadRequest(demand.tensor, demand.address, demand.nbytes, box=box, strides=demand.strides)
+        )
+
+    def _take(self, request: int, start: int, address: int, nbytes: int) -> None:
+        """The core's callback."""
+        self._drain(self._numbers[request], start, address, nbytes)
+
+    def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
+        """Several boxes that lie side by side in the memory of the demand."""
+        sizes = [sum(stop - start for start, stop in part) for part in ranges]
+        address = demand.address
+        if not address:
+            held = np.empty(demand.nbytes, np.uint8)
+            self._later.append((number, held))
+            address = _memory.address_of(held)
+        strides = demand.strides
+        if strides is None:
+            strides = [itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        # Where strides go backwards, the address is not that of the first element.
+        first = address + sum(-step * (size - 1) for step, size in zip(strides, sizes, strict=True) if step < 0)
+        placed = [list(_placed(part)) for part in ranges]
+        for box in itertools.product(*placed):
+            begin = first + sum(at * step for (_, _, at), step in zip(box, strides, strict=True))
+            reach = [(stop - start - 1) * step for (start, stop, _), step in zip(box, strides, strict=True)]
+            low = begin + sum(step for step in reach if step < 0)
+            high = begin + sum(step for step in reach if step > 0) + itemsize
+            self.requests.append(
+                _core.ReadRequest(
+                    demand.tensor, low, high - low, box=[(start, stop, 1) for start, stop, _ in box], strides=strides
+                )
+            )
+
+    def finish(self) -> None:
+        """Once all has been read."""
+        for number, held in self._later:
+            self._drain(number, 0, _memory.address_of(held), held.nbytes)
+        self._later.clear()
+
+
+def _placed(part: Ranges) -> list[tuple[int, int, int]]:
+    """Ranges of a dimension, and where each begins in local memory."""
+    out, at = [], 0
+    for start, stop in part:
+        out.append((start, stop, at))
+        at += stop - start
+    return out

@@ -1,0 +1,55 @@
+"""One call of all ranks: its turn is taken first, so that ranks stay in step also where arguments are bad."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._paths import AnyPath, path_of
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: For a call whose own timeout is none.
+_FALLBACK = 600.0
+
+
+class Call:
+    """One call of this rank.
+
+    Args:
+        kind: ``save`` or ``load``.
+        session: the process group.
+        path: as the caller gave it.
+        timeout: likewise.
+
+    Attributes:
+        operation: has its turn, and must be entered.
+        path: the checkpoint's directory, absolute.
+        timeout: in seconds.
+    """
+
+    def __init__(self, kind: str, session: Session, path: AnyPath, timeout: Any) -> None:
+        self.kind = kind
+        self.session = session
+        self._problem: Exception | None = None
+        self.path, self.timeout = repr(path), _FALLBACK
+        try:
+            self.path = path_of(kind, path)
+            self.timeout = _timeout(kind, timeout)
+        except (TypeError, ValueError) as error:
+            self._problem = error
+        self.operation = session.peers.operation(kind, self.path, self.timeout)
+
+    def check(self) -> None:
+        """Raise what is wrong with the arguments, in the operation, so that other ranks hear of it."""
+        if self._problem is not None:
+            raise self._problem
+
+
+def _timeout(kind: str, timeout: Any) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"{kind}: timeout must be a number of seconds, not {type(timeout).__name__}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"{kind}: timeout must be a number of seconds above 0, not {timeout!r}")
+    return float(timeout)

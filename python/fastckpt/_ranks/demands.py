@@ -1,0 +1,390 @@
+"""From what one rank is asked to load to what it demands of the checkpoint.
+
+:func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
+table of a save:
+
+    wanted = demands(reader, path, wishes, rank, ranks)
+    agreement = Wanting(wanted)
+    verdict = operation.round("wanted", agreement.arrival(), combine=combine_wanted, decide=agreement.decide)
+    answer = operation.round("demands", agreement.offer(verdict), combine=combine_offers, decide=agreement.unite)
+        # only if agreement.is_open(verdict)
+    agreed = agreement.settle(verdict, answer)
+    share = _core.Share.to_load(reader, agreed.wanted, spreads, size)
+    _core.RankLoad(share, rank, reader, agreed.requests, agreed.drain, ...).read(tick)
+    wanted.targets.settle()          # also after an error, as a load of one process does
+    state = wanted.build()
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastckpt._api.destinations import Targets, Whole
+from fastckpt._api.prepare import Prepared, Wishes, prepare
+from fastckpt._text import count
+from fastckpt.exceptions import StructureMismatchError
+
+from .describe import spreads_for
+from .differences import Differences, Path
+from .offers import (
+    CUTS,
+    EQUAL,
+    TABLES,
+    Parts,
+    Told,
+    classes_of,
+    combine_arrivals,
+    compressed,
+    expanded,
+    offer_of,
+)
+from .table import decode_spreads, encode_spreads, packed, unpacked
+from .unite import Holder, SpreadLists
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt import _core
+    from fastckpt._tensors import memory as _memory
+    from fastckpt._tensors.spread import Spread
+
+_LISTED = 20
+
+
+class Demand(NamedTuple):
+    """Memory that is to be filled with what this rank has of a tensor of the checkpoint.
+
+    Attributes:
+        tensor: its number in the checkpoint.
+        spread: the number of its spread among those of this rank; 0 where the rank has it whole.
+        address: that of the lowest byte; 0 where ``targets.drain`` takes the bytes.
+        nbytes: the bytes that are there to be written to; 0 for an empty part.
+        strides: see ``_core.ReadRequest``.
+    """
+
+    tensor: int
+    spread: int
+    address: int
+    nbytes: int
+    strides: Sequence[int] | None
+
+
+class RankTargets(Targets):
+    """Takes the requests of a rank as demands.
+
+    Attributes:
+        demands: those; movers are numbered by them.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.demands: list[Demand] = []
+
+    def _request(
+        self,
+        index: int,
+        address: int,
+        room: int,
+        whole: Whole | None,
+        *,
+        mover: _memory.Mover | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        # Also for no bytes: all ranks of a mesh have to name what is spread over it.
+        if room or whole is not None:
+            if mover is not None:
+                self.movers[len(self.demands)] = mover
+            self.demands.append(Demand(index, 0 if whole is None else whole.spread, address, room, strides))
+
+    @property
+    def needs_drain(self) -> bool:
+        """Whether there is memory without an address."""
+        return bool(self.movers)
+
+
+class Demands:
+    """What one rank demands.
+
+    Attributes:
+        rank: this rank in the group.
+        size: the number of ranks.
+        reader: the checkpoint.
+        path: its path, for messages.
+        prepared: the load, before anything is read.
+        spreads: the spreads of the tensors of ``into`` that are spread.
+        told: both parts of the table, as ranks tell them: the numbers of the tensors and of their spreads, and those.
+    """
+
+    def __init__(
+        self, rank: int, size: int, reader: _core.Reader, path: str, prepared: Prepared, spreads: list[Spread]
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.reader = reader
+        self.path = path
+        self.prepared = prepared
+        self.spreads = spreads
+        wanted: dict[int, tuple[int, ...]] = {}
+        for tensor, spread, *_ in self.targets.demands:
+            wanted[tensor] = (*wanted.get(tensor, ()), spread)
+        kinds: dict[tuple[int, ...], int] = {}
+        #: By the number of a tensor: the number of the list of the spreads that it is wanted by.
+        self.wanted = {tensor: kinds.setdefault(wanted[tensor], len(kinds)) for tensor in sorted(wanted)}
+        self.kinds = list(kinds)
+        self.told = Told.of(rank, _encode(self.wanted, self.kinds), encode_spreads(spreads))
+
+    @property
+    def targets(self) -> RankTargets:
+        """The memory; ``drain`` and ``settle`` as in a load of one process."""
+        targets = self.prepared.targets
+        assert isinstance(targets, RankTargets)  # noqa: S101 - it was made so
+        return targets
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """With ``strict`` unset, names of what only ``into`` has."""
+        return self.prepared.missing
+
+    def build(self) -> Any:
+        """Once all has been read: the state. See :meth:`.Prepared.build`."""
+        return self.prepared.build()
+
+    def unwanted(self) -> str | None:
+        """The tensors that were chosen and that this rank does not want, as :func:`bitmap` has them."""
+        return bitmap(self.prepared.unwanted, len(self.targets.stored))
+
+    def names_of(self, unwanted: str | None) -> tuple[str, ...]:
+        """The names of the tensors in a bitmap."""
+        return tuple(self.targets.stored[number].name for number in numbers_in(unwanted))
+
+
+def demands(
+    reader: _core.Reader, path: str, wishes: Wishes, rank: int, ranks: Sequence[int], *, stacklevel: int = 3
+) -> Demands:
+    """Compare what a rank is asked to load with the checkpoint.
+
+    Args:
+        reader: the checkpoint.
+        path: its path, for messages.
+        wishes: what is asked for (:func:`fastckpt._api.prepare.wishes_of`); tensors of ``into`` may be DTensors.
+        rank: this rank in the group.
+        ranks: the global ranks of the group, in its order.
+        stacklevel: where warnings point to, from here.
+
+    Raises:
+        StructureMismatchError: ``into`` does not fit. What only the checkpoint has is no reason: others may want it.
+        Exception: whatever a load of one process raises before it reads.
+    """
+    spreads = spreads_for(rank, ranks)
+    prepared = prepare(
+        reader, path, wishes, stacklevel=stacklevel + 1, target=RankTargets, spreads=spreads, shared=True
+    )
+    return Demands(rank, len(ranks), reader, path, prepared, [] if spreads is None else spreads.found)
+
+
+def bitmap(numbers: set[int], size: int) -> str | None:
+    """Numbers below ``size`` as text; None for none."""
+    if not numbers:
+        return None
+    bits = np.zeros(size, np.bool_)
+    bits[list(numbers)] = True
+    return base64.b85encode(compressed(np.packbits(bits).tobytes())).decode()
+
+
+def numbers_in(text: str | None) -> list[int]:
+    """The numbers in a bitmap."""
+    return [] if text is None else np.flatnonzero(np.unpackbits(_bits(text))).tolist()
+
+
+def common(bitmaps: Sequence[str | None]) -> str | None:
+    """The bitmap of the numbers that are in all of these."""
+    distinct = set(bitmaps)
+    first = bitmaps[0]
+    if None in distinct or len(distinct) == 1 or first is None:
+        return None if None in distinct else first
+    bits = np.bitwise_and.reduce([_bits(text) for text in distinct if text is not None])
+    return base64.b85encode(compressed(bits.tobytes())).decode() if bits.any() else None
+
+
+def _bits(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(expanded(base64.b85decode(text)), np.uint8)
+
+
+def combine_wanted(arrivals: Sequence[list[Any]]) -> list[Any]:
+    """What several ranks say of their demands, as one."""
+    return [*combine_arrivals([arrival[:-1] for arrival in arrivals]), common([arrival[-1] for arrival in arrivals])]
+
+
+class Request(NamedTuple):
+    """As ``_core.RankLoad`` takes it; ``tensor`` is the position in :attr:`Shared.wanted`."""
+
+    tensor: int
+    part: int
+    address: int
+    nbytes: int
+    strides: Sequence[int] | None
+
+
+class Shared:
+    """What all ranks agree on, and what this one wants of it.
+
+    Attributes:
+        wanted: numbers of tensors of the checkpoint that any rank wants, ascending, and for each the numbers of the
+            spreads.
+        spreads: what these stand for.
+        requests: the memories of this rank.
+        drain: takes the bytes of those without an address: its first argument is the index in ``requests``.
+    """
+
+    def __init__(self, wanted: list[tuple[int, tuple[int, ...]]], spreads: list[Spread], demands: Demands) -> None:
+        self.wanted = wanted
+        self.spreads = spreads
+        self.requests: list[Request] = []
+        self._movers: list[Any] = []
+        parts = Parts(spreads, demands.rank)
+        position = {tensor: index for index, (tensor, _) in enumerate(wanted)}
+        targets = demands.targets
+        seen: dict[tuple[int, int], int] = {}
+        for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
+            wish = demands.spreads[spread - 1] if spread else None
+            # How many alike have come before: of what is stored once, a rank can want several.
+            alike = (tensor, spread if wish is not None and wish.mesh else 0)
+            before = seen.get(alike, 0)
+            seen[alike] = before + 1
+            if nbytes:
+                at = position[tensor]
+                part = parts.part(wanted[at][1], wish, before)
+                self.requests.append(Request(at, part, address, nbytes, strides))
+                self._movers.append(targets.movers.get(index))
+
+    def drain(self, index: int, start: int, address: int, nbytes: int) -> None:
+        """The core's callback for requests without an address."""
+        self._movers[index](start, address, nbytes)
+
+    @property
+    def needs_drain(self) -> bool:
+        """Whether there are any."""
+        return any(mover is not None for mover in self._movers)
+
+
+class Wanting:
+    """The agreement of one load: as :class:`.agreement.Agreement`, whose rounds it shares.
+
+    Args:
+        local: what this rank demands.
+    """
+
+    def __init__(self, local: Demands) -> None:
+        self.local = local
+
+    def arrival(self) -> list[Any]:
+        """What goes up first: digests of the demands, and what this rank does not want."""
+        return [*self.local.told.digests, False, self.local.unwanted()]
+
+    def decide(self, combined: list[Any]) -> list[Any]:
+        """The verdict: which parts differ, and what nobody wants.
+
+        Raises:
+            StructureMismatchError: there is something that nobody wants, and the load is strict.
+        """
+        main, cuts, _, unwanted = combined
+        local = self.local
+        if unwanted is not None and local.prepared.wishes.strict:
+            names = local.names_of(unwanted)
+            shown = list(names[:_LISTED])
+            if len(names) > _LISTED:
+                shown.append(f"and {len(names) - _LISTED} more")
+            error = StructureMismatchError(
+                f"load: no rank has a place in into for {count(len(names), 'tensor')} of {local.path}, and nothing was "
+                'changed: give a state with the same tensors, or choose those that it has, as in keys="model.*", or '
+                "leave them out with strict=False:\n  " + "\n  ".join(shown)
+            )
+            error.differences = tuple(f"{name}: missing from into" for name in names)
+            raise error
+        return [TABLES if main is None else CUTS if cuts is None else EQUAL, unwanted]
+
+    @staticmethod
+    def is_open(verdict: list[Any]) -> bool:
+        """Whether a second round is needed."""
+        return bool(verdict[0] != EQUAL)
+
+    def offer(self, verdict: list[Any]) -> bytes:
+        """What goes up second."""
+        return self.local.told.offer(verdict[0])
+
+    def unite(self, combined: bytes) -> bytes:
+        """What comes down: the demands of all ranks.
+
+        Raises:
+            ValueError: a rank of a mesh does not want what the others of it do.
+        """
+        classes, _, blobs = offer_of(combined)
+        local = self.local
+        holders: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        variants = list(classes_of(classes, blobs).items())
+        for number, (main, _) in enumerate(variants):
+            wanted, kinds = (local.wanted, local.kinds) if len(variants) == 1 else _decode(expanded(blobs[main]))
+            for tensor, kind in wanted.items():
+                holders.setdefault(tensor, []).append((number, kinds[kind]))
+        made = SpreadLists(local.size)
+        known: dict[tuple[Any, ...], int] = {}
+        lists: dict[int, int] = {}
+        differences = Differences("load")
+        for tensor in sorted(holders):
+            key = tuple(holders[tensor])
+            found = known.get(key)
+            if found is None:
+                found = known[key] = made.add(
+                    holder for number, spreads in key for holder in _holders(variants[number][1], spreads)
+                )
+            lists[tensor] = found
+            if found in made.without:
+                spread, absent = made.without[found]
+                name = local.targets.stored[tensor].name
+                sides = [(spread.ranks, "spread"), (absent, "not there")]
+                differences.texts(Path(None, name), sides, "give each rank in into what a mesh of it holds")
+        differences.raise_any()
+        return packed(compressed(_encode(lists, made.lists)), encode_spreads(made.spreads))
+
+    def settle(self, _: list[Any], answer: bytes | None) -> Shared:
+        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        local = self.local
+        if answer is not None:
+            main, cuts = unpacked(answer)
+            lists, kinds = _decode(expanded(main))
+            return Shared([(tensor, kinds[kind]) for tensor, kind in lists.items()], decode_spreads(cuts), local)
+        everyone = list(range(local.size))
+        made = SpreadLists(local.size)
+        every = [made.add(_holders([(local.spreads, everyone)], spreads)) for spreads in local.kinds]
+        return Shared([(tensor, made.lists[every[kind]]) for tensor, kind in local.wanted.items()], made.spreads, local)
+
+
+def _holders(variants: Sequence[tuple[list[Spread], list[int]]], numbers: tuple[int, ...]) -> list[Holder]:
+    """What ranks with these spreads want of a tensor, by the numbers of them."""
+    out = []
+    for spreads, ranks in variants:
+        seen: dict[Spread | None, int] = {}
+        for number in numbers:
+            spread = spreads[number - 1] if number else None
+            alike = spread if spread is not None and spread.mesh else None
+            out.append(Holder(spread, seen.get(alike, 0), ranks))
+            seen[alike] = seen.get(alike, 0) + 1
+    return out
+
+
+def _encode(wanted: dict[int, int], kinds: Sequence[tuple[int, ...]]) -> bytes:
+    return packed(
+        json.dumps(kinds).encode(),
+        np.fromiter(wanted.keys(), "<u4", len(wanted)).tobytes(),
+        np.fromiter(wanted.values(), "<u4", len(wanted)).tobytes(),
+    )
+
+
+def _decode(data: bytes) -> tuple[dict[int, int], list[tuple[int, ...]]]:
+    kinds, tensors, kind = unpacked(data)
+    wanted = dict(zip(np.frombuffer(tensors, "<u4").tolist(), np.frombuffer(kind, "<u4").tolist(), strict=True))
+    return wanted, [tuple(each) for each in json.loads(kinds)]

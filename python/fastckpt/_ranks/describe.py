@@ -1,0 +1,188 @@
+"""From the state of one rank to its table.
+
+:func:`describe` is what a save calls first. What it gives goes into an :class:`.agreement.Agreement`.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from ctypes import string_at
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt._state.flatten import Flat, flatten
+from fastckpt._tensors import memory as _memory
+
+from .offers import Told
+from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastckpt._state.registry import Types
+    from fastckpt._tensors.dtensor import Spreads
+    from fastckpt._tensors.spread import Spread
+
+#: Tensors that every rank has whole are compared up to this size. Larger ones are taken to be equal.
+COMPARED = 64 << 10
+NO_TENSORS = "metadata cannot hold tensors: put them into the state"
+#: Types of keys that can name the model.
+_KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
+
+
+class Local:
+    """What one rank saves.
+
+    Attributes:
+        rank: this rank in the group.
+        size: the number of ranks.
+        flat: the state, flattened. Its ``keep`` has what addresses point into, to be cleared by who saves.
+        about: the metadata, flattened.
+        extra: what belongs to this rank alone, flattened; None for nothing.
+        spreads: the spreads of the tensors that are spread.
+        table: the main part of the table.
+        told: both parts of the table, as ranks tell them.
+        model_key: see :func:`fastckpt.save`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        flat: Flat,
+        about: Flat,
+        extra: Flat | None,
+        spreads: list[Spread],
+        model_key: str | None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.flat = flat
+        self.about = about
+        self.extra = extra
+        self.spreads = spreads
+        self.model_key = model_key
+        self.table = table_of(flat, about.structure())
+        self.told = Told.of(rank, encode(self.table), encode_spreads(spreads))
+
+    def clear(self) -> None:
+        """Let go of the caller's memory."""
+        self.flat.keep.clear()
+        if self.extra is not None:
+            self.extra.keep.clear()
+
+
+def describe(
+    state: Any,
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    operation: str = "save",
+    metadata: Any = None,
+    per_rank: Any = None,
+    model_key: str | None = "auto",
+    types: Types | None = None,
+    default: Callable[[Any], Any] | None = None,
+) -> Local:
+    """Flatten the state of this rank, and describe it.
+
+    Args:
+        state: any state, with DTensors in it.
+        rank: this rank in the group.
+        ranks: the global ranks of the group, in its order.
+        operation: the word that error messages begin with.
+        metadata: see :func:`fastckpt.save`.
+        per_rank: a state that belongs to this rank alone, without DTensors; None for none.
+        model_key: see :func:`fastckpt.save`.
+        types: the types with names that are known.
+        default: see :func:`fastckpt.save`.
+
+    Raises:
+        UnsupportedTypeError: something cannot be saved; the message names its place.
+    """
+    about = flatten(
+        metadata, operation=f"{operation}: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
+    )
+    spreads = spreads_for(rank, ranks)
+    flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads)
+    extra = None
+    try:
+        if per_rank is not None:
+            extra = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
+        return Local(rank, len(ranks), flat, about, extra, [] if spreads is None else spreads.found, model_key)
+    except BaseException:
+        # The traceback has this frame, and with it exports of the caller's buffers.
+        flat.keep.clear()
+        raise
+
+
+def spreads_for(rank: int, ranks: Sequence[int]) -> Spreads | None:
+    """What describes DTensors; None where nobody has imported them, and so there are none."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from fastckpt._tensors.dtensor import Spreads  # noqa: PLC0415 - imports torch
+
+    return Spreads(ranks, rank)
+
+
+def table_of(flat: Flat, metadata: str) -> Table:
+    """The main part of the table of a state."""
+    spread_of = flat.spreads.get
+    kinds, kind = kinds_of(
+        (tensor.dtype, tensor.shape, tensor.logical, spread_of(index, 0)) for index, tensor in enumerate(flat.tensors)
+    )
+    outer = None
+    if flat.outer is not None:
+        outer = [
+            (type(key).__name__, str(key), leads) for key, leads in flat.outer.items() if type(key).__name__ in _KEYS
+        ]
+    return Table(
+        [tensor.name for tensor in flat.tensors],
+        kinds,
+        kind,
+        checks(flat),
+        flat.ties,
+        outer,
+        flat.structure(),
+        metadata,
+    )
+
+
+def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None:
+    """The keys of the outer mapping, as a flattened state has them."""
+    return None if keys is None else {_KEYS[kind](text): leads for kind, text, leads in keys}
+
+
+def checks(flat: Flat) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """A checksum of each small tensor that all ranks have whole."""
+    out = [NO_CHECK] * len(flat.tensors)
+    spread = flat.spreads
+    elsewhere = []
+    for index, (_, _, _, address, nbytes, _) in enumerate(flat.tensors):
+        if not 0 < nbytes <= COMPARED or index in spread:
+            continue
+        if address:
+            out[index] = zlib.crc32(string_at(address, nbytes))
+        else:
+            elsewhere.append(index)
+    for index, data in zip(elsewhere, _fetched(flat, elsewhere), strict=True):
+        out[index] = zlib.crc32(data.data)
+    return np.array(out, np.uint64)
+
+
+def _fetched(flat: Flat, indices: Sequence[int]) -> list[_memory.Bytes]:
+    """The bytes of tensors without an address; those on devices come together."""
+    if not indices:
+        return []
+    out = [np.empty(flat.tensors[index].capacity, np.uint8) for index in indices]
+    afar = [at for at, index in enumerate(indices) if getattr(flat.keep[index], "is_cpu", True) is False]
+    if afar:
+        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+        for at, data in zip(afar, _torch.fetched([flat.keep[indices[at]] for at in afar]), strict=True):
+            out[at] = data
+    for at in set(range(len(indices))).difference(afar):
+        flat.movers[indices[at]](0, _memory.address_of(out[at]), out[at].nbytes)
+    return out

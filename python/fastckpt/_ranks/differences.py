@@ -1,0 +1,108 @@
+"""What differs between ranks and must not, as an error that names the places, the ranks and both values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._state.flatten import canonical
+from fastckpt._state.key_paths import show, step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: More than these are counted, not listed.
+_LISTED = 10
+#: Longer values are cut, and longer lists of ranks.
+_VALUE = 80
+_RANKS = 8
+
+
+class Path:
+    """A place in a structure, as a step from the one above."""
+
+    __slots__ = ("above", "key")
+
+    def __init__(self, above: Path | None, key: Any) -> None:
+        self.above = above
+        self.key = key
+
+    def __str__(self) -> str:
+        steps = []
+        at: Path | None = self
+        while at is not None:
+            steps.append(step_of(at.key))
+            at = at.above
+        return show("".join(reversed(steps)))
+
+
+class Differences:
+    """Notes differences, and raises them together.
+
+    Args:
+        operation: the word that the message begins with.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self._noted: list[str] = []
+        self._count = 0
+        self._remedies: dict[str, None] = {}
+
+    def values(self, path: Path, sides: Sequence[tuple[Sequence[int], Any]]) -> None:
+        """Two tokens that differ, each with the ranks that have it."""
+        self._note(path, [(ranks, short(token)) for ranks, token in sides])
+        self._remedies["give what belongs to one rank alone as per_rank="] = None
+
+    def texts(self, path: Path, sides: Sequence[tuple[Sequence[int], str]], remedy: str) -> None:
+        """Two things that differ, in words."""
+        self._note(path, sides)
+        self._remedies[remedy] = None
+
+    def _note(self, path: Path, sides: Sequence[tuple[Sequence[int], str]]) -> None:
+        self._count += 1
+        if len(self._noted) < _LISTED:
+            self._noted.append(f"{path}: " + ", ".join(f"{text} on {named(ranks)}" for ranks, text in sides))
+
+    def raise_any(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            ValueError: something was.
+        """
+        if not self._count:
+            return
+        lines = list(self._noted)
+        if self._count > len(lines):
+            lines.append(f"and {self._count - len(lines)} more")
+        raise ValueError(
+            f"{self.operation}: the states of the ranks do not fit together: {'; or '.join(self._remedies)}:\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def short(token: Any) -> str:
+    """A token as the value that it stands for, as far as that is short."""
+    if type(token) is str:
+        text = repr(token)
+    elif type(token) is not list:
+        text = {True: "True", False: "False", None: "None"}.get(token, str(token)) if _is_word(token) else str(token)
+    elif len(token) == 2 and token[0] in {"int", "float"}:  # noqa: PLR2004 - a tag and a text
+        text = str(token[1])
+    elif len(token) == 2 and type(token[1]) is int:  # noqa: PLR2004 - a container and its size
+        text = f"a {token[0]} of {token[1]}"
+    else:
+        text = canonical(token)
+    return text if len(text) <= _VALUE else f"{text[: _VALUE // 2]}...{text[-_VALUE // 4 :]}"
+
+
+def _is_word(token: Any) -> bool:
+    return token is None or type(token) is bool
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, for a message."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _RANKS:
+        return f"ranks {', '.join(map(str, ranks[: _RANKS // 2]))}, ..., {ranks[-1]} ({len(ranks)} of them)"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,293 @@
+"""Messages between ranks: what one reads or has in memory, and another writes or wants.
+
+The core says which messages there are, packs them and takes them apart (``_core.Mail``). Here they travel: for each
+direction one thread begins transfers, in order, and one waits for them, in the same order. So several are on their way
+at a time, and who begins may wait for memory without keeping what has arrived from being used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fastckpt.exceptions import CheckpointError
+
+from .torch_distributed import DataGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastckpt import _core
+
+    from .attention import Attention
+    from .torch_distributed import Group, Transfer
+
+_T = TypeVar("_T")
+
+#: Seconds between two looks at whether the others are still there.
+_LOOK = 0.05
+#: Seconds for which threads may take to end once their transfers have been ended. Gloo ends them at once.
+_ENDING = 5.0
+
+
+class LostError(CheckpointError):
+    """The exchange broke off: the cause is at another rank, or between the two."""
+
+
+class Lane(NamedTuple):
+    """One direction.
+
+    Attributes:
+        what: for messages, ``to`` or ``from`` a rank.
+        messages: rank and bytes of each, in order.
+        begin: the number of a message; the address of its memory, once there is some.
+        done: the number of a message: it has been sent or has arrived.
+    """
+
+    what: str
+    messages: list[tuple[int, int]]
+    begin: Callable[[int], int]
+    done: Callable[[int], None]
+
+
+class Link:
+    """The gloo group of a process group: made when ranks first have something to send, kept, made anew once broken.
+
+    Its name is agreed on in a round of the protocol: each rank offers what it has (:meth:`offer`), and the coordinator
+    answers what to use (:meth:`agree`).
+
+    Args:
+        group: who is in it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._name = ""
+        self._data: DataGroup | None = None
+
+    def offer(self, *, needed: bool) -> list[Any]:
+        """What this rank says in the round: whether it needs a group, and the name of the one that it has."""
+        return [needed, self._name]
+
+    @staticmethod
+    def combine(offers: list[list[Any]]) -> list[Any]:
+        """What several say: whether one of them needs a group, and the name of the one that all of them have."""
+        names = {name for _, name in offers}
+        return [any(needed for needed, _ in offers), names.pop() if len(names) == 1 else ""]
+
+    @staticmethod
+    def agree(offer: list[Any]) -> str:
+        """The coordinator's answer to what all say: the name of the group to use; empty for none."""
+        needed, name = offer
+        return (name or secrets.token_hex(8)) if needed else ""
+
+    def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
+        """The group that was agreed on; to make one, all ranks come here at about the same time."""
+        if not name:
+            return None
+        if name != self._name or self._data is None:
+            self.drop()
+            self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
+            self._name = name
+        return self._data
+
+    def drop(self) -> None:
+        """Forget the group, which is broken."""
+        self._name = ""
+        self._data = None
+
+
+class Exchange:
+    """The messages of one operation while they travel.
+
+    Args:
+        group: the gloo group.
+        mail: the messages.
+        name: what a rank is called in errors, ``rank 3 on node-b``.
+        limit: seconds after which a transfer that does not end is given up, whatever the other ranks say.
+
+    Attributes:
+        moved: how many messages have been sent and have arrived.
+    """
+
+    def __init__(self, group: DataGroup, mail: _core.Mail, name: Callable[[int], str], limit: float) -> None:
+        self.group = group
+        self.mail = mail
+        self.name = name
+        self.limit = limit
+        self.moved = 0
+        self._error: BaseException | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        for lane, start in (
+            (Lane("to", mail.outgoing(), mail.pack, mail.sent), group.send),
+            (Lane("from", mail.incoming(), mail.admit, mail.arrived), group.receive),
+        ):
+            if lane.messages:
+                begun: SimpleQueue[Transfer | None] = SimpleQueue()
+                self._run(self._begin, lane, start, begun)
+                self._run(self._wait, lane, begun)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it broke off, or None: a :class:`LostError`, or what the core raised."""
+        return self._error
+
+    @property
+    def waits(self) -> bool:
+        """Whether a message of another rank, or its taking of one, is what this rank may be waiting for."""
+        return self._error is None and self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are still on their way."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self, attend: Callable[[], None]) -> None:
+        """Wait until all have been sent and have arrived; ``attend`` is called meanwhile.
+
+        Raises:
+            LostError: the exchange broke off.
+            Exception: the core could not pack a message.
+        """
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_LOOK)
+                attend()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, why: str) -> None:
+        """Stop what still travels, here and at the other ranks; nothing happens if nothing does."""
+        if not self.busy:
+            return
+        self._ended = True
+        self.mail.stop(why)
+        self.group.end()
+        until = time.monotonic() + _ENDING
+        for thread in self._threads:
+            # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _run(self, function: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=function, args=arguments, name="fastckpt-exchange", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _begin(
+        self,
+        lane: Lane,
+        start: Callable[[int, int, int, object], Transfer],
+        begun: SimpleQueue[Transfer | None],
+    ) -> None:
+        try:
+            for number, (peer, nbytes) in enumerate(lane.messages):
+                try:
+                    address = lane.begin(number)
+                except Exception as error:  # noqa: BLE001 - raised by who joins
+                    self._fail(error)
+                    return
+                try:
+                    begun.put(start(peer, address, nbytes, self.mail))
+                except RuntimeError as error:
+                    self._fail(self._lost(lane, peer, error))
+                    return
+        finally:
+            begun.put(None)
+
+    def _wait(self, lane: Lane, begun: SimpleQueue[Transfer | None]) -> None:
+        for number, (peer, _) in enumerate(lane.messages):
+            transfer = begun.get()
+            if transfer is None:
+                return
+            try:
+                transfer.wait(self.limit)
+            except RuntimeError as error:
+                self._fail(self._lost(lane, peer, error))
+                return
+            try:
+                lane.done(number)
+            except Exception as error:  # noqa: BLE001 - raised by who joins
+                self._fail(error)
+                return
+            with self._lock:
+                self.moved += 1
+
+    def _lost(self, lane: Lane, peer: int, error: RuntimeError) -> LostError:
+        return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure is the one that is told; those that the end of the exchange makes are none."""
+        with self._lock:
+            if self._ended or self._error is not None:
+                return
+            self._error = error
+        self.mail.stop(str(error))
+        # What waits for other ranks, and what waits there for this one, would wait for ever.
+        self.group.end()
+
+
+def _text(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source."""
+    return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
+
+
+def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[[], None]) -> _T:
+    """Do the core's part of an operation, and see all messages off; ``attend`` is called while only they are left.
+
+    Raises:
+        LostError: the exchange broke off.
+        Exception: what the core raised.
+    """
+    try:
+        done = work()
+        if exchange is not None:
+            exchange.join(attend)
+    except Exception as error:
+        cause = None if exchange is None else exchange.error
+        # What stops the mail is what the core then fails of.
+        if cause is not None and cause is not error and str(cause) in str(error):
+            raise cause from None
+        raise
+    return done
+
+
+def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
+    """Run what may wait for other ranks in a thread; ``attend`` is called meanwhile, and what it raises ends the wait.
+
+    The thread may then go on until its own deadline; nothing asks for its result.
+    """
+    found: list[_T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="fastckpt-meet", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)
+        attend()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: Attention) -> bytes:
+    """Give all ranks ``content``, which rank 0 has.
+
+    Raises:
+        LostError: a rank has gone.
+        RanksError: the operation has failed at another rank.
+    """
+    try:
+        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention)
+    except RuntimeError as error:
+        raise LostError(f"the manifest was not passed on: {_text(error)}") from error

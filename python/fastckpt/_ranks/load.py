@@ -1,0 +1,273 @@
+"""A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
+
+Where all ranks are on one host, the page cache passes bytes on faster than messages do: then each rank reads what it
+wants through that, and the storage is read once all the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt import _core
+from fastckpt._api.progress import ticker
+from fastckpt._tensors.ranges import range_of
+
+from .attention import Attention
+from .boxes import Boxed
+from .demands import Wanting, combine_wanted, demands
+from .exchange import Exchange, Link, LostError, carried, passed_on
+from .offers import combine_offers
+from .save import core_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastckpt._api.prepare import Wishes
+
+    from .calls import Call
+    from .demands import Demands, Shared
+    from .peers import Operation
+    from .session import Session
+    from .torch_distributed import DataGroup
+
+#: The engines with which ranks of one host may share the page cache.
+_CACHED = frozenset({"auto", "buffered"})
+
+
+class Read(NamedTuple):
+    """What was done.
+
+    Attributes:
+        state: the state, with what is in ``into`` filled.
+        fields: what :class:`fastckpt._api.reports.RankLoadReport` is made of.
+    """
+
+    state: Any
+    fields: dict[str, Any]
+
+
+class Opened(NamedTuple):
+    """A checkpoint that all ranks have opened.
+
+    Attributes:
+        reader: the checkpoint.
+        cached: whether all ranks are on one host, and read through its page cache.
+        group: what bytes travel in; None where they do not.
+    """
+
+    reader: _core.Reader
+    cached: bool
+    group: DataGroup | None
+
+
+def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel: int) -> Read:
+    """Load what this rank wants, while the others load what they want: all rounds of a load.
+
+    Raises:
+        RanksError: another rank failed, or does not answer.
+        Exception: this rank failed.
+    """
+    session = call.session
+    attention = Attention(operation, call.timeout)
+    whole = False
+    try:
+        try:
+            opened = open_checkpoint(call, operation, attention, cacheable=wishes.io in _CACHED)
+        except LostError as error:
+            _want(operation, {"lost": f"{session.name(session.group.rank)}: {error}"}, None)
+            raise
+        wanted = demands(
+            opened.reader, call.path, wishes, session.group.rank, session.group.ranks, stacklevel=stacklevel + 1
+        )
+        with ticker("load", call.path, shown=wishes.progress) as tick:
+            fields, unexpected = _read(call, operation, opened, wanted, attention, tick)
+        whole = True
+    finally:
+        if not whole:
+            session.link.drop()
+    state = wanted.build()
+    more = {"missing": wanted.missing, "unexpected": unexpected}
+    return Read(state, fields | more | {"rank": session.group.rank, "ranks": session.group.size})
+
+
+def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, cacheable: bool) -> Opened:
+    """Open the checkpoint on all ranks: the round ``arrive``. One reads the manifest, and passes it on.
+
+    Args:
+        call: the call.
+        operation: its operation.
+        attention: that of the operation.
+        cacheable: whether this rank may read through the page cache.
+    """
+    session = call.session
+    readers: list[_core.Reader] = []
+
+    def decide(arrived: list[Any]) -> list[Any]:
+        hosts, may, offer = arrived
+        cached = may and len(hosts) == 1
+        reader = _core.Reader(call.path)
+        readers.append(reader)
+        manifest = reader.manifest()
+        # On one host nothing else may have to travel.
+        name = "" if cached or session.group.size == 1 else Link.agree([True, offer[1]])
+        return [cached, name, len(manifest) if name else manifest]
+
+    cached, name, manifest = operation.round(
+        "arrive",
+        [[session.group.host], cacheable, session.link.offer(needed=True)],
+        combine=_combine_arrivals,
+        decide=decide,
+    )
+    group = session.link.meet(name, call.timeout, attention)
+    if group is not None:
+        manifest = passed_on(group, readers[0].manifest() if readers else None, manifest, attention)
+    reader = readers[0] if readers else _core.Reader(call.path, manifest=manifest)
+    return Opened(reader, cached, group)
+
+
+def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
+    """What several ranks say: up to two hosts, whether all may read through the page cache, and their gloo groups."""
+    hosts = sorted({host for hosts, _, _ in arrivals for host in hosts})[:2]
+    return [hosts, all(may for _, may, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
+
+
+def _read(
+    call: Call,
+    operation: Operation,
+    opened: Opened,
+    wanted: Demands,
+    attention: Attention,
+    tick: Callable[[int, int], None],
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Agree on what is wanted, and bring it; what the report is made of, and the names of what nobody wants."""
+    agreement = Wanting(wanted)
+    verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
+    unexpected = wanted.names_of(verdict[1])
+
+    def each(done: int, total: int) -> None:
+        attention(done)
+        tick(done, total)
+
+    try:
+        if opened.cached or call.session.group.size == 1:
+            own = _through_cache(call.session, opened, wanted, each)
+            outcome: dict[str, Any] = {}
+        else:
+            answer = None
+            if agreement.is_open(verdict):
+                offer = agreement.offer(verdict)
+                answer = operation.round("demands", offer, combine=combine_offers, decide=agreement.unite)
+            own, outcome = _through_messages(call, opened, wanted, agreement.settle(verdict, answer), attention, each)
+    finally:
+        # Also after an error: a device must not write into memory that is somebody else's by then.
+        if wanted.targets.movers:
+            wanted.targets.settle()
+    operation.round("done", outcome, combine=_combine_outcomes, decide=_finish)
+    return own, unexpected
+
+
+def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None) -> Any:
+    """The round ``wanted``. A rank that could not be passed the manifest says that: the cause is another one."""
+
+    def combine(values: list[dict[str, Any]]) -> dict[str, Any]:
+        lost = _combine_outcomes(values)
+        return lost or {"wanted": combine_wanted([each["wanted"] for each in values])}
+
+    def decide(combined: dict[str, Any]) -> Any:
+        _finish(combined)
+        assert agreement is not None  # noqa: S101 - who has none has lost
+        return agreement.decide(combined["wanted"])
+
+    return operation.round("wanted", value, combine=combine, decide=decide)
+
+
+def _combine_outcomes(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first of what several ranks say that says that an exchange broke off."""
+    return next((outcome for outcome in outcomes if "lost" in outcome), {})
+
+
+def _finish(outcome: dict[str, Any]) -> None:
+    if "lost" in outcome:
+        raise LostError(outcome["lost"])
+
+
+def _through_cache(
+    session: Session, opened: Opened, wanted: Demands, tick: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Read what this rank wants, as if it were alone; what another rank of the host has read is in the page cache."""
+    wishes, targets = wanted.prepared.wishes, wanted.targets
+    boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
+    alone = session.group.size == 1
+    before = _storage_reads()
+    with range_of("fastckpt.read"):
+        own: dict[str, Any] = dict(
+            opened.reader.read(
+                boxed.requests,
+                verify=wishes.verify,
+                io=wishes.io if alone else "buffered",
+                threads=wishes.threads,
+                drain=boxed.drain,
+                tick=tick,
+            )
+        )
+        boxed.finish()
+    after = _storage_reads()
+    read = own["bytes"] if alone or before is None or after is None else after - before
+    return own | {"bytes_storage": read, "bytes_peers": 0, "bytes_sent": 0}
+
+
+def _storage_reads() -> int | None:
+    """Bytes that this process has made its storage read so far; None where the system does not say."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(": ")
+            if name == "read_bytes":
+                return int(value)
+    return None
+
+
+def _through_messages(
+    call: Call,
+    opened: Opened,
+    wanted: Demands,
+    shared: Shared,
+    attention: Attention,
+    tick: Callable[[int, int], None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others."""
+    session, wishes = call.session, wanted.prepared.wishes
+    group = session.group
+    share = _core.Share.to_load(
+        opened.reader, shared.wanted, [core_spread(each) for each in shared.spreads], group.size
+    )
+    engine = _core.RankLoad(
+        share,
+        group.rank,
+        opened.reader,
+        [
+            (shared.wanted[at][0], part, address, nbytes, strides)
+            for at, part, address, nbytes, strides in shared.requests
+        ],
+        shared.drain if shared.needs_drain else None,
+        verify=wishes.verify,
+        io=wishes.io,
+        threads=wishes.threads,
+    )
+    exchange = None
+    try:
+        if opened.group is not None:
+            exchange = attention.exchange = Exchange(opened.group, engine.mail, session.name, attention.limit)
+        try:
+            with range_of("fastckpt.read"):
+                own = carried(lambda: dict(engine.read(tick)), exchange, attention)
+        except LostError as error:
+            # The cause is another rank, which says so itself; where none does, this is the cause.
+            return {}, {"lost": f"{session.name(group.rank)}: {error}"}
+        storage, peers, sent = (own.pop(name) for name in ("storage", "peers", "sent"))
+        return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {}
+    finally:
+        if exchange is not None:
+            exchange.end("the load has failed")
+        engine.close()

@@ -1,0 +1,147 @@
+"""What ranks tell each other of their tables: two digests first, the tables themselves only where these differ."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .table import decode_spreads, digest, packed, unpacked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt._tensors.spread import Spread
+
+#: Verdicts: the tables are equal; only the spreads differ; the tables differ.
+EQUAL, CUTS, TABLES = "equal", "cuts", "tables"
+_LEVEL = 1
+
+
+class Told(NamedTuple):
+    """What a rank can tell of its table.
+
+    Attributes:
+        rank: this rank in the group.
+        main: the main part, encoded.
+        cuts: the spreads, encoded.
+        digests: of both.
+    """
+
+    rank: int
+    main: bytes
+    cuts: bytes
+    digests: tuple[str, str]
+
+    @classmethod
+    def of(cls, rank: int, main: bytes, cuts: bytes) -> Told:
+        """With the digests."""
+        return cls(rank, main, cuts, (digest(main), digest(cuts)))
+
+    def offer(self, what: str, extras: Sequence[Any] = (), blobs: dict[str, bytes] | None = None) -> bytes:
+        """What goes up second, after this verdict, with what belongs to this rank alone."""
+        classes: dict[str, list[int]] = {}
+        sent = dict(blobs or {})
+        main, cuts = self.digests
+        if what == TABLES:
+            sent[main] = compressed(self.main)
+        if what != EQUAL:
+            classes[f"{main} {cuts}"] = [self.rank]
+            sent[cuts] = self.cuts
+        return _offer(classes, extras, sent)
+
+
+def compressed(data: bytes) -> bytes:
+    """``data`` in fewer bytes."""
+    return zlib.compress(data, _LEVEL)
+
+
+def expanded(data: bytes) -> bytes:
+    """What :func:`compressed` made less of."""
+    return zlib.decompress(data)
+
+
+def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
+    """What several ranks say of their tables, as one: a digest is None where they differ."""
+    main, cuts, extra = arrivals[0]
+    for other_main, other_cuts, other_extra in arrivals[1:]:
+        main = main if main == other_main else None
+        cuts = cuts if cuts == other_cuts else None
+        extra = extra or other_extra
+    return [main, cuts, extra]
+
+
+def combine_offers(offers: Sequence[bytes]) -> bytes:
+    """What several ranks offer, as one: each table is there once."""
+    if len(offers) == 1:
+        return offers[0]
+    classes: dict[str, list[int]] = {}
+    extras: list[Any] = []
+    blobs: dict[str, bytes] = {}
+    for offer in offers:
+        more, own, these = offer_of(offer)
+        for name, ranks in more.items():
+            classes.setdefault(name, []).extend(ranks)
+        extras += own
+        blobs.update(these)
+    return _offer(classes, extras, blobs)
+
+
+def _offer(classes: dict[str, list[int]], extras: Sequence[Any], blobs: dict[str, bytes]) -> bytes:
+    head = json.dumps([{name: runs_of(ranks) for name, ranks in classes.items()}, list(extras), list(blobs)])
+    return packed(head.encode(), *blobs.values())
+
+
+def offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, bytes]]:
+    """The ranks of each class of equal tables, what belongs to ranks alone, and what digests stand for."""
+    head, *blobs = unpacked(offer)
+    classes, extras, names = json.loads(head)
+    ranks = {name: [rank for start, stop in runs for rank in range(start, stop)] for name, runs in classes.items()}
+    return ranks, extras, dict(zip(names, blobs, strict=True))
+
+
+def runs_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks as half-open runs."""
+    out: list[list[int]] = []
+    for rank in sorted(ranks):
+        if out and out[-1][1] == rank:
+            out[-1][1] += 1
+        else:
+            out.append([rank, rank + 1])
+    return out
+
+
+def classes_of(
+    classes: dict[str, list[int]], blobs: dict[str, bytes]
+) -> dict[str, list[tuple[list[Spread], list[int]]]]:
+    """By the digest of a main part, in the order of the ranks: the spreads of the ranks that have it."""
+    out: dict[str, list[tuple[list[Spread], list[int]]]] = {}
+    for name, ranks in sorted(classes.items(), key=lambda one: min(one[1])):
+        main, cuts = name.split()
+        out.setdefault(main, []).append((decode_spreads(blobs[cuts]), sorted(ranks)))
+    return out
+
+
+class Parts:
+    """Which part of a rank is meant, where it is in several spreads of a tensor.
+
+    Args:
+        spreads: all spreads.
+        rank: the rank.
+    """
+
+    def __init__(self, spreads: Sequence[Spread], rank: int) -> None:
+        self.spreads = spreads
+        self.inside = [rank in spread.ranks for spread in spreads]
+        self._known: dict[tuple[tuple[int, ...], Spread | None, int], int] = {}
+
+    def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:
+        """The number of the part that the rank has as ``wanted``, or whole; the next one after ``before`` such."""
+        if wanted is not None and not wanted.mesh:
+            wanted = None
+        known = self._known.get((numbers, wanted, before))
+        if known is None:
+            mine = [self.spreads[number] for number in numbers if self.inside[number]]
+            like = [at for at, one in enumerate(mine) if (not one.mesh if wanted is None else one == wanted)]
+            known = self._known[numbers, wanted, before] = like[before]
+        return known

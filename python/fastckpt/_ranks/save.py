@@ -1,0 +1,389 @@
+"""A checkpoint written by all ranks of a process group: the steps between the rounds of the protocol.
+
+:func:`write_checkpoint` is what saves share: that of states (:func:`save_order`) and that of
+torch.distributed.checkpoint (``fastckpt.dcp``). It takes the job-wide share, which every rank has made alike, and what
+this rank holds; and it takes what the coordinator makes the structure of at the end, from values that come up with the
+outcomes of the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt import _core
+from fastckpt._api.options import check_bandwidth, check_engine
+from fastckpt._api.save import step_of, warn_of_unnamed
+from fastckpt._files import Files, check_files
+from fastckpt._state.registry import Registry, Types
+from fastckpt._tensors.ranges import range_of
+from fastckpt._units import bytes_of
+
+from .agreement import Agreement
+from .attention import Attention
+from .describe import Local, describe
+from .exchange import Exchange, Link, LostError, carried
+from .offers import combine_arrivals, combine_offers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fastckpt._tensors.spread import Spread
+
+    from .peers import Operation
+    from .session import Session
+
+#: How many warnings of all ranks a report has.
+_WARNINGS = 16
+
+
+class Texts(NamedTuple):
+    """What a checkpoint says of its state, as JSON texts; ``per_rank`` is None where no rank has a state of its own."""
+
+    structure: str
+    metadata: str
+    per_rank: str | None = None
+
+
+class Portion(NamedTuple):
+    """What one rank brings to a save.
+
+    Attributes:
+        share: who has what of which tensor, equal on all ranks.
+        held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
+            is 0 where ``fill`` brings the bytes. The caller keeps the memory alive and unchanged.
+        fill: ``(index in held, start, address, nbytes)`` copies bytes of a part to an address; called by threads.
+        options: how it is saved.
+    """
+
+    share: _core.Share
+    held: Sequence[tuple[int, int, int, int]]
+    fill: Callable[[int, int, int, int], None] | None
+    options: _core.SaveOptions
+
+
+class Written(NamedTuple):
+    """What was done.
+
+    Attributes:
+        own: what :class:`fastckpt._api.reports.RankSaveReport` is made of.
+        whole: the core's report of the whole checkpoint.
+    """
+
+    own: dict[str, Any]
+    whole: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Order:
+    """A save of a state, checked and described, before any other rank has heard of it.
+
+    Attributes:
+        local: what this rank saves.
+        settings: how, but for the prefix of the model.
+    """
+
+    local: Local
+    settings: dict[str, Any]
+
+    def terms(self) -> str:
+        """What has to be equal on all ranks beside the state."""
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in self.settings["files"]}
+        chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
+        return json.dumps({**chosen, "files": files, "model_key": self.local.model_key}, sort_keys=True)
+
+
+def order(  # noqa: PLR0913 - what a save takes, by name
+    operation: str,
+    session: Session,
+    state: Any,
+    *,
+    per_rank: Any,
+    overwrite: bool,
+    metadata: Any,
+    files: Files | None,
+    shard_size: int | str,
+    model_key: str | None,
+    default: Callable[[Any], Any] | None,
+    registry: Registry | None,
+    io: str,
+    threads: int | None,
+    bandwidth_limit: float | str | None,
+) -> Order:
+    """Check what a save takes, and describe the state of this rank. Call it from what the user calls.
+
+    Raises:
+        UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        ValueError: an argument is out of range.
+    """
+    check_engine(operation, io, threads)
+    settings = {
+        "overwrite": bool(overwrite),
+        "files": check_files(operation, files),
+        "shard_size": bytes_of(f"{operation}: shard_size", shard_size),
+        "io": io,
+        "threads": threads,
+        "bandwidth_limit": check_bandwidth(operation, bandwidth_limit),
+        "step": step_of(metadata),
+    }
+    local = describe(
+        state,
+        session.group.rank,
+        session.group.ranks,
+        operation=operation,
+        metadata=metadata,
+        per_rank=per_rank,
+        model_key=model_key,
+        types=Types(operation, registry),
+        default=default,
+    )
+    warn_of_unnamed(
+        operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
+    )
+    return Order(local, settings)
+
+
+def save_order(
+    session: Session,
+    operation: Operation,
+    path: str,
+    order: Order,
+    *,
+    timeout: float,
+    tick: Callable[[int, int], None] | None,
+) -> Written:
+    """Agree with the other ranks on what the state is, and write it; see :func:`write_checkpoint`."""
+    agreement = Agreement(order.local)
+    verdict = operation.round(
+        "arrive",
+        [agreement.arrival(), [[session.group.rank, order.terms()]]],
+        combine=_combine_calls,
+        decide=lambda arrived: _decide(agreement, path, arrived),
+    )
+    answer = None
+    if agreement.is_open(verdict):
+        offer = agreement.offer(verdict)
+        answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
+    agreed = agreement.settle(verdict, answer)
+    options = _core.SaveOptions(model_prefix=agreed.prefix, **order.settings)
+    share = _core.Share.to_save(
+        agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
+    )
+    portion = Portion(share, agreed.held, agreed.fill if agreed.needs_fill else None, options)
+
+    def texts(_: list[Any]) -> Texts:
+        assert agreed.structure is not None  # noqa: S101 - on the coordinator they are there
+        assert agreed.metadata is not None  # noqa: S101
+        return Texts(agreed.structure, agreed.metadata, agreed.per_rank)
+
+    return write_checkpoint(session, operation, path, portion, texts, timeout=timeout, tick=tick)
+
+
+def core_spread(spread: Spread) -> _core.Spread:
+    """A spread as the core takes it."""
+    if spread.mesh:
+        return _core.Spread.mesh(spread.ranks, spread.mesh, spread.placements)
+    return _core.Spread.ranks(spread.ranks)
+
+
+def _combine_calls(calls: list[Any]) -> list[Any]:
+    """What several ranks say when they arrive: their tables, and the first of each kind of terms."""
+    terms: dict[str, int] = {}
+    for _, pairs in calls:
+        for rank, text in pairs:
+            terms.setdefault(text, rank)
+    shown = sorted((rank, text) for text, rank in terms.items())[:2]
+    return [combine_arrivals([arrival for arrival, _ in calls]), [list(one) for one in shown]]
+
+
+def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
+    arrival, terms = arrived
+    if len(terms) > 1:
+        (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in terms]
+        name = next(name for name in own if own[name] != other[name])
+        values = ["other contents", "these"] if name == "files" else [repr(own[name]), repr(other[name])]
+        raise ValueError(
+            f"save: {path}: {name}= differs between ranks: {values[0]} on rank {first}, {values[1]} on rank {second}: "
+            "give the same on all ranks"
+        )
+    return agreement.decide(arrival)
+
+
+def write_checkpoint(
+    session: Session,
+    operation: Operation,
+    path: str,
+    portion: Portion,
+    texts: Callable[[list[Any]], Texts],
+    *,
+    timeout: float,
+    value: Any = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Write a checkpoint together: the rounds ``created``, ``joined`` and ``done``. Every rank calls it.
+
+    It is durable, and has its name, when this returns on any rank. On an error nothing has been committed, unless
+    the error says that the outcome is not known.
+
+    Args:
+        session: the process group.
+        operation: the operation, in its body; the caller's rounds may have come before.
+        path: the checkpoint's directory, absolute.
+        portion: what this rank brings.
+        texts: called on the coordinator, once all bytes are on the storage, with the values of all ranks, in their
+            order: the texts of the checkpoint. What it raises fails the save on all ranks.
+        timeout: that of the operation, in seconds.
+        value: what this rank gives ``texts``; anything that a round of the protocol takes.
+        tick: called with bytes written and bytes to write by this rank.
+
+    Raises:
+        RanksError: another rank failed, or does not answer.
+        Exception: this rank failed.
+    """
+    engine = _core.RankSave(portion.share, session.group.rank, portion.held, portion.fill, portion.options)
+    exchange: Exchange | None = None
+    whole = False
+    try:
+        mail = engine.mail
+        name, meeting = operation.round(
+            "created",
+            session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
+            combine=Link.combine,
+            decide=lambda offer: [engine.create(path), Link.agree(offer)],
+        )
+        if session.group.rank:
+            engine.join(path, name)
+        operation.round("joined", None, combine=_nothing)
+        attention = Attention(operation, timeout)
+        group = session.link.meet(meeting, timeout, attention)
+        if group is not None:
+            exchange = Exchange(group, mail, session.name, attention.limit)
+            attention.exchange = exchange
+        outcome: dict[str, Any] = {"values": [[session.group.rank, value]]}
+        own: dict[str, Any] = {}
+        try:
+            own = _write(engine, exchange, attention, tick)
+            outcome |= {"pieces": engine.pieces(), "saved": figures(own)}
+        except LostError as error:
+            # The cause is another rank, which says so itself; where none does, this is the cause.
+            outcome = {"lost": f"{session.name(session.group.rank)}: {error}"}
+        done = time.perf_counter()
+        answer = operation.round(
+            "done",
+            outcome,
+            combine=lambda outcomes: _combine(portion.share, outcomes),
+            decide=lambda outcome: _commit(engine, outcome, texts, lambda *_: operation.alive()),
+        )
+        whole = True
+        return Written(_fields(session, own, answer, time.perf_counter() - done), answer)
+    finally:
+        if exchange is not None and not whole:
+            exchange.end("the save has failed")
+            session.link.drop()
+        engine.close(committed=whole)
+
+
+def _write(
+    engine: _core.RankSave,
+    exchange: Exchange | None,
+    attention: Attention,
+    tick: Callable[[int, int], None] | None,
+) -> dict[str, Any]:
+    """Write what belongs to this rank, and see all messages off."""
+
+    def each(done: int, total: int) -> None:
+        attention(done)
+        if tick is not None:
+            tick(done, total)
+
+    with range_of("fastckpt.write"):
+        return carried(lambda: dict(engine.write(each)), exchange, attention)
+
+
+def _nothing(_: list[Any]) -> None:
+    """Some rounds only say that all are there."""
+
+
+def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
+    """What the report of this rank is made of."""
+    fields = {name: value for name, value in own.items() if name not in {"sent", "received"}}
+    return fields | {
+        "phases": {**own["phases"], "commit": commit},
+        "seconds": own["seconds"] + commit,
+        "warnings": tuple(dict.fromkeys([*own["warnings"], *whole["warnings"]])),
+        "shards": whole["shards"],
+        "tensors": whole["tensors"],
+        "rank": session.group.rank,
+        "ranks": session.group.size,
+        "bytes_total": whole["bytes"],
+        "bytes_sent": own["sent"],
+        "bytes_received": own["received"],
+    }
+
+
+def figures(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a rank's report is added up over the ranks."""
+    return {
+        "bytes": own["bytes"],
+        "seconds": own["seconds"],
+        "threads": own["threads"],
+        "engine": own["engine"],
+        "fallback": own["fallback"],
+        "warnings": list(own["warnings"]),
+        "phases": dict(own["phases"]),
+        "blocks": dict(own["blocks"]),
+        "paths": dict(own["paths"]),
+        "copied": own["copied"],
+        "sent": own["sent"],
+        "received": own["received"],
+    }
+
+
+def add_up(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several ranks did together: bytes add up, seconds pass at the same time, and the first says the engine."""
+    out = dict(reports[0])
+    for name in ("bytes", "threads", "copied", "sent", "received"):
+        out[name] = sum(report[name] for report in reports)
+    out["seconds"] = max(report["seconds"] for report in reports)
+    for name, join in (("phases", max), ("blocks", _sum), ("paths", _sum)):
+        joined: dict[str, Any] = {}
+        for report in reports:
+            for key, value in report[name].items():
+                joined[key] = join(joined[key], value) if key in joined else value
+        out[name] = joined
+    out["warnings"] = list(dict.fromkeys(text for report in reports for text in report["warnings"]))[:_WARNINGS]
+    return out
+
+
+def _sum(one: int, other: int) -> int:
+    return one + other
+
+
+def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The outcomes of a rank and of those below it as one."""
+    lost = next((outcome for outcome in outcomes if "lost" in outcome), None)
+    if lost is not None:
+        return lost
+    return {
+        "values": [value for outcome in outcomes for value in outcome["values"]],
+        "pieces": share.merge([outcome["pieces"] for outcome in outcomes]),
+        "saved": add_up([outcome["saved"] for outcome in outcomes]),
+    }
+
+
+def _commit(
+    engine: _core.RankSave,
+    outcome: dict[str, Any],
+    texts: Callable[[list[Any]], Texts],
+    tick: Callable[[int, int], None],
+) -> Mapping[str, Any]:
+    """At the coordinator, once all ranks have written: seal and publish."""
+    if "lost" in outcome:
+        raise LostError(outcome["lost"])
+    values = [value for _, value in sorted(outcome["values"], key=lambda one: one[0])]
+    said = texts(values)
+    with range_of("fastckpt.commit"):
+        return engine.commit(outcome["pieces"], said.structure, said.metadata, said.per_rank, outcome["saved"], tick)

@@ -1,0 +1,39 @@
+"""What a process keeps for a process group: the ranks that it talks to, and the group that bytes travel in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .exchange import Link
+from .peers import Peers
+from .torch_distributed import Group, kept
+
+
+class Session:
+    """One process group, for as long as torch has it.
+
+    Attributes:
+        group: who is in it.
+        peers: the ranks, and what they do together.
+        link: the group that bytes travel in.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.peers = Peers(group.rank, group.size, group.store, group.host)
+        self.link = Link(group)
+
+    def close(self) -> None:
+        """The process group is gone."""
+        self.peers.close()
+        self.link.drop()
+
+    def name(self, rank: int) -> str:
+        """What a rank is called in errors."""
+        host = self.peers.host_of(rank)
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+
+def session(operation: str, process_group: Any) -> Session:
+    """The session of a process group; see :func:`fastckpt._ranks.torch_distributed.kept`."""
+    return kept(operation, process_group, Session)

@@ -1,0 +1,245 @@
+"""torch.distributed, as far as ranks need it: who is in a process group, its store, and a group of our own for bytes.
+
+The one file that knows torch's process groups. What differs between its versions (2.6 to 2.15), and what torch keeps
+behind underscores, is here: the store that a process group was made with, a connection to it of our own
+(:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+from fastckpt._tensors import memory as _memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Kept(Protocol):
+    def close(self) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Kept)
+
+#: Up to this many ranks every rank connects to every other when a group is made, as torch has it by default; beyond,
+#: where torch can, those connect that have something to say to each other.
+_CONNECT_ALL = 32
+#: A tag that no message has, see :meth:`DataGroup.end`.
+_NO_TAG = 2**31 - 1
+#: How a transfer waits that is to end at once: 0 would mean the group's own deadline.
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Group(NamedTuple):
+    """The processes that save and load together.
+
+    Attributes:
+        rank: which of them this is.
+        size: how many there are.
+        ranks: the rank of each in the default group.
+        host: the name of the machine that this one runs on.
+        store: a torch store under a name that no other group has; None for a process that works alone.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    host: str
+    store: Any
+
+
+_alone: list[Any] = []
+_kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
+    """What ``make`` returns for a process group: made once, and kept as long as torch has the group.
+
+    Args:
+        operation: the word that error messages begin with.
+        process_group: a process group of torch's, or None for the default one. Where none was initialised, this process
+            works alone.
+        make: called with the group; what it returns is closed when the group is gone.
+
+    Raises:
+        TypeError: ``process_group`` is no process group.
+        ValueError: this process is not in the group.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if process_group is None and not ready:
+        if not _alone:
+            _alone.append(make(Group(0, 1, (0,), socket.gethostname(), None)))
+        found: _T = _alone[0]
+        return found
+    if not ready:
+        raise ValueError(
+            f"{operation}: process_group is given, but torch.distributed is not initialised: call init_process_group"
+        )
+    group = _checked(operation, process_group)
+    known: _T | None = _kept.get(group)
+    if known is None:
+        known = _kept[group] = make(_group_of(group))
+        # At the latest when the interpreter ends: threads of gloo's must not outlive it.
+        finalize(group, known.close)
+    return known
+
+
+def _checked(operation: str, process_group: Any) -> Any:
+    from torch import distributed as dist  # noqa: PLC0415 - who works alone need not have torch
+
+    if process_group is None:
+        return dist.group.WORLD
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{operation}: this process is not in process_group: let only its members call")
+    if not isinstance(process_group, dist.ProcessGroup):
+        kind = type(process_group).__qualname__
+        raise TypeError(
+            f"{operation}: process_group must be a process group of torch.distributed or None, not {kind}"
+            + (": give mesh.get_group()" if kind == "DeviceMesh" else "")
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"{operation}: this process is not in process_group: let only its members call")
+    return process_group
+
+
+def _group_of(group: Any) -> Group:
+    from torch import distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    ranks = tuple(dist.get_process_group_ranks(group))
+    size = len(ranks)
+    rank = dist.get_rank(group)
+    host = socket.gethostname()
+    if size == 1:
+        return Group(0, 1, ranks, host, None)
+    name = getattr(group, "group_name", "")
+    members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
+    # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
+    # what a former group of the same name has left.
+    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
+
+
+def _default_store() -> Any:
+    """The store of the default group: all versions of torch have this function, and none says so in public."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    return distributed_c10d._get_default_store()
+
+
+def _own_connection(store: Any) -> Any:
+    """A connection of our own to a store: one that is shared has a lock, which a wait of somebody else's holds."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # since torch 2.8, and not of every store
+        return store
+
+
+class Transfer:
+    """A message on its way; its memory belongs to gloo until :meth:`wait` returns or the group is gone."""
+
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: Any) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is done; RuntimeError if it is not within ``seconds``, after which the whole group is ended."""
+        self._work.wait(timedelta(seconds=seconds))
+
+
+class DataGroup:
+    """A gloo group of our own: between host memories, beside training, unknown to ``torch.distributed``'s own list.
+
+    Args:
+        group: who is in it.
+        name: what no other group made with the same store is called.
+        timeout: seconds after which to make it fails because another rank has not come.
+    """
+
+    def __init__(self, group: Group, name: str, timeout: float) -> None:
+        from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+        # With a connection of its own: while ranks look for each other, they wait in the store.
+        store = distributed_c10d.PrefixStore(name, _own_connection(group.store))
+        self.rank = group.rank
+        self.size = group.size
+        self._met: set[int] = set()
+        self._gloo = _new_gloo(store, group.rank, group.size, timedelta(seconds=timeout))
+
+    def send(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
+        """Begin to send memory, which ``owner`` keeps alive, to another rank."""
+        self._met.add(peer)
+        tensor = _tensor(address, nbytes, owner)
+        return Transfer(self._gloo.send([tensor], peer, 0), tensor)
+
+    def receive(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
+        """Begin to receive what another rank sends; what one rank sends arrives in order."""
+        self._met.add(peer)
+        tensor = _tensor(address, nbytes, owner)
+        return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
+
+    def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
+        """Give all ranks what rank 0 has: ``content`` there, of ``nbytes``. They come here at about the same time."""
+        from torch import distributed as dist  # noqa: PLC0415
+
+        data = bytearray(nbytes) if content is None else bytearray(content)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._met.add(0 if self.rank else 1)
+        self._gloo.broadcast([_tensor_of(data)], options).wait(timedelta(seconds=limit))
+        return bytes(data)
+
+    def end(self) -> None:
+        """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
+
+        Gloo does that when a transfer of it runs out of time, so one does. The group is of no use after that.
+        """
+        peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
+        tensor = _tensor_of(bytearray(1))
+        # One may be closed already while others are open. In a large group only those that we have met are connected.
+        for peer in tuple(peers):
+            with contextlib.suppress(RuntimeError):
+                self._gloo.recv([tensor], peer, _NO_TAG).wait(_AT_ONCE)
+
+
+def _tensor(address: int, nbytes: int, owner: object) -> Any:
+    import torch  # noqa: PLC0415
+
+    return torch.from_numpy(_memory.at(address, nbytes, owner))
+
+
+def _tensor_of(content: bytearray) -> Any:
+    import torch  # noqa: PLC0415
+
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group, over the interfaces that GLOO_SOCKET_IFNAME names."""
+    from torch import distributed as dist  # noqa: PLC0415
+
+    gloo: Any = dist.ProcessGroupGloo
+    if size > _CONNECT_ALL:
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        try:
+            devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
+                gloo.create_default_device(lazy_init=True)
+            ]
+        except TypeError:  # a torch that cannot
+            pass
+        else:
+            options = gloo._Options()
+            options._devices = devices
+            options._timeout = timeout
+            options._threads = 2 * len(devices)
+            return gloo(store, rank, size, options)
+    return gloo(store, rank, size, timeout)

@@ -1,0 +1,236 @@
+"""DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
+
+From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
+since 2.9, which can say what strided shards say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from . import torch as _torch
+from .described import Describe, Local, Stored, Unsupported, steps
+from .spread import REPLICATE, Placement, Spread, local_shape, simplest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Tensor = torch.Tensor
+_strided = torch.strided
+
+
+class _Mesh:
+    """A mesh, as ranks of the group; ``hold`` keeps its identity."""
+
+    __slots__ = ("hold", "ranks", "shape")
+
+    def __init__(self, hold: Any, ranks: Mapping[int, int]) -> None:
+        self.hold = hold
+        grid = _as_cut(hold.mesh.cpu().numpy())
+        strange = [rank for rank in grid.ravel().tolist() if rank not in ranks]
+        if strange:
+            raise Unsupported(
+                f"it is spread over rank {strange[0]}, which is not in the process group: give a process_group= that "
+                "has all ranks of its mesh"
+            )
+        self.ranks = tuple(ranks[rank] for rank in grid.ravel().tolist())
+        self.shape: tuple[int, ...] = grid.shape
+
+
+def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The global ranks of a mesh in the order in which they have the parts of a tensor.
+
+    Collectives give parts out by the ranks of the process group of each line of the mesh, which ascend; a mesh may name
+    them in another order. (What DTensors say of their offsets goes by the mesh, and is wrong then.)
+    """
+    order = [np.argsort(np.argsort(grid, axis=dim), axis=dim) for dim in range(grid.ndim)]
+    out = np.full_like(grid, -1)
+    out[tuple(order)] = grid
+    if (out < 0).any():
+        raise Unsupported(
+            f"its mesh {grid.tolist()} has ranks in an order in which lines of it do not ascend together: torch itself "
+            "loses parts of a tensor there; make the mesh of ascending ranks"
+        )
+    return out
+
+
+class _Known:
+    """What DTensors of one mesh, of equal placements and of one shape have in common."""
+
+    __slots__ = ("hold", "local", "number")
+
+    def __init__(self, hold: Any, number: int, local: tuple[int, ...] | None) -> None:
+        self.hold = hold
+        self.number = number
+        #: The shape of the part of this rank; None where it has none.
+        self.local = local
+
+
+class Spreads:
+    """Describes the DTensors of one walk over a state.
+
+    Args:
+        ranks: the global ranks of the group, in its order.
+        rank: this rank in the group.
+
+    Attributes:
+        found: the different spreads of the DTensors, in the order in which they were met; their numbers begin at 1.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.rank = rank
+        self.found: list[Spread] = []
+        self._ranks = {number: index for index, number in enumerate(ranks)}
+        self._numbers: dict[Spread, int] = {}
+        self._meshes: dict[int, _Mesh] = {}
+        # By identity: to compare placements, or to hash them, runs Python for each.
+        self._quick: dict[tuple[int, int, tuple[int, ...]], _Known] = {}
+        self._known: dict[tuple[int, tuple[Placement, ...], tuple[int, ...]], _Known] = {}
+
+    def describe_of(self, kind: type) -> Describe | None:
+        """How to describe a kind of DTensor; None for any other type."""
+        return self._describe if issubclass(kind, DTensor) else None
+
+    def _describe(self, value: DTensor) -> Stored:
+        spec = value._spec
+        shape = value.shape
+        mesh, placements = spec.mesh, spec.placements
+        order = getattr(spec, "shard_order", None)
+        usual = not order or all(list(entry[1]) == sorted(entry[1]) for entry in order)
+        key = (id(mesh), id(placements), shape)
+        known = self._quick.get(key) if usual else None
+        if known is None:
+            known = self._learn(mesh, placements, shape, None if usual else order)
+            if usual:
+                self._quick[key] = known
+        local = value._local_tensor
+        if type(local) is not Tensor:
+            local = _arrived(local)
+        expected = known.local
+        if expected is None:
+            # A rank outside of the mesh has an empty tensor of some shape.
+            if local.numel():
+                raise Unsupported("it has data on a rank that is not in its mesh")
+        elif local.shape != expected:
+            raise Unsupported(
+                f"its local tensor is of shape {list(local.shape)} where its placements {_shown(placements)} of the "
+                f"shape {list(shape)} give {list(expected)} to rank {self.rank}: make it with distribute_tensor, or "
+                "from_local with equal parts"
+            )
+        flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
+        try:
+            return _stored(local, shape, known.number, flags)
+        except RuntimeError as error:
+            raise Unsupported(f"its memory cannot be reached: {error}") from error
+
+    def _learn(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], order: Any) -> _Known:
+        learned = self._meshes.get(id(mesh))
+        if learned is None:
+            learned = self._meshes[id(mesh)] = _Mesh(mesh, self._ranks)
+        placed = tuple(map(_placement, placements, [len(shape)] * len(placements)))
+        if order is not None:
+            placed = _ordered(placed, order, learned.shape)
+        key = (id(mesh), placed, shape)
+        known = self._known.get(key)
+        if known is None:
+            spread = simplest(learned.ranks, learned.shape, placed)
+            number = self._numbers.get(spread)
+            if number is None:
+                self.found.append(spread)
+                number = self._numbers[spread] = len(self.found)
+            known = self._known[key] = _Known([], number, local_shape(shape, spread, self.rank))
+        known.hold.append(placements)
+        return known
+
+
+def _placement(value: Any, dimensions: int) -> Placement:
+    if isinstance(value, _StridedShard):  # before Shard, which it was
+        return ("strided", value.dim % dimensions, int(value.split_factor))
+    if isinstance(value, Shard):
+        return ("shard", value.dim % dimensions, 0)
+    if isinstance(value, Replicate):
+        return REPLICATE
+    if isinstance(value, Partial):
+        raise Unsupported("it is a sum over ranks that has not been made (Partial): redistribute() it first")
+    raise Unsupported(f"its placement {value} is not known: redistribute() it to Shard or Replicate first")
+
+
+def _ordered(placed: tuple[Placement, ...], order: Any, mesh: tuple[int, ...]) -> tuple[Placement, ...]:
+    """Placements that are applied in another order than that of the mesh, as strided ones that are applied in that."""
+    out = list(placed)
+    for dim, mesh_dims in order:
+        for index, mesh_dim in enumerate(mesh_dims):
+            factor = math.prod(mesh[before] for before in mesh_dims[:index] if before > mesh_dim)
+            if factor > 1:
+                out[mesh_dim] = ("strided", dim, factor)
+    return tuple(out)
+
+
+def _shown(placements: Sequence[Any]) -> str:
+    return ", ".join(map(str, placements))
+
+
+def local_of(value: Any) -> Tensor:
+    """The memory of this rank of a DTensor."""
+    local = value._local_tensor
+    return local if type(local) is Tensor else _arrived(local)
+
+
+def _arrived(local: Any) -> Tensor:
+    """The plain local tensor, once it is there."""
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    kind = type(local)
+    if kind is torch.nn.Parameter:
+        local = local.detach()
+    elif kind is not Tensor:
+        raise Unsupported(
+            f"its local tensors are of {kind.__module__}.{kind.__qualname__}, which is stored in parts: "
+            "save its parts, or its full_tensor() on all ranks"
+        )
+    return local  # type: ignore[no-any-return]
+
+
+def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> Stored:
+    dtype = local.dtype
+    known = _torch._STORED.get(dtype)
+    if known is None or local.layout is not _strided or local.is_nested:
+        raise Unsupported(
+            f"a DTensor of layout {local.layout} and dtype {dtype} cannot be stored: store its full_tensor()"
+        )
+    if local.is_meta:
+        raise Unsupported("a meta tensor has no data: materialise it first, with to_empty() or by loading weights")
+    host = local.is_cpu
+    storage = local.untyped_storage()
+    address, mover = 0, None
+    nbytes = local.nbytes
+    start = local.storage_offset()
+    reach: Any = None
+    if host and local.is_contiguous() and not local.is_conj() and not local.is_neg():
+        if storage.nbytes() - nbytes < start * local.itemsize:
+            _torch._no_address(local)
+        address = local.data_ptr()
+    elif nbytes:
+        if not _torch._is_whole(local):
+            _torch._no_address(local)
+        reach = (steps(local.shape, local.stride()), local.is_conj(), local.is_neg())
+        mover = _torch.mover_out(local)
+    name, logical = known
+    return Stored(
+        # Of an empty part, too, the storage tells what is tied.
+        (Local, storage._cdata, start, dtype, shape, number, reach),
+        name,
+        shape if logical is None else (math.prod(shape) * local.itemsize,),
+        address if nbytes else 0,
+        None if logical is None else (logical, shape),
+        _torch._HEAD,
+        _torch._TAILS[flags] if host else f',"{flags}","{local.device.type}"]',
+        mover,
+        Local(number, local, nbytes),
+    )

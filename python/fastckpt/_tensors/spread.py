@@ -1,0 +1,91 @@
+"""Spreads: which ranks hold which parts of a tensor, without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: ``("replicate", 0, 0)``, ``("shard", dimension, 0)`` or ``("strided", dimension, factor)``.
+Placement: TypeAlias = "tuple[str, int, int]"
+#: Ranges of one dimension, in the order in which they lie in local memory.
+Ranges: TypeAlias = "list[tuple[int, int]]"
+
+REPLICATE: Placement = ("replicate", 0, 0)
+
+
+class Spread(NamedTuple):
+    """Which ranks of a group hold a tensor.
+
+    Attributes:
+        ranks: ascending where each has it whole, else in row-major order over the mesh.
+        mesh: the size of each dimension of the mesh; empty where each of ``ranks`` has the tensor whole.
+        placements: one for each dimension of the mesh.
+    """
+
+    ranks: tuple[int, ...]
+    mesh: tuple[int, ...] = ()
+    placements: tuple[Placement, ...] = ()
+
+
+def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> Spread:
+    """The spread of a mesh, without its dimensions of one rank: equal ones become the same."""
+    kept = [(size, placement) for size, placement in zip(mesh, placements, strict=True) if size > 1]
+    if all(placement == REPLICATE for _, placement in kept):
+        return Spread(tuple(sorted(ranks)))
+    return Spread(tuple(ranks), tuple(size for size, _ in kept), tuple(placement for _, placement in kept))
+
+
+def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
+    """Where the chunk ``index`` of ``chunks`` begins and ends, as ``torch.chunk`` has it."""
+    size = -(-length // chunks)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def _part(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """The elements ``[start, stop)`` of a sequence of ranges."""
+    out: Ranges = []
+    for first, last in ranges:
+        length = last - first
+        low, high = max(start, 0), min(stop, length)
+        if low < high:
+            if out and out[-1][1] == first + low:
+                out[-1] = (out[-1][0], first + high)
+            else:
+                out.append((first + low, first + high))
+        start, stop = start - length, stop - length
+    return out
+
+
+def _applied(ranges: Ranges, placement: Placement, size: int, index: int) -> Ranges:
+    kind, _, factor = placement
+    length = sum(stop - start for start, stop in ranges)
+    if kind == "shard":
+        return _part(ranges, *_chunk(length, size, index))
+    out: Ranges = []
+    for split in range(factor):
+        first, last = _chunk(length, factor, split)
+        start, stop = _chunk(last - first, size, index)
+        out += _part(ranges, first + start, first + stop)
+    return out
+
+
+def part_of(shape: Sequence[int], spread: Spread, rank: int) -> list[Ranges] | None:
+    """For each dimension of a tensor of ``shape`` the ranges that ``rank`` has; None where it has no part in it."""
+    if rank not in spread.ranks:
+        return None
+    ranges: list[Ranges] = [[(0, size)] for size in shape]
+    at = spread.ranks.index(rank)
+    for number, (size, placement) in enumerate(zip(spread.mesh, spread.placements, strict=True)):
+        if placement != REPLICATE:
+            index = at // math.prod(spread.mesh[number + 1 :]) % size
+            ranges[placement[1]] = _applied(ranges[placement[1]], placement, size, index)
+    return ranges
+
+
+def local_shape(shape: Sequence[int], spread: Spread, rank: int) -> tuple[int, ...] | None:
+    """The shape of the part of ``rank``, or None."""
+    part = part_of(shape, spread, rank)
+    return None if part is None else tuple(sum(stop - start for start, stop in ranges) for ranges in part)

@@ -1,0 +1,400 @@
+"""All processes of a job save and load one checkpoint, without a copy of it in one place and without an export.
+
+state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
+fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
+fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as there are now
+
+The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
+fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
+works alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from fastckpt._api import in_flight
+from fastckpt._api.options import Engine, Framework, Unknown
+from fastckpt._api.outcome import conclude
+from fastckpt._api.per_rank import load_state_of
+from fastckpt._api.prepare import wishes_of
+from fastckpt._api.progress import ticker
+from fastckpt._api.reports import Loaded, RankLoadReport, RankSaveReport
+from fastckpt._api.save import warn_of_failures
+from fastckpt._background.pending import OnError, PendingSave, check_on_error
+from fastckpt._background.save_async import tell_unasked_but
+from fastckpt._files import Files
+from fastckpt._paths import AnyPath
+from fastckpt._ranks import background
+from fastckpt._ranks.calls import Call
+from fastckpt._ranks.load import load_wishes
+from fastckpt._ranks.save import order, save_order
+from fastckpt._ranks.session import session
+from fastckpt._state.registry import Registry
+from fastckpt._tensors.ranges import range_of
+
+__all__ = ["RankLoadReport", "RankSaveReport", "load", "load_per_rank", "save", "save_async"]
+
+#: Seconds for which a rank may make no progress.
+TIMEOUT = 600.0
+
+
+def save(  # noqa: PLR0913 - all by name
+    state: Any,
+    path: AnyPath,
+    *,
+    process_group: Any = None,
+    per_rank: Any = None,
+    timeout: float = TIMEOUT,
+    overwrite: bool = True,
+    metadata: Any = None,
+    files: Files | None = None,
+    shard_size: int | str = "5GB",
+    model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
+    io: Engine = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | str | None = None,
+    progress: bool = False,
+) -> RankSaveReport:
+    """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
+
+    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name holds what it held
+    before, whatever befalls any rank. The files are those that :func:`fastckpt.save` writes of the same state in one
+    process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
+
+    Args:
+        state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Plain
+            tensors and values that several ranks have must be equal on them; tensors of up to 64 KiB are compared,
+            larger ones are taken to be equal, and the ranks that have one share the work. Mappings may have keys that
+            only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
+        path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
+        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
+            one; where none was initialised, this process alone. It must have all ranks of the DTensors' meshes.
+        per_rank: a state that is this rank's own: random states, the position of a data loader. No DTensors.
+            :func:`load_per_rank` gives it back.
+        timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
+            when the first one came.
+        overwrite: as for :func:`fastckpt.save`; so are the following. What is not of this process (``io``, ``threads``,
+            ``default``, ``registry``, ``bandwidth_limit``, ``progress``) has to be the same on all ranks.
+        metadata: the same on all ranks.
+        files: the same on all ranks.
+        shard_size: the same on all ranks.
+        model_key: the same on all ranks.
+        default: for what cannot be saved.
+        registry: types that this call knows.
+        io: the engine of this rank.
+        threads: worker threads of this rank.
+        bandwidth_limit: bytes per second that this rank may write.
+        progress: show a progress bar of what this rank writes.
+
+    Returns:
+        What was done: ``bytes`` by this rank, ``bytes_total`` by all.
+
+    Raises:
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
+            known.
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
+        ValueError: the ranks differ in what must be equal; or an argument is out of range, ``path`` is a URL, or this
+            process is not in ``process_group``.
+        FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
+        OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
+        TypeError: ``process_group`` is none.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.save`.
+    """
+    began = time.perf_counter()
+    call = Call("save", session("save", process_group), path, timeout)
+    with range_of("fastckpt.distributed.save"), call.operation as operation:
+        call.check()
+        placed = order(
+            "save",
+            call.session,
+            state,
+            per_rank=per_rank,
+            overwrite=overwrite,
+            metadata=metadata,
+            files=files,
+            shard_size=shard_size,
+            model_key=model_key,
+            default=default,
+            registry=registry,
+            io=io,
+            threads=threads,
+            bandwidth_limit=bandwidth_limit,
+        )
+        try:
+            in_flight.wait_for_path(call.path)
+            with ticker("save", call.path, shown=progress) as tick:
+                written = save_order(call.session, operation, call.path, placed, timeout=call.timeout, tick=tick)
+        finally:
+            # An error's traceback has this frame, and with it exports of the caller's buffers.
+            placed.local.clear()
+    saved = conclude(RankSaveReport, call.path, began, written.own)
+    warn_of_failures()
+    return saved
+
+
+def save_async(  # noqa: PLR0913 - all by name
+    state: Any,
+    path: AnyPath,
+    *,
+    process_group: Any = None,
+    per_rank: Any = None,
+    timeout: float = TIMEOUT,
+    on_error: OnError = "raise",
+    overwrite: bool = True,
+    metadata: Any = None,
+    files: Files | None = None,
+    shard_size: int | str = "5GB",
+    model_key: str | None = "auto",
+    default: Callable[[Any], Any] | None = None,
+    registry: Registry | None = None,
+    io: Engine = "auto",
+    threads: int | None = None,
+    bandwidth_limit: float | str | None = None,
+    progress: bool = False,
+) -> PendingSave:
+    """Write the state of all ranks in the background; the state of this rank may change when this returns.
+
+    What this rank holds is copied to host memory, and everything else happens in a thread: to agree with the other
+    ranks, to write, to commit. Every rank of the group calls it, before or after other saves and loads of the group in
+    the same order; those wait for it on every rank. One asynchronous save is in flight at a time: another one of this
+    process is waited for. The memory is kept for the next save (see :func:`fastckpt.release_buffers`). The process does
+    not end before the checkpoint is durable, or has failed.
+
+    Args:
+        state: as for :func:`save`.
+        path: as for :func:`save`.
+        process_group: as for :func:`save`.
+        per_rank: as for :func:`save`.
+        timeout: as for :func:`save`.
+        on_error: what becomes of a failure that nobody asks for, as for :func:`fastckpt.save_async`.
+        overwrite: as for :func:`save`.
+        metadata: as for :func:`save`.
+        files: as for :func:`save`. Contents are taken at the call.
+        shard_size: as for :func:`save`.
+        model_key: as for :func:`save`.
+        default: as for :func:`save`.
+        registry: as for :func:`save`.
+        io: as for :func:`save`.
+        threads: as for :func:`save`.
+        bandwidth_limit: as for :func:`save`.
+        progress: show a progress bar of what this rank writes.
+
+    Returns:
+        A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
+        on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
+
+    Raises:
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and what follows
+            fails the save on the other ranks.
+        Exception: an earlier asynchronous save failed, and its result was never asked for, as for
+            :func:`fastckpt.save_async`.
+        TypeError: ``process_group`` is none.
+        ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.save_async`.
+    """
+    began = time.perf_counter()
+    call = Call("save", session("save_async", process_group), path, timeout)
+    with range_of("fastckpt.distributed.save_async"):
+        try:
+            call.check()
+            check_on_error("save_async", on_error)
+            placed = order(
+                "save_async",
+                call.session,
+                state,
+                per_rank=per_rank,
+                overwrite=overwrite,
+                metadata=metadata,
+                files=files,
+                shard_size=shard_size,
+                model_key=model_key,
+                default=default,
+                registry=registry,
+                io=io,
+                threads=threads,
+                bandwidth_limit=bandwidth_limit,
+            )
+        except BaseException:
+            # The turn is taken: the other ranks must hear of it.
+            with call.operation:
+                raise
+        pending = PendingSave(call.path, began, on_error)
+        background.start(background.Job(pending, call, placed, progress=progress))
+    tell_unasked_but(pending)
+    return pending
+
+
+@overload
+def load(
+    path: AnyPath,
+    into: Any = ...,
+    *,
+    process_group: Any = ...,
+    timeout: float = ...,
+    keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[False] = ...,
+) -> Any: ...
+@overload
+def load(
+    path: AnyPath,
+    into: Any = ...,
+    *,
+    process_group: Any = ...,
+    timeout: float = ...,
+    keys: str | Sequence[str] | None = ...,
+    exclude: str | Sequence[str] | None = ...,
+    strict: bool = ...,
+    dtype: Any = ...,
+    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
+    strip_prefix: str | Sequence[str] | None = ...,
+    framework: Framework = ...,
+    device: Any = ...,
+    registry: Registry | None = ...,
+    unknown: Unknown = ...,
+    verify: bool = ...,
+    io: Engine = ...,
+    threads: int | None = ...,
+    progress: bool = ...,
+    report: Literal[True],
+) -> Loaded: ...
+def load(  # noqa: PLR0913 - all by name
+    path: AnyPath,
+    into: Any = None,
+    *,
+    process_group: Any = None,
+    timeout: float = TIMEOUT,
+    keys: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+    dtype: Any = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    strip_prefix: str | Sequence[str] | None = None,
+    framework: Framework = "auto",
+    device: Any = None,
+    registry: Registry | None = None,
+    unknown: Unknown = "error",
+    verify: bool = True,
+    io: Engine = "auto",
+    threads: int | None = None,
+    progress: bool = False,
+    report: bool = False,
+) -> Any:
+    """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
+
+    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read
+    once for all ranks: each reads a share, and passes on what others want; on one host the page cache does that.
+
+    Args:
+        path: the checkpoint's directory, the same on all ranks.
+        into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them. Objects may stand in
+            it, too: modules, and optimizers, whose state comes spread as their parameters are. Ranks may want different
+            tensors, as the stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
+        process_group: the ranks that load together, as for :func:`save`.
+        timeout: seconds for which a rank may make no progress before all give up.
+        keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.
+        exclude: what is left out.
+        strict: False allows differences. A tensor of the checkpoint is unexpected where no rank has a place for it.
+        dtype: cast floating-point tensors.
+        rename: other keys.
+        strip_prefix: a prefix that is taken off keys.
+        framework: what new tensors are.
+        device: where new torch tensors go.
+        registry: types that this call knows.
+        unknown: what a value of an unknown type becomes.
+        verify: compare every byte with its checksum.
+        io: the engine of this rank. Where all ranks of the group are on one host and all have ``auto`` or ``buffered``,
+            they read through the page cache; with ``uring``, ``threads`` or ``direct`` they exchange messages there,
+            too.
+        threads: worker threads of this rank.
+        progress: show a progress bar of what this rank reads.
+        report: return a report, too.
+
+    Returns:
+        The state, or with ``report=True`` a :class:`fastckpt.Loaded` of the state and a :class:`RankLoadReport`.
+
+    Raises:
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. What is in ``into`` may be filled in part.
+        StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
+            changed.
+        CorruptCheckpointError: the checkpoint is damaged; the message says where.
+        Exception: whatever :func:`fastckpt.load` raises, on this rank.
+        TypeError: ``process_group`` is none.
+        ValueError: an argument is out of range, or this process is not in ``process_group``.
+
+    Warns:
+        RuntimeWarning: as for :func:`fastckpt.load`.
+    """
+    began = time.perf_counter()
+    call = Call("load", session("load", process_group), path, timeout)
+    with range_of("fastckpt.distributed.load"), call.operation as operation:
+        call.check()
+        wishes = wishes_of(
+            "load",
+            into=into,
+            keys=keys,
+            exclude=exclude,
+            strict=strict,
+            dtype=dtype,
+            rename=rename,
+            strip_prefix=strip_prefix,
+            framework=framework,
+            device=device,
+            registry=registry,
+            unknown=unknown,
+            verify=verify,
+            io=io,
+            threads=threads,
+            progress=progress,
+        )
+        in_flight.wait_for_path(call.path)
+        read = load_wishes(call, operation, wishes, stacklevel=3)
+    found = conclude(RankLoadReport, call.path, began, read.fields)
+    return Loaded(read.state, found) if report else read.state
+
+
+def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:
+    """Read what a rank has saved for itself, with ``per_rank=`` of :func:`save`. Each process reads by itself.
+
+    Args:
+        path: the checkpoint's directory.
+        rank: whose; None for this process's own, which takes as many ranks as have saved.
+        process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
+
+    Returns:
+        The state; None if that rank gave none.
+
+    Raises:
+        KeyError: nothing was saved with ``per_rank=``.
+        ValueError: another number of ranks has saved than is in ``process_group``, and ``rank`` is None; or ``rank`` is
+            out of range.
+        Exception: whatever :func:`fastckpt.load` raises.
+    """
+    own = None
+    if rank is None:
+        group = session("load_per_rank", process_group).group
+        own = (group.rank, group.size)
+    return load_state_of(path, rank, own)

@@ -1,0 +1,391 @@
+//! The duties of all ranks of small jobs, carried out byte by byte and compared with what the spreads say.
+
+use std::collections::{BTreeMap, HashMap};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::format::geometry::{self, PAGE};
+
+/// Which bytes of a tensor each byte of a part holds, by rank and part: the plain meaning of spreads.
+type Parts = BTreeMap<(u32, u32), Vec<u64>>;
+
+fn chunk(all: &[u64], count: u64, index: u64) -> Vec<u64> {
+    let len = all.len().div_ceil(count as usize).max(1);
+    all.chunks(len).nth(index as usize).unwrap_or_default().to_vec()
+}
+
+/// The indices along each dimension that each rank has, part by part.
+fn indices(spread: &Spread, shape: &[u64], ranks: u32) -> Vec<(u32, Vec<Vec<u64>>)> {
+    let whole = || shape.iter().map(|&size| (0..size).collect()).collect::<Vec<Vec<u64>>>();
+    match spread {
+        Spread::All => (0..ranks).map(|rank| (rank, whole())).collect(),
+        Spread::Ranks(some) => some.iter().map(|&rank| (rank, whole())).collect(),
+        Spread::Boxes(boxes) => {
+            let along = |bounds: &Bounds| bounds.iter().map(|range| range.clone().collect()).collect();
+            boxes.iter().map(|(rank, bounds)| (*rank, along(bounds))).collect()
+        }
+        Spread::Mesh { ranks, mesh, placements } => {
+            let of = |(flat, &rank): (usize, &u32)| {
+                let mut dims = whole();
+                let mut below: u64 = mesh.iter().product();
+                for (placement, &count) in placements.iter().zip(mesh) {
+                    below /= count;
+                    let at = flat as u64 / below % count;
+                    match *placement {
+                        Placement::Replicate => {}
+                        Placement::Shard(dim) => dims[dim] = chunk(&dims[dim], count, at),
+                        Placement::Strided { dim, factor } => {
+                            let outer = (0..factor).map(|index| chunk(&dims[dim], factor, index));
+                            dims[dim] = outer.flat_map(|outer| chunk(&outer, count, at)).collect();
+                        }
+                    }
+                }
+                (rank, dims)
+            };
+            ranks.iter().enumerate().map(of).collect()
+        }
+    }
+}
+
+/// The parts of all ranks of a tensor, element by element.
+fn parts(tensor: &Tensor, spreads: &[Spread], ranks: u32) -> Parts {
+    let mut found = Parts::new();
+    let mut count: HashMap<u32, u32> = HashMap::new();
+    let bits = (tensor.stored * 8).checked_div(tensor.shape.iter().product()).unwrap_or(0);
+    for &spread in &tensor.spreads {
+        for (rank, dims) in indices(&spreads[spread as usize], &tensor.shape, ranks) {
+            let mut elements = vec![0];
+            for (along, &size) in dims.iter().zip(&tensor.shape) {
+                let deeper = |&at: &u64| along.iter().map(move |index| at * size + index);
+                elements = elements.iter().flat_map(deeper).collect();
+            }
+            let bytes: Vec<u64> = if bits.is_multiple_of(8) {
+                elements.iter().flat_map(|at| at * bits / 8..(at + 1) * bits / 8).collect()
+            } else {
+                // Two elements to a byte.
+                elements.iter().filter(|at| at.is_multiple_of(2)).map(|at| at / 2).collect()
+            };
+            let part = count.entry(rank).or_default();
+            found.insert((rank, *part), bytes);
+            *part += 1;
+        }
+    }
+    found
+}
+
+/// A job and what its spreads mean.
+#[derive(Debug)]
+struct Job {
+    share: Share,
+    parts: Vec<Parts>,
+}
+
+const NOBODY: u32 = u32::MAX;
+
+impl Job {
+    fn new(header: u64, block_size: u64, mut tensors: Vec<Tensor>, spreads: Vec<Spread>, ranks: u32) -> Self {
+        let mut files =
+            vec![(header, header); tensors.iter().map(|tensor| tensor.shard + 1).max().unwrap_or(1)];
+        for (index, tensor) in tensors.iter_mut().enumerate() {
+            tensor.name = format!("t{index}");
+            tensor.offset = files[tensor.shard].1;
+            files[tensor.shard].1 += tensor.stored;
+        }
+        let parts = tensors.iter().map(|tensor| parts(tensor, &spreads, ranks)).collect();
+        Self { share: Share::new(files, block_size, tensors, spreads, ranks).unwrap(), parts }
+    }
+
+    /// For each byte of a tensor, how many parts have it.
+    fn holders(&self, tensor: usize) -> Vec<u32> {
+        let mut holders = vec![0; self.share.tensors()[tensor].stored as usize];
+        self.parts[tensor].values().flatten().for_each(|&byte| holders[byte as usize] += 1);
+        holders
+    }
+
+    fn duties(&self, grain: Grain) -> crate::Result<Vec<Duties>> {
+        let all: Vec<_> = (0..self.share.ranks()).map(|rank| self.share.duties(rank, grain)).collect();
+        let refused = all.iter().filter(|duties| duties.is_err()).count();
+        assert!(refused == 0 || refused == all.len(), "some ranks are refused, and others are not");
+        all.into_iter().collect()
+    }
+
+    /// The bytes of an item: each in the tensor, and in the memory of the part. Checks that they are those of the part.
+    fn bytes(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
+        let mut found = Vec::new();
+        for line in item.rows.lines(item.bytes.clone()) {
+            for (at, to) in line.rows() {
+                found.extend((0..line.len).map(|byte| (at + byte, (item.base + to) as u64 + byte)));
+            }
+        }
+        assert_eq!(found.len() as u64, item.len);
+        assert!(
+            item.len > 0 && found.is_sorted_by(|a, b| a.0 < b.0),
+            "an item is in the order of the tensor"
+        );
+        let offset = self.share.tensors()[item.tensor].offset;
+        let block = |byte: u64| (offset + byte) / self.share.block_size();
+        assert_eq!(block(item.bytes.start), block(item.bytes.end - 1), "an item lies in one block");
+        let part = &self.parts[item.tensor][&(rank, item.part)];
+        for &(byte, at) in &found {
+            assert_eq!(part[at as usize], byte, "{item:?} of rank {rank}");
+        }
+        found
+    }
+
+    /// Compares what both sides know of each message. Calls `each` with the ranks on the I/O side and the box side.
+    fn messages(&self, all: &[Duties], mut each: impl FnMut(u32, u32, &Item)) {
+        let mut sides: [BTreeMap<(u32, u32), Vec<&Message>>; 2] = Default::default();
+        for (rank, duties) in (0..).zip(all) {
+            for messages in [&duties.io, &duties.boxes] {
+                let place = |message: &Message| self.place(&message.items[0]);
+                assert!(messages.is_sorted_by_key(place));
+            }
+            duties
+                .io
+                .iter()
+                .for_each(|message| sides[0].entry((rank, message.peer)).or_default().push(message));
+            duties
+                .boxes
+                .iter()
+                .for_each(|message| sides[1].entry((message.peer, rank)).or_default().push(message));
+        }
+        let content = |side: &BTreeMap<(u32, u32), Vec<&Message>>| {
+            let items = |messages: &Vec<&Message>| {
+                messages.iter().map(|message| (message.bytes, message.items.clone())).collect::<Vec<_>>()
+            };
+            side.iter().map(|(pair, messages)| (*pair, items(messages))).collect::<Vec<_>>()
+        };
+        assert_eq!(content(&sides[0]), content(&sides[1]));
+        for ((io, boxes), messages) in &sides[0] {
+            assert_ne!(io, boxes);
+            for message in messages {
+                assert_eq!(message.bytes, message.items.iter().map(|item| item.len).sum::<u64>());
+                assert!(message.items.is_sorted_by_key(|item| self.place(item)));
+                message.items.iter().for_each(|item| each(*io, *boxes, item));
+            }
+        }
+    }
+
+    fn place(&self, item: &Item) -> (usize, u64) {
+        let tensor = &self.share.tensors()[item.tensor];
+        (tensor.shard, tensor.offset + item.bytes.start)
+    }
+
+    /// Who has each byte of each file in its ranges.
+    fn owners(&self, all: &[Duties]) -> Vec<Vec<u32>> {
+        let mut owners: Vec<_> =
+            self.share.files().iter().map(|file| vec![NOBODY; file.1 as usize]).collect();
+        for (rank, duties) in (0..).zip(all) {
+            assert!(duties.ranges.iter().all(|range| range.start < range.end));
+            let apart =
+                |a: &FileRange, b: &FileRange| (a.shard, a.end) < (b.shard, b.start) || a.shard < b.shard;
+            assert!(duties.ranges.is_sorted_by(apart), "{:?}", duties.ranges);
+            for range in &duties.ranges {
+                for owner in &mut owners[range.shard][range.start as usize..range.end as usize] {
+                    assert_eq!(std::mem::replace(owner, rank), NOBODY, "two ranks have {range:?}");
+                }
+            }
+        }
+        owners
+    }
+
+    fn check_save(&self) {
+        let held = |tensor| self.holders(tensor).iter().all(|&count| count > 0);
+        if !(0..self.parts.len()).all(held) {
+            let error = self.duties(Grain::Page).unwrap_err().to_string();
+            assert!(error.contains("no rank has all of its bytes"), "{error}");
+            return;
+        }
+        let all = self.duties(Grain::Page).unwrap();
+        let owners = self.owners(&all);
+        for (owners, &(data, _)) in owners.iter().zip(self.share.files()) {
+            assert!(!owners.contains(&NOBODY));
+            assert!(owners[..data as usize].iter().all(|&rank| rank == 0));
+            for page in owners.chunks(PAGE as usize) {
+                assert!(page.iter().all(|&rank| rank == page[0]), "a page has one writer");
+            }
+        }
+        let mut given: Vec<Vec<u32>> = owners.iter().map(|owners| vec![NOBODY; owners.len()]).collect();
+        let mut give = |io: u32, boxes: u32, item: &Item| {
+            let tensor = &self.share.tensors()[item.tensor];
+            for (byte, _) in self.bytes(boxes, item) {
+                let at = (tensor.offset + byte) as usize;
+                assert_eq!(owners[tensor.shard][at], io);
+                assert_eq!(std::mem::replace(&mut given[tensor.shard][at], boxes), NOBODY, "given twice");
+            }
+        };
+        for (rank, duties) in (0..).zip(&all) {
+            duties.local.iter().for_each(|item| give(rank, rank, item));
+        }
+        self.messages(&all, give);
+        for (given, &(data, _)) in given.iter().zip(self.share.files()) {
+            assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
+        }
+        // Who has a byte that it writes does not get it from another.
+        for (index, tensor) in self.share.tensors().iter().enumerate() {
+            for ((rank, _), bytes) in &self.parts[index] {
+                for byte in bytes {
+                    let at = (tensor.offset + byte) as usize;
+                    if owners[tensor.shard][at] == *rank {
+                        assert_eq!(given[tensor.shard][at], *rank);
+                    }
+                }
+            }
+        }
+    }
+
+    fn check_load(&self) {
+        let all = self.duties(Grain::Extent).unwrap();
+        let owners = self.owners(&all);
+        for (index, tensor) in self.share.tensors().iter().enumerate() {
+            let holders = self.holders(index);
+            let placement =
+                geometry::Placement { tensor: index, offset: tensor.offset, bytes: tensor.stored };
+            for (extent, range) in geometry::extents(placement, 0..tensor.stored, self.share.block_size()) {
+                let owners =
+                    &owners[tensor.shard][extent.offset as usize..(extent.offset + extent.len) as usize];
+                assert!(owners.iter().all(|&rank| rank == owners[0]), "an extent has one reader");
+                let wanted = holders[range.start as usize..range.end as usize].iter().any(|&count| count > 0);
+                assert_eq!(owners[0] != NOBODY, wanted, "what is wanted is read, and nothing else");
+            }
+        }
+        for (owners, &(data, _)) in owners.iter().zip(self.share.files()) {
+            assert!(owners[..data as usize].iter().all(|&rank| rank == NOBODY));
+        }
+        let missing = |bytes: &Vec<u64>| vec![0u8; bytes.len()];
+        let mut filled: Vec<BTreeMap<_, _>> = Vec::new();
+        for parts in &self.parts {
+            filled.push(parts.iter().map(|(&part, bytes)| (part, missing(bytes))).collect());
+        }
+        let mut fill = |io: u32, boxes: u32, item: &Item| {
+            let tensor = &self.share.tensors()[item.tensor];
+            for (byte, at) in self.bytes(boxes, item) {
+                assert_eq!(owners[tensor.shard][(tensor.offset + byte) as usize], io);
+                filled[item.tensor].get_mut(&(boxes, item.part)).unwrap()[at as usize] += 1;
+            }
+        };
+        for (rank, duties) in (0..).zip(&all) {
+            duties.local.iter().for_each(|item| fill(rank, rank, item));
+        }
+        self.messages(&all, fill);
+        assert!(
+            filled.iter().flat_map(BTreeMap::values).flatten().all(|&times| times == 1),
+            "each byte comes once"
+        );
+    }
+
+    fn check(&self) {
+        for (index, parts) in self.parts.iter().enumerate() {
+            for (&(rank, part), bytes) in parts {
+                assert_eq!(self.share.part_bytes(rank, index, part).unwrap(), bytes.len() as u64);
+            }
+        }
+        self.check_save();
+        self.check_load();
+    }
+}
+
+type Index = prop::sample::Index;
+
+/// A placement on one dimension of a mesh, for a tensor of `rank` dimensions.
+fn placement(kind: u8, dim: Index, factor: u64, rank: usize) -> Placement {
+    match (kind % 5, rank) {
+        (0, _) | (_, 0) => Placement::Replicate,
+        (1, _) => Placement::Strided { dim: dim.index(rank), factor },
+        _ => Placement::Shard(dim.index(rank)),
+    }
+}
+
+/// What one spread is made of, whatever the tensor's shape.
+type Seed = (u8, Vec<(u64, u8, Index, u64)>, Vec<u32>, Vec<(u32, Vec<[Index; 2]>)>);
+
+fn seeds() -> impl Strategy<Value = Seed> {
+    let mesh = prop::collection::vec((1u64..4, any::<u8>(), any::<Index>(), 1u64..5), 1..4);
+    let boxes = prop::collection::vec((any::<u32>(), prop::collection::vec(any::<[Index; 2]>(), 4)), 0..5);
+    (any::<u8>(), mesh, prop::collection::vec(any::<u32>(), 12), boxes)
+}
+
+/// A spread over `ranks` ranks of a tensor of `shape`. Elements along the last dimension stay in groups of `last`.
+fn spread((kind, mesh, shuffle, boxes): &Seed, shape: &[u64], ranks: u32, last: u64) -> Spread {
+    let mut order: Vec<u32> = (0..ranks).collect();
+    order.sort_by_key(|&rank| shuffle[rank as usize]);
+    match kind % 8 {
+        0 => Spread::All,
+        1 => Spread::Ranks(order.split_off(order.len() / 2)),
+        2 | 3 => {
+            let bounds = |ends: &[[Index; 2]]| {
+                let along = |(dim, (&size, ends)): (usize, (&u64, &[Index; 2]))| {
+                    let unit = if dim + 1 == shape.len() { last } else { 1 };
+                    let mut ends = ends.map(|end| end.index((size / unit) as usize + 1) as u64 * unit);
+                    ends.sort_unstable();
+                    ends[0]..ends[1]
+                };
+                shape.iter().zip(ends).enumerate().map(along).collect()
+            };
+            Spread::Boxes(boxes.iter().map(|(rank, ends)| (rank % ranks, bounds(ends))).collect())
+        }
+        _ => {
+            // As many dimensions as there are ranks for.
+            let (mut sizes, mut placements, mut left) = (Vec::new(), Vec::new(), u64::from(ranks));
+            let dims = if last > 1 { shape.len().saturating_sub(1) } else { shape.len() };
+            for &(size, kind, dim, factor) in mesh {
+                let size = size.min(left);
+                left /= size;
+                sizes.push(size);
+                placements.push(placement(kind, dim, factor, dims));
+            }
+            order.truncate(sizes.iter().product::<u64>() as usize);
+            Spread::Mesh { ranks: order, mesh: sizes, placements }
+        }
+    }
+}
+
+/// Jobs whose elements have one of `items` bytes, and none for half a byte.
+fn jobs(items: Vec<u64>, most: u64) -> impl Strategy<Value = Job> {
+    let tensor = (
+        prop::collection::vec(prop_oneof![8 => 1..most, 1 => Just(1), 1 => Just(0)], 0..4),
+        prop::sample::select(items),
+        prop::collection::vec(seeds(), 1..4),
+        any::<(bool, bool)>(),
+    );
+    let tensors = prop::collection::vec(tensor, 1..4);
+    (tensors, 1u32..9, 1u64..3, prop_oneof![Just(64u64), Just(4096), 8..9000u64]).prop_map(
+        |(seeds, ranks, block, header)| {
+            let (mut tensors, mut spreads) = (Vec::new(), Vec::new());
+            for (mut shape, item, of, (second, whole)) in seeds {
+                if item == 0 {
+                    shape.iter_mut().last().into_iter().for_each(|size| *size = size.next_multiple_of(2));
+                }
+                let elements: u64 = shape.iter().product();
+                let halves = item == 0 && !shape.is_empty();
+                let stored = if halves { elements / 2 } else { elements * item.max(1) };
+                let first = spreads.len() as u32;
+                spreads.extend(of.iter().map(|seed| spread(seed, &shape, ranks, 1 + u64::from(halves))));
+                if whole {
+                    spreads.push(Spread::Ranks(vec![ranks - 1]));
+                }
+                let shard = usize::from(second);
+                let spreads = (first..spreads.len() as u32).collect();
+                tensors.push(Tensor { name: String::new(), stored, shape, shard, offset: 0, spreads });
+            }
+            Job::new(header, block * PAGE, tensors, spreads, ranks)
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_is_moved_once(job in jobs(vec![0, 1, 2, 4, 5, 300], 40)) {
+        job.check();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_of_long_runs_is_moved_once(job in jobs(vec![3 << 12, 9 << 12, 20_001], 5)) {
+        job.check();
+    }
+}

@@ -1,0 +1,56 @@
+"""The benchmark of several ranks runs: small, once, as its documentation says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import needs
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
+
+
+def run(tmp_path, *options):
+    out = tmp_path / "out.json"
+    command = [sys.executable, SCRIPT, "--rounds", "1", "--dir", tmp_path, "--json", out, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert {path.name for path in tmp_path.iterdir()} <= {"out.json"}
+    return done, json.loads(out.read_text(encoding="ascii")) if out.exists() else None
+
+
+@pytest.mark.slow
+def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
+    needs.tool("fio", "fio")
+    done, document = run(tmp_path, "--size", "0.03", "--ranks", "2", "--tensors", "50", "--markdown", "--check")
+    assert document is not None, done.stderr
+    results = document["results"]
+    for kind in ("fsdp", "column", "replicas"):
+        for action in ("save", "load"):
+            for name in ("fio", "fastckpt", "dcp"):
+                figures = results[f"{kind} {action} {name}"]
+                assert len(figures["samples"]) == 1
+                assert figures["gigabytes_per_second"] > 0
+    assert "fsdp save dcp_hf" in results
+    assert results["many plan dcp"]["coordination_seconds"] > 0
+    assert results["many save fastckpt"]["coordination_seconds"] > 0
+    # Direct and buffered writes are both counted, so all that is saved is written, and by nobody twice.
+    assert 0.9 < results["fsdp save fastckpt"]["written_per_byte"] < 1.5
+    assert results["fsdp save dcp_hf"]["written_per_byte"] > 1.9
+    # So small a state meets no bar for sure; each has been measured, and the status tells.
+    assert len(document["bars"]) == 8
+    assert all(bar["measured"] is not None for bar in document["bars"])
+    assert done.returncode == int(not all(bar["met"] for bar in document["bars"]))
+    assert done.stdout.count("\nmet ") + done.stdout.count("\nMISSED ") == 8
+    assert "| **fastckpt.distributed** |" in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_names_the_rank_that_fails(tmp_path):
+    needs.tool("fio", "fio")
+    done, _ = run(tmp_path, "--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
+    assert done.returncode != 0
+    assert "nobody" in done.stderr

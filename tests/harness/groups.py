@@ -1,0 +1,280 @@
+"""Groups of real processes with a gloo process group: ranks that stay for many calls, and that a test may kill or stop.
+
+A zygote has imported torch, so a group of four is ready in a tenth of a second. A test hands over a function by name
+(any function at the top of a module, the test's own among them), and gets what it returned, raised or warned of::
+
+    def _save(path):
+        return fastckpt.distributed.save(parallel.state("fsdp"), path).bytes_total
+
+    def test_saves(forge, tmp_path):
+        with forge.group(4) as group:
+            group.run(_save, tmp_path / "c")
+
+No wait is without an end, and a group takes all its processes along. ``forge`` is a fixture of tests/conftest.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import contextlib
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import zygote
+
+QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOG_minloglevel": "2", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# Nothing of torch's own that a rank warns of is the test's business.
+NOISE: tuple[str, ...] = ()
+# The way from this process to its test, where this process is a rank.
+here: zygote.Channel | None = None
+
+
+def report(value: Any) -> None:
+    """Tell the test something from within a call; :meth:`Group.heard` gives it."""
+    if here is None:
+        raise AssertionError("only a rank of a group has somebody to report to")
+    here.send({"heard": encode(value)})
+
+
+def encode(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode("ascii")
+
+
+def decode(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
+
+
+@dataclass
+class Strike:
+    """What befalls a rank: a signal to itself, or an exception raised, at the ``nth`` call of ``where``
+    (``module:attribute`` or ``module:Class.method``, also of the compiled core) that has ``match`` among its
+    positional arguments."""
+
+    rank: int
+    where: str
+    signal: int | BaseException = signal.SIGKILL
+    when: Literal["before", "after"] = "before"
+    match: Any = None
+    nth: int = 1
+
+
+@dataclass
+class Raised:
+    """An exception of a rank. ``error`` is the exception itself where it can be pickled."""
+
+    kind: str
+    bases: list[str]
+    errno: int | None
+    text: str
+    notes: list[str]
+    failures: list[tuple[int, str, str]]
+    trace: str = field(repr=False)
+    error: BaseException | None = field(repr=False, default=None)
+
+
+@dataclass
+class Outcome:
+    """How a call ended on one rank. ``began`` and ``ended`` are of ``time.monotonic``, which all processes share."""
+
+    rank: int
+    kind: Literal["returned", "raised", "died", "stopped", "silent"]
+    value: Any = None
+    raised: Raised | None = None
+    began: float = 0.0
+    ended: float = 0.0
+    warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class FailedError(AssertionError):
+    """A call did not return on all ranks; ``outcomes`` says how it ended on each."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        lines = [f"rank {each.rank} {each.kind}" for each in outcomes if each.kind != "returned"]
+        traces = [f"-- rank {each.rank}:\n{each.raised.trace}" for each in outcomes if each.raised is not None]
+        super().__init__("\n".join(["; ".join(lines), *traces]))
+
+
+class Group:
+    """Ranks 0 to ``size`` - 1. Use :meth:`Forge.group`."""
+
+    def __init__(self, zygotes: Sequence[zygote.Zygote], store: str, host: str, backend: str, timeout: float) -> None:
+        self.size = len(zygotes)
+        self.children: list[zygote.Child] = []
+        self._heard: list[list[Any]] = [[] for _ in zygotes]
+        self._busy: set[int] = set()
+        self._dead: set[int] = set()
+        self._keeper: zygote.Child | None = None
+        # When the last strike came, by time.monotonic; None: it has not come.
+        self.struck: float | None = None
+        try:
+            port = 0
+            if store == "apart":
+                self._keeper = zygotes[0].start("harness.member:store", host=host)
+                port = int(self._keeper.next())
+            common = {"size": self.size, "host": host, "backend": backend, "timeout": timeout}
+            for rank, each in enumerate(zygotes):
+                child = each.start("harness.member:serve", rank=rank, port=port, **common)
+                self.children.append(child)
+                if port == 0:
+                    port = int(child.next())
+            for child in self.children:
+                child.next()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        strike: Strike | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begin ``function(*args, **kwargs)`` on all ranks (or some), and return at once. Arguments are pickled."""
+        home = Path(sys.modules[function.__module__].__file__ or "").parent
+        named = (function.__module__, function.__qualname__, str(home))
+        self.struck = None
+        for rank in range(self.size) if ranks is None else ranks:
+            if rank in self._busy or rank in self._dead:
+                raise AssertionError(f"rank {rank} has not ended its last call, or is dead")
+            blow = strike if strike is not None and strike.rank == rank else None
+            self.children[rank].channel.send({"function": named, "with": encode((args, kwargs, blow))})
+            self._busy.add(rank)
+
+    def outcomes(self, timeout: float = 60.0, *, ranks: Sequence[int] | None = None) -> list[Outcome]:
+        """How the call ended on each of the ranks that have one under way, in their order. A rank that is stopped, or
+        says nothing for ``timeout`` seconds, may be asked again."""
+        deadline = time.monotonic() + timeout
+        chosen = sorted(self._busy) if ranks is None else ranks
+        return [self._outcome(rank, deadline) for rank in chosen]
+
+    def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Run on all ranks (or ``ranks=``) and give what they returned; :class:`FailedError` unless all did. What a
+        rank warned of is warned of here."""
+        self.start(function, *args, **kwargs)
+        outcomes = self.outcomes(timeout)
+        if any(each.kind != "returned" for each in outcomes):
+            raise FailedError(outcomes)
+        for each in outcomes:
+            for name, text, filename, line in each.warnings:
+                if not any(noise in text for noise in NOISE):
+                    kind = getattr(builtins, name, UserWarning)
+                    warnings.warn_explicit(f"rank {each.rank}: {text}", kind, filename, line)
+        return [each.value for each in outcomes]
+
+    def heard(self, rank: int, timeout: float = 60.0) -> Any:
+        """The next thing that the rank reports from within its call, by :func:`report`."""
+        if not self._heard[rank]:
+            message = self.children[rank].channel.receive(timeout)
+            if "heard" not in message:
+                raise AssertionError(f"rank {rank} reported nothing more: {message}")
+            self._heard[rank].append(decode(message["heard"]))
+        return self._heard[rank].pop(0)
+
+    def stop(self, rank: int) -> None:
+        """SIGSTOP: all of its threads stand still."""
+        self.children[rank].signal(signal.SIGSTOP)
+        self._stopped(rank)
+
+    def resume(self, rank: int) -> None:
+        self.children[rank].signal(signal.SIGCONT)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.children[rank].kill()
+
+    def kill_store(self) -> None:
+        """SIGKILL the process that has the store (a group with ``store="apart"``)."""
+        if self._keeper is None:
+            raise AssertionError("rank 0 has the store")
+        self._keeper.kill()
+
+    def close(self) -> None:
+        """End all processes of the group, whatever they are at."""
+        for child in filter(None, [*self.children, self._keeper]):
+            child.kill()
+            child.channel.sock.close()
+
+    def _stopped(self, rank: int) -> None:
+        """Wait until it stands still: it says so before it stops, and SIGCONT would come too early."""
+        status = Path(f"/proc/{self.children[rank].pid}/stat")
+        limit = time.monotonic() + 60
+        while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > limit:
+                raise AssertionError(f"rank {rank} does not stop")
+            time.sleep(0.001)
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        while True:
+            try:
+                message = self.children[rank].channel.receive(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return Outcome(rank, "silent")
+            except EOFError:
+                self._busy.discard(rank)
+                self._dead.add(rank)
+                self.children[rank].wait()
+                return Outcome(rank, "died")
+            if "heard" in message:
+                self._heard[rank].append(decode(message["heard"]))
+            elif "answer" in message:
+                self._busy.discard(rank)
+                answer = decode(message["answer"])
+                raised = answer.pop("raised", None)
+                return Outcome(rank, raised=None if raised is None else Raised(**raised), **answer)
+            elif "raised" in message:
+                raise AssertionError(f"rank {rank}: {message['raised']['trace']}")
+            else:
+                self.struck = message["at"]
+                if message["struck"]:
+                    self._stopped(rank)
+                    return Outcome(rank, "stopped")
+
+
+class Forge:
+    """Makes groups out of one zygote. Use :func:`forge`."""
+
+    def __init__(self, parent: zygote.Zygote) -> None:
+        self.zygote = parent
+
+    @contextlib.contextmanager
+    def group(
+        self,
+        size: int,
+        *,
+        store: Literal["apart", "rank0"] = "apart",
+        backend: str = "gloo",
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        zygotes: Sequence[zygote.Zygote] | None = None,
+    ) -> Iterator[Group]:
+        """``size`` ranks for as long as the block lasts. ``store``: in a process of its own, as in torchrun's agent,
+        or in rank 0; ``backend=""``: no process group; ``timeout``: of torch's group and store, in seconds;
+        ``zygotes``: one a rank, for ranks in several network namespaces, that reach the store at ``host``."""
+        made = Group(zygotes or [self.zygote] * size, store, host, backend, timeout)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@contextlib.contextmanager
+def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
+    """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
+    with zygote.running(*prefix, env={**QUIET, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}) as parent:
+        yield Forge(parent)

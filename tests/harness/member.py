@@ -1,0 +1,190 @@
+"""What one rank of :mod:`harness.groups` does in its process: join, then run what it is told, call after call."""
+
+# ruff: noqa: BLE001, TC001 - the parent judges every exception; types by name
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from harness import groups
+from harness.groups import decode, encode
+from harness.zygote import Channel
+
+# What the first use of FSDP, tensor parallelism and DCP imports, a second or more of it: once, before the forks.
+for late in (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "harness.parallel",
+    "hypothesis",
+    "numpy.testing",
+    "pytest",
+):
+    importlib.import_module(late)
+
+PR_SET_PDEATHSIG = 1
+
+
+def store(channel: Channel, *, host: str) -> NoReturn:
+    """Serve the store of a job from a process of its own, as torchrun's agent does."""
+    _die_with_parent()
+    server = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+    channel.send({"report": server.port})
+    _until_closed(channel)
+
+
+def serve(channel: Channel, *, rank: int, size: int, host: str, port: int, backend: str, timeout: float) -> NoReturn:
+    """Join the group, and run what comes until the parent closes. Port 0: this rank has the store."""
+    groups.here = channel
+    _die_with_parent()
+    torch.set_num_threads(1)
+    master = port == 0
+    client = dist.TCPStore(
+        host, port, None, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    if master:
+        channel.send({"report": client.port})
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    if backend:
+        # Torch puts a prefix of its own before the keys.
+        dist.init_process_group(backend, store=client, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    channel.send({"report": "joined"})
+    while True:
+        try:
+            request = channel.receive()
+        except (EOFError, OSError):
+            os._exit(0)
+        channel.send({"answer": encode(_call(channel, *request["function"], request["with"]))})
+
+
+def _call(channel: Channel, module: str, name: str, folder: str, given: str) -> dict[str, Any]:
+    # Told by a clock that all processes of a machine share.
+    began = time.monotonic()
+    answer: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        undo = None
+        try:
+            # The module of a test is where arguments may come from, too.
+            if folder not in sys.path:
+                sys.path.append(folder)
+            args, kwargs, strike = decode(given)
+            target = attrgetter(name)(importlib.import_module(module))
+            undo = _arm(channel, strike)
+            answer["value"] = target(*args, **kwargs)
+            answer["kind"] = "returned"
+            encode(answer)
+        except BaseException as error:
+            answer = {"kind": "raised", "raised": _described(error)}
+        finally:
+            if undo is not None:
+                undo()
+    answer.update(
+        began=began,
+        ended=time.monotonic(),
+        warnings=[(each.category.__name__, str(each.message), each.filename, each.lineno) for each in caught],
+    )
+    return answer
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    try:
+        kept = error if str(pickle.loads(pickle.dumps(error))) == str(error) else None
+    except Exception:
+        kept = None
+    failures = getattr(error, "failures", ())
+    return {
+        "kind": type(error).__name__,
+        "bases": [base.__name__ for base in type(error).__mro__],
+        "errno": getattr(error, "errno", None),
+        "text": str(error),
+        "notes": list(getattr(error, "__notes__", ())),
+        "failures": [tuple(getattr(each, key) for key in ("rank", "host", "message")) for each in failures],
+        "trace": "".join(traceback.format_exception(error)),
+        "error": kept,
+    }
+
+
+def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
+    """Put the blow in the way of the one call that it waits for; what takes it away again."""
+    if strike is None:
+        return None
+    module, _, path = strike.where.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    real = getattr(owner, name)
+    left = [strike.nth]
+
+    def hit(args: tuple[Any, ...]) -> bool:
+        if strike.match is not None and strike.match not in args:
+            return False
+        left[0] -= 1
+        return left[0] == 0
+
+    def blow() -> None:
+        if isinstance(strike.signal, BaseException):
+            raise strike.signal
+        channel.send({"struck": strike.signal == signal.SIGSTOP, "at": time.monotonic()})
+        os.kill(os.getpid(), strike.signal)
+
+    @functools.wraps(real, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        due = hit(args)
+        if due and strike.when == "before":
+            blow()
+        result = real(*args, **kwargs)
+        if due and strike.when == "after":
+            blow()
+        return result
+
+    try:
+        setattr(owner, name, wrapper)
+    except TypeError:
+        # A class of the compiled core: who makes one is given a stand-in whose method is in the way.
+        return _stand_in(importlib.import_module(module), owner, name, wrapper)
+    return functools.partial(setattr, owner, name, real)
+
+
+def _stand_in(module: Any, owner: type, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    class StandIn:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._real = owner(*args, **kwargs)
+
+        def __getattr__(self, attribute: str) -> Any:
+            return functools.partial(wrapper, self._real) if attribute == name else getattr(self._real, attribute)
+
+    setattr(module, owner.__name__, StandIn)
+    return functools.partial(setattr, module, owner.__name__, owner)
+
+
+def _die_with_parent() -> None:
+    """Nobody outlives the zygote, which goes when the test's process does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _until_closed(channel: Channel) -> NoReturn:
+    try:
+        while True:
+            channel.receive()
+    except (EOFError, OSError):
+        os._exit(0)

@@ -1,0 +1,362 @@
+"""Any rank killed or stopped at any step of a save or load: an error for all others in time, the old checkpoint or the
+new one, whole, and a next save that works.
+
+A rank strikes itself at a named call, so nothing depends on who is faster. Trials spend their time waiting for a
+deadline, so many run at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import fastckpt
+import fastckpt.distributed
+from harness import groups, mounts, strace
+
+TIMEOUT = 3.0
+# The promise: the deadline plus 5 seconds.
+LIMIT = TIMEOUT + 5.0
+SIZE = 3
+AT_ONCE = 8
+
+PEERS, CORE, STORE = "fastckpt._ranks.peers", "fastckpt._core", "fastckpt._ranks.store:Transport.serve"
+BYTES = "fastckpt._ranks.torch_distributed:DataGroup"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where which rank is struck by what."""
+
+    where: str
+    when: Any
+    rank: int
+    number: int
+    store: Any
+    match: Any = None
+    nth: int = 1
+    call: str = "save"
+
+    @property
+    def name(self) -> str:
+        what = signal.Signals(self.number).name
+        at = f"{self.when} {self.where}" + (f" {self.match}" if self.match else "") + f", call {self.nth}"
+        return f"{what} of rank {self.rank} in {self.call} {at} (store {self.store})"
+
+
+def whole(number: int) -> dict[str, Any]:
+    """State ``number`` in one process."""
+    return {
+        "model": {
+            "rows": torch.arange(1023 * 33, dtype=torch.float32).reshape(1023, 33) + number,
+            "columns": torch.arange(257 * 66, dtype=torch.float64).reshape(257, 66) - number,
+            "plain": torch.full((5000,), number),
+        },
+        "step": number,
+    }
+
+
+def which(path: Any) -> int:
+    """The number of the state at ``path``, after proving that it is that state whole."""
+    if not fastckpt.verify(path).ok:
+        raise AssertionError(f"damaged: {fastckpt.verify(path)}")
+    found = fastckpt.load(path)
+    number = int(found["step"])
+    for name, tensor in whole(number)["model"].items():
+        if not torch.equal(found["model"][name], tensor):
+            raise AssertionError(f"a mixture: says step {number}, and {name} is not of it")
+    return number
+
+
+@functools.cache
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _spread(number: int) -> dict[str, Any]:
+    """State ``number`` of this rank: rows, columns (bytes travel from all ranks to all), and a plain tensor."""
+    full = whole(number)
+    mesh, mine, ranks = _mesh(), dist.get_rank(), dist.get_world_size()
+    for name, dim in (("rows", 0), ("columns", 1)):
+        tensor = full["model"][name]
+        pieces = [*torch.chunk(tensor, ranks, dim=dim)]
+        full["model"][name] = DTensor.from_local(
+            pieces[mine].contiguous(), mesh, [Shard(dim)], shape=tensor.shape, stride=tensor.stride()
+        )
+    return full
+
+
+def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = False, **options: Any) -> int:
+    # One thread writes: what a trial costs is its processes.
+    state = _spread(number)
+    if background:
+        return fastckpt.distributed.save_async(state, path, timeout=timeout, threads=1).result(60).ranks
+    return fastckpt.distributed.save(state, path, timeout=timeout, threads=1, **options).ranks
+
+
+def _load(path: str, timeout: float = TIMEOUT) -> int:
+    into = _spread(-1)
+    loaded = fastckpt.distributed.load(path, into=into, timeout=timeout, threads=1)
+    wanted = _spread(loaded["step"])["model"]
+    for name, tensor in loaded["model"].items():
+        mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))
+        if not torch.equal(mine, other):
+            raise AssertionError(f"{name} is not that of step {loaded['step']}")
+    return int(loaded["step"])
+
+
+def told_in_time(group: groups.Group, trial: Trial, outcomes: list[groups.Outcome]) -> list[str]:
+    """What is wrong with what the survivors were told."""
+    if group.struck is None:
+        return [f"the blow did not come: {[(each.kind, each.raised) for each in outcomes]}"]
+    problems = []
+    for each in outcomes:
+        if each.rank == trial.rank:
+            wanted = "stopped" if trial.number == signal.SIGSTOP else "died"
+            if each.kind != wanted:
+                problems.append(f"the struck rank has {each.kind}: {each.raised}")
+            continue
+        if each.kind == "returned":
+            continue
+        if each.raised is None or "RanksError" not in each.raised.bases:
+            problems.append(f"rank {each.rank} {each.kind}: {each.raised and each.raised.trace}")
+            continue
+        late = each.ended - group.struck
+        if late > LIMIT:
+            problems.append(f"rank {each.rank} was told after {late:.1f} s: {each.raised.text}")
+        # Where the store goes with rank 0, it is the store that does not answer.
+        named = f"rank {trial.rank}" in each.raised.text
+        if not named and not (trial.store == "rank0" and trial.rank == 0 and "the store" in each.raised.text):
+            problems.append(f"rank {each.rank} is not told who it was: {each.raised.text}")
+    return problems
+
+
+def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
+    """One trial; what is wrong."""
+    base.mkdir()
+    path = base / "c"
+    fastckpt.save(whole(0), path)
+    saves = trial.call != "load"
+    strike = groups.Strike(trial.rank, trial.where, trial.number, trial.when, trial.match, trial.nth)
+    with forge.group(SIZE, store=trial.store) as group:
+        if saves:
+            group.start(_save, str(path), 1, background=trial.call == "save_async", strike=strike)
+        else:
+            group.start(_load, str(path), strike=strike)
+        outcomes = group.outcomes(LIMIT + 10)
+        problems = told_in_time(group, trial, outcomes)
+        if problems:
+            return problems
+        found = which(path)
+        survivors = [each for each in outcomes if each.rank != trial.rank]
+        if trial.number == signal.SIGSTOP:
+            # It wakes up when all is over, and must not undo it.
+            group.resume(trial.rank)
+            [woken] = group.outcomes(LIMIT + 10)
+            if woken.kind not in ("raised", "returned"):
+                return [f"the woken rank is {woken.kind}"]
+            survivors.append(woken)
+        if saves:
+            if which(path) != found and any(each.kind == "raised" and _is_final(each) for each in survivors):
+                problems.append(f"it was {found} when the survivors were told, and is {which(path)} now")
+            found = which(path)
+            for each in survivors:
+                if each.kind == "returned" and found != 1:
+                    problems.append(f"rank {each.rank} saved, and the old checkpoint is there")
+                if each.kind == "raised" and _is_final(each) and found != 0:
+                    problems.append(f"rank {each.rank} was told that nothing was committed: {each.raised}")
+        if trial.number == signal.SIGSTOP and not problems:
+            # The same processes go on.
+            group.run(_save, str(path), 2, 30.0, timeout=60)
+    if trial.number == signal.SIGKILL and not problems:
+        with forge.group(2, store=trial.store) as group:
+            group.run(_save, str(path), 2, 30.0, timeout=60)
+    if not problems and which(path) != 2:
+        problems.append(f"the next save left {which(path)}")
+    left = sorted(each.name for each in base.iterdir())
+    if not problems and left != ["c"]:
+        problems.append(f"left behind: {left}")
+    return problems
+
+
+def _is_final(outcome: groups.Outcome) -> bool:
+    return outcome.raised is not None and "nothing was committed" in outcome.raised.text
+
+
+def run_all(forge: groups.Forge, base: Any, trials: list[Trial]) -> None:
+    """Run the trials, several at once, and fail with all that is wrong."""
+
+    def one(numbered: tuple[int, Trial]) -> str:
+        number, trial = numbered
+        try:
+            problems = run(forge, base / str(number), trial)
+        except Exception as error:  # noqa: BLE001 - told with the others
+            problems = [f"{type(error).__name__}: {error}"]
+        return "".join(f"\n{trial.name}: {problem}" for problem in problems)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = [text for text in pool.map(one, enumerate(trials)) if text]
+    assert not wrong, f"{len(wrong)} of {len(trials)} trials:" + "".join(wrong)
+
+
+def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
+    """Every step of a save on a rank, as (where, when, match, nth)."""
+    points: list[tuple[str, str, Any, int]] = []
+    for when in ("before", "after"):
+        points.append((f"{PEERS}:Peers.operation", when, None, 1))
+        points += [(f"{PEERS}:Operation.round", when, name, 1) for name in ("arrive", "created", "joined")]
+        points += [(f"{CORE}:RankSave.{method}", when, None, 1) for method in ("join", "write")]
+        points += [(f"{BYTES}.{method}", when, None, 1) for method in ("__init__", "send", "receive")]
+        if rank == 0:
+            points += [(f"{CORE}:RankSave.{method}", when, None, 1) for method in ("create", "commit")]
+    points.append((f"{PEERS}:Operation.round", "before", "done", 1))
+    # Every request to the store, whatever step of the protocol it belongs to.
+    points += [(STORE, "after", None, nth) for nth in range(1, 20, 2)]
+    return points
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("store", ["apart", "rank0"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_that_is_struck_in_a_save(forge, tmp_path, store, number):
+    trials = [
+        Trial(where, when, rank, number, store, match, nth)
+        for rank in (0, SIZE - 1)
+        for where, when, match, nth in save_points(rank)
+    ]
+    assert len(trials) >= 50
+    run_all(forge, tmp_path, trials)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_that_is_struck_in_a_save_in_the_background(forge, tmp_path, number):
+    trials = [
+        Trial(where, "before", rank, number, "apart", match, call="save_async")
+        for rank in (0, 1)
+        for where, match in (
+            (f"{PEERS}:Operation.round", "arrive"),
+            (f"{PEERS}:Operation.round", "joined"),
+            (f"{CORE}:RankSave.write", None),
+            (f"{PEERS}:Operation.round", "done"),
+        )
+    ]
+    run_all(forge, tmp_path, trials)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["apart", "rank0"])
+def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
+    trials = [
+        Trial(where, "before", rank, number, store, match, nth, call="load")
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+        for rank in (0, SIZE - 1)
+        for where, match, nth in (
+            (f"{PEERS}:Operation.round", "arrive", 1),
+            (f"{PEERS}:Operation.round", "done", 1),
+            (f"{CORE}:RankLoad.read", None, 1),
+            (f"{BYTES}.send", None, 1),
+            *[(STORE, None, nth) for nth in (2, 5, 9)],
+        )
+    ]
+    run_all(forge, tmp_path, trials)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
+    """Stopped for longer than the deadline in the middle of the commit, with all the others gone."""
+    path = tmp_path / "c"
+    fastckpt.save(whole(0), path)
+    strike = groups.Strike(rank, f"{PEERS}:Operation.round", signal.SIGSTOP, match="done")
+    with forge.group(2) as group:
+        group.start(_save, str(path), 1, 1.0, strike=strike)
+        outcomes = group.outcomes(30)
+        assert [each.kind for each in outcomes] == ["stopped" if each == rank else "raised" for each in range(2)]
+        assert f"rank {rank}" in outcomes[1 - rank].raised.text
+        assert "nothing was committed" in outcomes[1 - rank].raised.text
+        group.kill(1 - rank)
+        group.resume(rank)
+        [woken] = group.outcomes(30)
+        assert woken.kind == "raised"
+        assert "RanksError" in woken.raised.bases
+    assert which(path) == 0
+
+
+def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
+    path = tmp_path / "c"
+    fastckpt.save(whole(0), path)
+    with forge.group(3) as group:
+        for rank in range(3):
+            strike = groups.Strike(rank, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
+            group.start(_save, str(path), 1, 30.0, strike=strike)
+            outcomes = group.outcomes(30)
+            assert [each.kind for each in outcomes] == ["raised"] * 3
+            for each in outcomes:
+                if each.rank == rank:
+                    assert (each.raised.kind, each.raised.errno) == ("OSError", errno.EIO)
+                else:
+                    assert each.raised.kind == "RanksError"
+                    assert [failure[0] for failure in each.raised.failures] == [rank]
+                    assert f"rank {rank} on {os.uname().nodename}" in each.raised.text
+                    assert "the disk is worn out" in each.raised.text
+                    assert "nothing was committed" in each.raised.text
+                assert each.seconds < 5
+            assert which(path) == 0
+        group.run(_save, str(path), 2)
+    assert which(path) == 2
+
+
+def told_of(outcomes: list[groups.Outcome], rank: int, number: int) -> None:
+    """One rank has the error of its storage, and the others are told of it."""
+    for each in outcomes:
+        assert each.kind == "raised", each
+        if each.rank == rank:
+            assert "OSError" in each.raised.bases, each.raised.trace
+            assert each.raised.errno == number
+        else:
+            assert each.raised.kind == "RanksError", each.raised.trace
+            assert [failure[0] for failure in each.raised.failures] == [rank]
+            assert os.strerror(number) in each.raised.text
+            assert "nothing was committed" in each.raised.text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("call", "error"), [("pwrite64", "ENOSPC"), ("pwrite64", "EIO"), ("fdatasync,fsync", "EIO")])
+def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
+    path = tmp_path / "here" / "c"
+    path.parent.mkdir()
+    fastckpt.save(whole(0), path)
+    with forge.group(3) as group:
+        group.run(_save, str(path), 1, 30.0, io="threads")
+        inject = strace.injection(call, f"error={error}", "1+")
+        with strace.attached(group.children[rank].pid, tmp_path / "log", call, inject):
+            group.start(_save, str(path), 2, 30.0, io="threads")
+            told_of(group.outcomes(60), rank, getattr(errno, error))
+        assert which(path) == 1
+        assert [each.name for each in path.parent.iterdir()] == ["c"]
+        group.run(_save, str(path), 3, 30.0, io="threads")
+        assert which(path) == 3
+
+
+def test_a_full_disk_fails_before_a_byte_is_written(forge):
+    """The coordinator allocates all files before anybody writes: it is the one that meets the end of the disk."""
+    with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
+        (point / "other").write_bytes(bytes(700_000))
+        group.start(_save, str(point / "c"), 1, 30.0)
+        told_of(group.outcomes(60), 0, errno.ENOSPC)
+        assert [each.name for each in point.iterdir()] == ["other"]
+        (point / "other").unlink()
+        group.run(_save, str(point / "c"), 2, 30.0)
+        assert which(point / "c") == 2

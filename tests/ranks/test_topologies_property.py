@@ -1,0 +1,267 @@
+"""Drawn tensors under drawn topologies: the files are those of one process, and load into any other topology.
+
+Torch's own splitting decides what each rank holds; each trial saves from one topology, compares all bytes with a save
+of one process, and loads into another topology and into one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import shutil
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import fastckpt
+import fastckpt.distributed
+from harness import groups
+
+WORLD = 8
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex128", "bool", "int16", "float64", "uint8")
+MESHES = [
+    *[(n,) for n in range(1, WORLD + 1)],
+    *[(2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (1, 3), (2, 1)],
+    *[(2, 2, 2), (2, 1, 2), (1, 2, 3)],
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who holds a tensor: the ranks from ``first`` on, in a mesh of this shape (in the other order where it is turned);
+    with ``placements=None`` each of them has it whole, as a plain tensor. ``gaps``: between the elements in memory."""
+
+    first: int
+    mesh: tuple[int, ...]
+    turned: bool
+    placements: tuple[tuple[str, int, int], ...] | None
+    gaps: bool
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One tensor, saved under one spread and loaded under another."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    saved: Spread
+    loaded: Spread
+
+
+def whole(drawn: Drawn) -> torch.Tensor:
+    """The tensor's values: any bits, for the name decides them."""
+    dtype = getattr(torch, drawn.dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(drawn.name.encode()))
+    nbytes = math.prod(drawn.shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(drawn.shape)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@functools.cache
+def _mesh(first: int, shape: tuple[int, ...], turned: bool) -> DeviceMesh:
+    ranks = torch.arange(first, first + math.prod(shape))
+    return DeviceMesh("cpu", (ranks.flip(0) if turned else ranks).reshape(shape))
+
+
+@functools.cache
+def _group(size: int) -> Any:
+    return None if size == dist.get_world_size() else dist.new_group(list(range(size)))
+
+
+def _placement(kind: str, dim: int, factor: int) -> Any:
+    return {"replicate": Replicate, "shard": lambda: Shard(dim)}.get(
+        kind, lambda: _StridedShard(dim, split_factor=factor)
+    )()
+
+
+def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
+    # Not all dtypes can be cut and joined, but their bits can.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(full.element_size(), full.dtype)
+    part = full.view(bits)
+    for at, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+        if not isinstance(placement, Replicate):
+            pieces, _ = placement._split_tensor(part, count, with_padding=False)
+            part = pieces[mesh.get_coordinate()[at]]
+    return part.clone().view(full.dtype)
+
+
+def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros((*tensor.shape, 3), dtype=tensor.dtype)
+    wide[..., 1] = tensor
+    return wide[..., 1]
+
+
+def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] | None:
+    """What this rank has of the tensor, and the bits that it must have; None where it has nothing."""
+    count = math.prod(spread.mesh)
+    mesh = None if spread.placements is None else _mesh(spread.first, spread.mesh, spread.turned)
+    if not spread.first <= dist.get_rank() < spread.first + count:
+        return None
+    full = whole(drawn)
+    placements = None if spread.placements is None else [_placement(*each) for each in spread.placements]
+    wanted = full if mesh is None or placements is None else _part(full, mesh, placements)
+    local = wanted.clone() if fill else torch.zeros_like(wanted)
+    if spread.gaps and drawn.dtype != "float8_e4m3fn":
+        local = _with_gaps(local)
+    if mesh is None:
+        return local, wanted
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    return made, wanted
+
+
+def _state(tensors: list[Drawn], which: str, fill: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    held = {each.name: _held(each, getattr(each, which), fill) for each in tensors}
+    mine = {name: pair for name, pair in held.items() if pair is not None}
+    state = {"model": {name: pair[0] for name, pair in mine.items()}, "step": 7, "note": ["a", None]}
+    return state, {name: pair[1] for name, pair in mine.items()}
+
+
+def _save(path: str, size: int, tensors: list[Drawn], shard_size: int, background: bool) -> None:
+    group = _group(size)
+    state, _ = _state(tensors, "saved", True)
+    if dist.get_rank() >= size:
+        return
+    if background:
+        fastckpt.distributed.save_async(
+            state, path, process_group=group, shard_size=shard_size, timeout=30, metadata={"step": 7}
+        ).result(60)
+    else:
+        fastckpt.distributed.save(
+            state, path, process_group=group, shard_size=shard_size, timeout=30, metadata={"step": 7}
+        )
+
+
+def _load(path: str, size: int, tensors: list[Drawn]) -> list[str]:
+    """The names of the tensors whose local bits are not what they should be."""
+    group = _group(size)
+    into, wanted = _state(tensors, "loaded", False)
+    if dist.get_rank() >= size:
+        return []
+    into = {**into, "step": 0, "note": []}
+    loaded = fastckpt.distributed.load(path, into=into, process_group=group, timeout=30)
+    wrong = [] if (loaded["step"], loaded["note"]) == (7, ["a", None]) else ["values"]
+    for name, bits in wanted.items():
+        held = into["model"][name]
+        local = held.to_local() if isinstance(held, DTensor) else held
+        if _bits(local) != _bits(bits) or loaded["model"][name] is not held:
+            wrong.append(name)
+    return wrong
+
+
+@st.composite
+def spreads(draw: st.DrawFn, size: int, dims: int) -> Spread:
+    mesh = draw(st.sampled_from([each for each in MESHES if math.prod(each) <= size]))
+    first = draw(st.sampled_from([0, size - math.prod(mesh)]))
+    placements = None
+    if draw(st.integers(0, 4)):
+        kinds = ["replicate"] + (["shard", "shard", "strided"] if dims else [])
+        chosen = [(draw(st.sampled_from(kinds)), draw(st.integers(0, max(0, dims - 1)))) for _ in mesh]
+        placements = []
+        for at, (kind, dim) in enumerate(chosen):
+            # As torch does for FSDP over tensor parallelism: the factor counts the later cuts of that dimension.
+            later = zip(chosen[at + 1 :], mesh[at + 1 :], strict=True)
+            factor = math.prod(count for (other, of), count in later if other != "replicate" and of == dim)
+            strided = kind == "strided" and factor > 1
+            placements.append(
+                ("strided" if strided else kind.replace("strided", "shard"), dim, factor if strided else 0)
+            )
+    return Spread(
+        first, mesh, draw(st.booleans()), None if placements is None else tuple(placements), draw(st.booleans())
+    )
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> dict[str, Any]:
+    saved, loaded = draw(st.integers(1, WORLD)), draw(st.integers(1, WORLD))
+    tensors = []
+    for index in range(draw(st.integers(1, 4))):
+        side = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13, 64])
+        shape = draw(
+            st.one_of(
+                st.lists(side, max_size=3).map(tuple),
+                # Larger than a page with odd rows; larger than a block, in many rows and in few.
+                st.sampled_from([(1025, 3), (1, 4099), (3, 1, 2051), (70_001, 33), (5, 450_001)]),
+            )
+        )
+        dtype = draw(st.sampled_from(DTYPES))
+        if math.prod(shape) > 100_000:
+            dtype = draw(st.sampled_from(["float16", "bool"]))
+        name = f"{draw(st.sampled_from('abc'))}{index}.weight"
+        tensors.append(Drawn(name, dtype, shape, draw(spreads(saved, len(shape))), draw(spreads(loaded, len(shape)))))
+    return {
+        "tensors": tensors,
+        "saved": saved,
+        "loaded": loaded,
+        "shard_size": draw(st.sampled_from([5_000, 1 << 20, 1 << 30])),
+        "background": draw(st.booleans()),
+    }
+
+
+def _digests(path: Any) -> dict[str, str]:
+    return {
+        each.name: hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in sorted(path.iterdir())
+        if each.name.endswith((".safetensors", ".index.json"))
+    }
+
+
+class World:
+    """A group that is kept for many trials, and made anew after one that failed: hypothesis tries it again."""
+
+    def __init__(self, forge: groups.Forge) -> None:
+        self.forge, self.stack = forge, contextlib.ExitStack()
+        self.group: groups.Group | None = None
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        if self.group is None:
+            self.group = self.stack.enter_context(self.forge.group(WORLD))
+        try:
+            return self.group.run(function, *args, timeout=90)
+        except BaseException:
+            self.stack.close()
+            self.group = None
+            raise
+
+
+@pytest.fixture(scope="module")
+def world(forge):
+    made = World(forge)
+    with made.stack:
+        yield made
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(trial=trials())
+def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(world, tmp_path_factory, trial):
+    base = tmp_path_factory.mktemp("trial")
+    tensors = trial["tensors"]
+    state = {"model": {each.name: whole(each) for each in tensors}, "step": 7, "note": ["a", None]}
+    fastckpt.save(state, base / "one", shard_size=trial["shard_size"], metadata={"step": 7})
+    world.run(_save, str(base / "many"), trial["saved"], tensors, trial["shard_size"], trial["background"])
+    expected = _digests(base / "one")
+    assert _digests(base / "many") == expected
+    assert expected
+    assert fastckpt.verify(base / "many").ok
+    alone = fastckpt.load(base / "many")
+    for name, tensor in state["model"].items():
+        assert _bits(alone["model"][name]) == _bits(tensor), name
+        assert alone["model"][name].shape == tensor.shape
+    assert world.run(_load, str(base / "many"), trial["loaded"], tensors) == [[]] * WORLD
+    shutil.rmtree(base)
