@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness.simulated import Faults, Job, Violation, World
 
 from fastckpt._ranks import protocol, tree
 from fastckpt.exceptions import RanksError
+from harness.simulated import Faults, Job, Violation, World
 
 #: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
 SLACK = protocol.GRACE + 3
