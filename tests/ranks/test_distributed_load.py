@@ -1,12 +1,13 @@
 """What ranks load of a checkpoint, however it was written, and how often they read it."""
 
-import fastckpt
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fastckpt
 from fastckpt import distributed
 from harness import parallel
 from harness.parallel import dist, torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
 WAYS = [
@@ -63,7 +64,7 @@ def differences(found, expected, at="state"):
 
 
 def untangled(state):
-    """A state without the list of the optimizer's parameters: stages of a pipeline have one each, and save the union."""
+    """A state whose optimizer lists its own parameters, in order: stages of a pipeline save the union of theirs."""
     for group in state["optimizer"]["param_groups"]:
         group["params"] = sorted(name for name in group["params"] if name in state["optimizer"]["state"])
     return state
@@ -85,7 +86,7 @@ def load_all(topology, paths, tied, io):
 @pytest.mark.parametrize(
     ("topology", "size", "io"),
     [(*way, "threads") for way in WAYS] + [(*way, "auto") for way in WAYS if way[1] == 4],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_each_way_loads_what_each_other_has_written(forge, written, topology, size, io):
     with forge.group(size, backend="gloo" if size > 1 else "") as group:
