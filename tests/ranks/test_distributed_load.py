@@ -1,12 +1,15 @@
 """What ranks load of a checkpoint, however it was written, and how often they read it."""
 
+import os
+
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import distributed
-from harness import parallel
+from fastckpt import _core, distributed
+from fastckpt._ranks.residency import is_resident
+from harness import needs, parallel
 from harness.parallel import dist, torch
 
 # Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
