@@ -120,19 +120,25 @@ _LATER = {
 }
 
 
+#: Modules that import torch, for those who name them.
+_MODULES = ("dcp", "distributed")
+
+
 def __getattr__(name: str) -> Any:
     module = _LATER.get(name)
-    if module is None:
+    if module is None and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib  # noqa: PLC0415 - used here alone
 
+    if module is None:
+        return importlib.import_module(f".{name}", __name__)
     found = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
     return found
 
 
 def __dir__() -> Sequence[str]:
     """Also what is imported later: for completion."""
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_MODULES})
 
 
 def _warn_of_debug_build() -> None:

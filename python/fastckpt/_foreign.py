@@ -78,11 +78,7 @@ def of_distributed(path: str | os.PathLike[str]) -> str | None:
     """What to do with a directory of torch.distributed.checkpoint, if it is one."""
     if not os.path.lexists(os.path.join(path, ".metadata")):  # noqa: PTH118
         return None
-    return (
-        "it looks like a checkpoint of torch.distributed.checkpoint; 'python -m "
-        f"torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(os.fspath(path))} NEW.pt' makes a file "
-        "of it that 'fastckpt convert NEW.pt NEW_DIRECTORY' reads"
-    )
+    return f"it looks like a checkpoint of torch.distributed.checkpoint; {_convert(os.fspath(path))}"
 
 
 def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:

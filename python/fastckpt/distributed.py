@@ -95,8 +95,9 @@ def save(  # noqa: PLR0913 - all by name
         What was done: ``bytes`` by this rank, ``bytes_total`` by all.
 
     Raises:
-        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks, their
-            hosts and what happened there. Nothing was committed, unless the message says that the outcome is not known.
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
+            known.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
         ValueError: the ranks differ in what must be equal; or an argument is out of range, ``path`` is a URL, or this
             process is not in ``process_group``.
@@ -335,8 +336,8 @@ def load(  # noqa: PLR0913 - all by name
         The state, or with ``report=True`` a :class:`fastckpt.Loaded` of the state and a :class:`RankLoadReport`.
 
     Raises:
-        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks, their
-            hosts and what happened there. What is in ``into`` may be filled in part.
+        RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
+            their hosts and what happened there. What is in ``into`` may be filled in part.
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message says where.

@@ -111,6 +111,8 @@ def _described(error: BaseException) -> dict[str, Any]:
     except Exception:
         kept = None
     failures = getattr(error, "failures", ())
+    if not isinstance(failures, tuple):  # an exception of torch's has a dict of that name
+        failures = ()
     return {
         "kind": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],

@@ -662,5 +662,5 @@ def test_a_path_is_named_whatever_it_is_called(
     assert "cannot convert e: it exists" in capsys.readouterr().err
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / ".metadata").touch()
-    assert cli.main(["convert", "d", "new"]) == 2
-    assert "dcp_to_torch d NEW.pt" in capsys.readouterr().err
+    assert cli.main(["convert", "d", "new"]) == 1
+    assert "cannot convert d: .metadata is damaged" in capsys.readouterr().err

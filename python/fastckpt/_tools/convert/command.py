@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ABOUT = (
-    "SRC is a file of torch.save (no pickle is executed) or safetensors, or a Hugging Face directory, and DST a new "
-    "checkpoint; or SRC is a checkpoint and DST one .safetensors file. With --to hf, SRC is a checkpoint that need not "
-    "fit into memory, and DST a directory."
+    "SRC is a file of torch.save (no pickle is executed) or safetensors, or a directory of Hugging Face or "
+    "torch.distributed.checkpoint, and DST a new checkpoint; or SRC is a checkpoint and DST one .safetensors file. "
+    "With --to hf, SRC is a checkpoint that need not fit into memory, and DST a directory."
 )
 _FOR_HF = ("strip", "file", "shard_size")
 

@@ -13,8 +13,8 @@ import fastckpt
 from fastckpt._paths import refuse_url
 from fastckpt.exceptions import CheckpointError
 
-from . import hugging_face, one_file
-from .needs import MANIFEST, PICKLED
+from . import distributed, hugging_face, one_file
+from .needs import MANIFEST, PICKLED, torch_for
 from .sources import read
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def convert(
     """Convert ``source`` to ``destination``; the kind of each follows from what it is and from its name.
 
     Args:
-        source: a checkpoint, a file of ``torch.save``, a safetensors file, or a directory as Hugging Face lays it out.
+        source: a checkpoint, a file of ``torch.save``, a safetensors file, or a directory as Hugging Face or
+            torch.distributed.checkpoint lays it out.
         destination: a new checkpoint; where the source is a checkpoint, a ``.safetensors`` file.
         keys: glob patterns over tensor names; only for a checkpoint as the source, None takes everything.
         overwrite: whether ``destination`` may exist.
@@ -85,18 +86,14 @@ def convert(
                 "safetensors file; give a name that ends in .safetensors"
             )
         tensors, size = one_file.write(source, destination, keys)
+    elif (source / distributed.METADATA_FILE).exists():
+        _refuse(source, destination, keys)
+        torch_for(source)
+        from .distributed_plan import write  # noqa: PLC0415 - imports torch.distributed
+
+        tensors, size = write(source, destination, overwrite=overwrite)
     else:
-        if keys is not None:
-            raise CheckpointError(f"cannot choose tensors of {source}: only a checkpoint is converted in part")
-        if destination.suffix in (".safetensors", *PICKLED):
-            raise CheckpointError(
-                f"cannot convert {source} to {destination}: the result is a checkpoint, which is a "
-                f"directory; give a name without {destination.suffix}"
-            )
-        if sys.platform != "linux":
-            raise NotImplementedError(
-                f"cannot convert {source} to a checkpoint: fastckpt saves on Linux; convert it there"
-            )
+        _refuse(source, destination, keys)
         state, metadata = read(source)
         report = fastckpt.save(state, destination, overwrite=overwrite, metadata=metadata)
         tensors, size = report.tensors, report.bytes
@@ -108,3 +105,16 @@ def convert(
         seconds=time.perf_counter() - begin,
         files=files,
     )
+
+
+def _refuse(source: Path, destination: Path, keys: Sequence[str] | None) -> None:
+    """Refuse what cannot be done to make a checkpoint of another format."""
+    if keys is not None:
+        raise CheckpointError(f"cannot choose tensors of {source}: only a checkpoint is converted in part")
+    if destination.suffix in (".safetensors", *PICKLED):
+        raise CheckpointError(
+            f"cannot convert {source} to {destination}: the result is a checkpoint, which is a "
+            f"directory; give a name without {destination.suffix}"
+        )
+    if sys.platform != "linux":
+        raise NotImplementedError(f"cannot convert {source} to a checkpoint: fastckpt saves on Linux; convert it there")

@@ -96,10 +96,13 @@ def look(path: str, answer: int) -> None:
     from fastckpt.exceptions import CheckpointError  # noqa: PLC0415
 
     module: Any = _torch
-    _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
     found: dict[str, Any] = {}
     try:
-        flatten(load(module.torch, path), operation="convert")
+        if os.path.isdir(path):  # noqa: PTH112
+            _look_at_directory(path)
+        else:
+            _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
+            flatten(load(module.torch, path), operation="convert")
     except CheckpointError:
         pass  # the save says it better
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
@@ -109,6 +112,23 @@ def look(path: str, answer: int) -> None:
     with open(answer, "w", encoding="ascii") as file:
         json.dump(found, file)
     os._exit(0)  # what it made need not be taken apart
+
+
+def _look_at_directory(path: str) -> None:
+    """Read the table of a directory of torch.distributed.checkpoint, and its values."""
+    from pathlib import Path  # noqa: PLC0415
+
+    from fastckpt._state.flatten import flatten  # noqa: PLC0415
+
+    from .distributed import METADATA_FILE, Directory  # noqa: PLC0415
+
+    source = Path(path)
+    _limit((source / METADATA_FILE).stat().st_size)
+    directory = Directory(source)
+    _limit(directory.nbytes())
+    for key, item in directory.items.items():
+        if item.sizes is None:
+            flatten(directory.read(key), operation="convert")
 
 
 def load(torch: Any, path: str | os.PathLike[str]) -> Any:

@@ -8,7 +8,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._foreign import file_format, of_distributed
+from fastckpt._foreign import file_format
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from . import pickled as _pickled
@@ -89,8 +89,6 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
         files = sorted(source.glob("*.safetensors"))
         if len(files) == 1:
             return _read_safetensors(files[0])
-        if distributed := of_distributed(source):
-            raise CheckpointError(f"cannot convert {source}: {distributed}")
         found = f"{len(files)} safetensors files" if files else "no safetensors file"
         raise CheckpointError(
             f"cannot convert the directory {source}: it has neither {MANIFEST} nor {HUGGING_FACE_INDEX}, and {found}; "

@@ -1,0 +1,173 @@
+"""Directories of torch.distributed.checkpoint: what they hold, and where. Tensors lie in pieces in many files."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import zipfile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
+
+from .needs import first_line, regular, torch_for
+from .torch_items import KINDS, METADATA, Archive, MetadataUnpickler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+METADATA_FILE = ".metadata"
+_TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "BytesStorageMetadata"]
+#: What reading a pickle or an archive that is damaged raises.
+_DAMAGED = (
+    *(ValueError, TypeError, LookupError, AttributeError, EOFError, ImportError, RecursionError, NotImplementedError),
+    *(RuntimeError, zipfile.BadZipFile),
+)
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, or a value: where it begins and its sizes, and the bytes that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class Item(NamedTuple):
+    """An entry: what leads to it, and its pieces; ``sizes`` is None for a value."""
+
+    path: tuple[str | int, ...]
+    dtype: Any
+    sizes: tuple[int, ...] | None
+    pieces: list[Piece]
+
+
+class Directory:
+    """A directory that torch wrote: its table is read, and its files are mapped when they are asked for.
+
+    Attributes:
+        items: what it holds, by dotted keys.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        UnsupportedTypeError: it was written with extensions, or its table holds what is not read.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.torch = torch_for(source)
+        self._maps: dict[str, Any] = {}
+        table = source / METADATA_FILE
+        regular(table)
+        try:
+            with table.open("rb") as file:
+                metadata = MetadataUnpickler(self.torch, file).load()
+            self.items = self._items(metadata)
+        except pickle.UnpicklingError as error:
+            raise UnsupportedTypeError(
+                f"cannot convert {source}: {METADATA_FILE} is damaged, or holds more than torch writes there, and "
+                f"fastckpt never executes what a pickle names: {first_line(error)}"
+            ) from error
+        except _DAMAGED as error:
+            raise self._damaged(METADATA_FILE, error) from error
+
+    def _damaged(self, what: str, error: Exception) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"cannot convert {self.source}: {what} is damaged: {first_line(error)}")
+
+    def _items(self, metadata: Any) -> dict[str, Item]:
+        where = {(index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()}
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        found: dict[str, Item] = {}
+        for key, about in metadata.state_dict_metadata.items():
+            path = paths.get(key, (key,))
+            if type(key) is not str or type(path) is not tuple or not _leads(path):
+                raise ValueError(f"keys that lead to {key!r}")
+            if isinstance(about, _BYTES):
+                found[key] = Item(path, None, None, [self._piece(where[key, None], (), ())])
+                continue
+            properties = about.properties.attributes
+            dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+            pieces = [self._piece(where[key, chunk.offsets], chunk.offsets, chunk.sizes) for chunk in about.chunks]
+            if not isinstance(about, _TENSOR) or not isinstance(dtype, self.torch.dtype):
+                raise TypeError(f"neither a tensor nor a value: {key!r}")
+            if not _covers(about.size, pieces):
+                raise ValueError(f"the pieces of {key!r} are not the whole tensor")
+            found[key] = Item(path, dtype, about.size, pieces)
+        return found
+
+    def _piece(self, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+        if getattr(info, "transform_descriptors", None):
+            raise UnsupportedTypeError(
+                f"cannot convert {self.source}: it was written with extensions, such as compression: load it with "
+                "torch.distributed.checkpoint, and give the state to fastckpt.save"
+            )
+        file, begin, length = info.relative_path, info.offset, info.length
+        # The table is input: it may not lead out of the directory.
+        if type(file) is not str or os.path.basename(file) != file or not file:  # noqa: PTH119 - the name as text
+            raise ValueError(f"it names {file!r}, no file beside it")
+        if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+            raise ValueError(f"a range of {file} that is none")
+        return Piece(offsets, sizes, file, begin, length)
+
+    def nbytes(self) -> int:
+        """Bytes of the table and of the values."""
+        values = (item.pieces[0].length for item in self.items.values() if item.sizes is None)
+        return (self.source / METADATA_FILE).stat().st_size + sum(values)
+
+    def read(self, key: str, number: int = 0) -> Any:
+        """A value, or a piece of a tensor, as views of the mapped file.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+            UnsupportedTypeError: it holds more than plain values and tensors.
+        """
+        item = self.items[key]
+        piece = item.pieces[number]
+        try:
+            found = Archive(self.torch, self._mapped(piece)).read()
+        except pickle.UnpicklingError as error:
+            raise UnsupportedTypeError(
+                f"cannot convert {self.source}: {key!r} is damaged, or holds more than plain values and tensors, and "
+                "fastckpt never executes what a pickle names: load it with torch.distributed.checkpoint, and give the "
+                f"state to fastckpt.save; {first_line(error)}"
+            ) from error
+        except _DAMAGED as error:
+            raise self._damaged(f"{key!r} in {piece.file}", error) from error
+        if item.sizes is None:
+            return found
+        if not isinstance(found, self.torch.Tensor) or tuple(found.shape) != piece.sizes or found.dtype != item.dtype:
+            raise self._damaged(f"{key!r} in {piece.file}", ValueError("it is not the piece that the table lists"))
+        return found.detach()
+
+    def _mapped(self, piece: Piece) -> Any:
+        whole = self._maps.get(piece.file)
+        if whole is None:
+            path = self.source / piece.file
+            regular(path)
+            nbytes = path.stat().st_size
+            # Private: what is written to it never reaches the file. It keeps no descriptor open.
+            storage = self.torch.UntypedStorage.from_file(str(path), shared=False, nbytes=nbytes)
+            whole = self.torch.empty(0, dtype=self.torch.uint8).set_(storage, 0, (nbytes,)).numpy()
+            self._maps[piece.file] = whole
+        if piece.begin + piece.length > len(whole):
+            raise ValueError("the file is too short")
+        return whole[piece.begin : piece.begin + piece.length]
+
+
+def _leads(path: tuple[Any, ...]) -> bool:
+    return bool(path) and type(path[0]) is str and all(type(step) in (str, int) for step in path)
+
+
+def _covers(sizes: tuple[int, ...], pieces: list[Piece]) -> bool:
+    """Whether pieces lie in a tensor, and have as many elements as it has."""
+    inside = all(
+        len(piece.offsets) == len(piece.sizes) == len(sizes)
+        and all(
+            start >= 0 and start + length <= size
+            for start, length, size in zip(piece.offsets, piece.sizes, sizes, strict=True)
+        )
+        for piece in pieces
+    )
+    return inside and sum(math.prod(piece.sizes) for piece in pieces) == math.prod(sizes)

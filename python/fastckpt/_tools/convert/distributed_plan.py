@@ -1,0 +1,85 @@
+"""Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory.
+
+What a directory holds is a plan for our own writer. Its files are mapped, and the save takes each byte from there when
+it is its turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Size
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from fastckpt.dcp import Writer
+from fastckpt.exceptions import CheckpointError
+
+from . import pickled as _pickled
+from .distributed import Directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .distributed import Item
+
+
+class _Planner(DefaultSavePlanner):
+    """Hands out what is in the directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self._directory = directory
+        self._numbers = {
+            (key, piece.offsets): number
+            for key, item in directory.items.items()
+            for number, piece in enumerate(item.pieces)
+        }
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value, or the piece of a tensor."""
+        return self._directory.read(index.fqn, self._numbers[index.fqn, tuple(index.offset or ())])
+
+
+def write(source: Path, destination: Path, *, overwrite: bool) -> tuple[int, int]:
+    """Write what a directory of torch.distributed.checkpoint holds as a checkpoint.
+
+    Returns:
+        The number of tensors, and their bytes.
+
+    Raises:
+        CheckpointError: it is damaged, or holds what is not read.
+    """
+    try:
+        _pickled.check(source)
+    except _pickled.RefusedError as error:
+        raise CheckpointError(
+            f"cannot convert {source}: {error}; if you trust it, load it with torch.distributed.checkpoint and give "
+            "the state to fastckpt.save"
+        ) from error
+    directory = Directory(source)
+    writer = Writer(destination, overwrite=overwrite)
+    items = [made for key, item in directory.items.items() for made in _items(key, item)]
+    plan = SavePlan(items, planner_data={key: item.path for key, item in directory.items.items()})
+    writer.set_up_storage_writer(is_coordinator=True)
+    (plan,) = writer.prepare_global_plan([plan])
+    writer.write_data(plan, _Planner(directory)).wait()
+    assert writer.report is not None  # noqa: S101 - it has written
+    return writer.report.tensors, writer.report.bytes
+
+
+def _items(key: str, item: Item) -> list[WriteItem]:
+    if item.sizes is None:
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
+    properties = TensorProperties(dtype=item.dtype)
+    return [
+        WriteItem(
+            MetadataIndex(key, Size(piece.offsets)),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(Size(piece.offsets), Size(piece.sizes)), properties, Size(item.sizes)
+            ),
+        )
+        for piece in item.pieces
+    ]

@@ -1,0 +1,14 @@
+"""Checkpoints of fastckpt through torch.distributed.checkpoint: the same files, and no ``.metadata``.
+
+dcp.save(state, checkpoint_id="step-1000", storage_writer=fastckpt.dcp.Writer())
+dcp.load(state, checkpoint_id="step-1000", storage_reader=fastckpt.dcp.Reader())
+"""
+
+from __future__ import annotations
+
+from fastckpt.dcp._install import Installation, install
+from fastckpt.dcp._reader import Reader
+from fastckpt.dcp._stager import Stager
+from fastckpt.dcp._writer import Writer
+
+__all__ = ["Installation", "Reader", "Stager", "Writer", "install"]

@@ -1,0 +1,187 @@
+"""fastckpt's writer and reader in the place of torch's, for programs that name those themselves.
+
+The classes of torch stay what they are, under every name that anybody has imported them by; only what a call of one of
+them makes is another object. Classes derived from them are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from ._reader import Reader
+from ._torch import FileSystemReader, FileSystemWriter
+from ._writer import Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_MANIFEST = "fastckpt.json"
+_TORCHS_OWN = ".metadata"
+#: Arguments of torch's writer that say how its files are written, which ours decides itself.
+_IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
+
+_lock = RLock()
+#: The options of each installation that has not ended, the last one in force.
+_installed: list[dict[str, Any]] = []
+_prepared = False
+
+
+class InstalledWriter(Writer):
+    """What ``FileSystemWriter(path, ...)`` makes while fastckpt is installed."""
+
+
+class InstalledReader(Reader):
+    """What ``FileSystemReader(path)`` makes while fastckpt is installed: torch's own checkpoints are read by torch."""
+
+    def __init__(self, path: Any, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._torchs: Any = None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """A new load begins; see :meth:`fastckpt.dcp.Reader.reset`."""
+        super().reset(checkpoint_id)
+        self._torchs = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """What the checkpoint holds, by torch's reader where torch wrote it."""
+        path = self.checkpoint_id
+        self._torchs = None
+        if path is not None and not _has(path, _MANIFEST) and (_has(path, _TORCHS_OWN) or "rank" in kwargs):
+            self._torchs = _made(FileSystemReader, path)
+            return self._torchs.read_metadata(*args, **kwargs)
+        return super().read_metadata(*args)
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's interface
+        """Passed on to torch's reader where that reads."""
+        if self._torchs is not None:
+            self._torchs.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Passed on to torch's reader where that reads."""
+        return plan if self._torchs is None else self._torchs.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """Passed on to torch's reader where that reads."""
+        return super().prepare_global_plan(plans) if self._torchs is None else self._torchs.prepare_global_plan(plans)
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Passed on to torch's reader where that reads."""
+        if self._torchs is not None:
+            return self._torchs.read_data(plan, planner)
+        return super().read_data(plan, planner)
+
+
+class Installation:
+    """What :func:`install` returns: a context manager."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def uninstall(self) -> None:
+        """End this installation; once more does nothing."""
+        with _lock:
+            for at, options in enumerate(_installed):
+                if options is self._options:
+                    del _installed[at]
+                    break
+
+    def __enter__(self) -> Installation:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+
+def install(**options: Any) -> Installation:
+    """Have programs use fastckpt that name torch's ``FileSystemWriter`` and ``FileSystemReader`` themselves.
+
+    For accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From now on
+    a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
+    whatever name they were imported. A directory that torch itself wrote is read by torch. Classes derived from
+    torch's, and writers with extensions or of another serialization format, stay as they are.
+
+    The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
+
+    Args:
+        **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
+            (``process_group``, ``timeout``, ``registry``, ``io``, ``threads``) are the readers', too.
+
+    Returns:
+        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+
+    Raises:
+        TypeError: the writer has no such argument.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> with fastckpt.dcp.install():  # doctest: +SKIP
+        ...     accelerator.save_state("step-1000")
+    """
+    if "path" in options:
+        raise TypeError("install: the path is what the program gives: leave it out")
+    Writer(None, **options)  # it says what is wrong with them
+    with _lock:
+        _prepare()
+        made = Installation(options)
+        _installed.append(options)
+    return made
+
+
+def _prepare() -> None:
+    """Let calls of torch's classes ask whether fastckpt is installed.
+
+    That stays: a class that has once had a ``__new__`` does not take arguments any more when it is deleted.
+    """
+    global _prepared  # noqa: PLW0603 - once a process
+    if _prepared:
+        return
+    _prepared = True
+    for torchs, make, ours in (
+        (FileSystemWriter, _writer, InstalledWriter),
+        (FileSystemReader, _reader, InstalledReader),
+    ):
+        _answer(torchs, make)
+        torchs.register(ours)  # isinstance() holds for what a call makes
+
+
+def _answer(torchs: Any, make: Any) -> None:
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        options = _installed[-1] if _installed and cls is torchs else None
+        made = None if options is None else make(options, *args, **kwargs)
+        return object.__new__(cls) if made is None else made
+
+    torchs.__new__ = new
+
+
+def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    """A writer for the arguments of torch's, or None where it is to be torch's."""
+    # In the order of torch 2.6 and later.
+    names = (*_IRRELEVANT[:5], "overwrite", "_extensions", "serialization_format")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("_extensions") or getattr(given.get("serialization_format"), "value", "torch_save") != "torch_save":
+        return None
+    own = {"overwrite": given["overwrite"]} if "overwrite" in given else {}
+    return InstalledWriter(path, **{**own, **options})
+
+
+def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
+    """A reader for the arguments of torch's, or None where it is to be torch's."""
+    if _extension_registry is not None:
+        return None
+    own = {name: options[name] for name in ("process_group", "timeout", "registry", "io", "threads") if name in options}
+    return InstalledReader(path, **own)
+
+
+def _made(kind: Any, *args: Any) -> Any:
+    """An object of torch's own, also while fastckpt is installed."""
+    made = object.__new__(kind)
+    made.__init__(*args)
+    return made
+
+
+def _has(path: str, name: str) -> bool:
+    return os.path.lexists(os.path.join(path, name))  # noqa: PTH118

@@ -1,0 +1,303 @@
+"""The reader that torch.distributed.checkpoint takes: checkpoints of fastckpt into any state, by boxes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._api.destinations import Targets
+from fastckpt._api.options import Engine, check_engine
+from fastckpt._api.outcome import conclude, until_settled
+from fastckpt._api.progress import ticker
+from fastckpt._api.reports import LoadReport, RankLoadReport
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._state.builders import StateBuilder, Validator
+from fastckpt._state.registry import Registry, Types
+from fastckpt._state.unflatten import is_tensor, parse, unflatten
+from fastckpt._tensors import torch as _tensors
+from fastckpt.exceptions import CheckpointError
+
+from . import _torch
+from ._arguments import check_timeout
+from ._entries import Entry, Known, entries_of
+from ._fill import Fill, Request
+from ._shared import Asked, read_alone, read_together
+
+if TYPE_CHECKING:
+    from fastckpt._state.unflatten import Token
+
+#: Of a plan: all ranks of the process group read.
+_TOGETHER = "fastckpt: together"
+
+
+class Reader(_torch.StorageReader):
+    """A StorageReader for ``torch.distributed.checkpoint.load``.
+
+    It reads what :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save` wrote, into
+    states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed to
+    the planner in the form that its ``torch.load`` expects.
+
+    Keys are those of torch's planners: joined with dots, each made a string; tuples and values of other types are one
+    entry. Every block that is read whole is compared with its checksum.
+
+    Args:
+        path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
+        process_group: that of ``dcp.load``, which does not tell its reader; None for the default group. Its ranks read
+            each byte once from the storage and pass it on; where others load, each rank reads what it needs.
+        timeout: seconds of silence of another rank after which a load fails.
+        registry: types that this reader knows before those of :func:`fastckpt.register_type`.
+        verify: compare every byte with its checksum.
+        io: see :func:`fastckpt.load`.
+        threads: worker threads; by default as many as this process may use cores, within limits.
+
+    Attributes:
+        report: what the last read of this rank did, or None.
+
+    Raises:
+        TypeError: ``path`` is no path.
+        ValueError: an argument is out of range, or ``path`` is a URL.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath | None = None,
+        *,
+        process_group: Any = None,
+        timeout: float = 600.0,
+        registry: Registry | None = None,
+        verify: bool = True,
+        io: Engine = "auto",
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_engine("load", io, threads)
+        self.report: LoadReport | None = None
+        self._path = None if path is None else path_of("load", path)
+        self._group = process_group
+        self._timeout = check_timeout("load", timeout)
+        self._registry = registry
+        self._verify = bool(verify)
+        self._io = io
+        self._threads = threads
+        self._load_id = str(uuid.uuid4())
+        self._opened: _Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint's directory, absolute."""
+        return self._path
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """A new load begins, of the checkpoint ``checkpoint_id`` where one is given."""
+        if checkpoint_id is not None:
+            self._path = path_of("load", checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+        self._opened = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> _torch.Metadata:
+        """What the checkpoint holds. Each tensor is one whole chunk, so that it fits any sharding.
+
+        Raises:
+            CheckpointError: there is no path, or the state is no mapping.
+            CorruptCheckpointError: the manifest is damaged.
+            FileNotFoundError: there is nothing at the path.
+            NotACheckpointError: what is there is no checkpoint of fastckpt.
+            UnsupportedTypeError: a value is of a type that this program does not know.
+        """
+        if self._path is None:
+            raise CheckpointError("load: give the Reader a path, or dcp.load a checkpoint_id")
+        path = self._path
+        self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry)))
+        found = {key: opened.described(entry) for key, entry in opened.entries.items()}
+        return _torch.Metadata(
+            state_dict_metadata=Known(found, opened.outer, _torch.BytesStorageMetadata()),
+            planner_data={key: entry.path for key, entry in opened.entries.items()},
+            storage_data={},
+            storage_meta=_torch.StorageMeta(checkpoint_id=path, load_id=self._load_id),
+        )
+
+    def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's interface
+        """Nothing to do: what was read is kept."""
+
+    def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
+        """The plans, with the word that ranks read together where all of the process group are there."""
+        together = len(plans) > 1 and _torch.group_size(self._group) == len(plans)
+        return [dataclasses.replace(plan, storage_data=_TOGETHER) for plan in plans] if together else plans
+
+    def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
+        """Read what the plan asks for, straight into the tensors that the planner gives.
+
+        Raises:
+            CorruptCheckpointError: bytes are not what was written; the message says where.
+            RanksError: another rank failed, or does not answer.
+            ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
+            StructureMismatchError: a tensor of the planner has other sizes than its box.
+        """
+        opened, path = self._opened, self._path
+        if opened is None or path is None:
+            raise CheckpointError("load: read_data was called before read_metadata")
+        began = time.perf_counter()
+        work = _Work(opened, plan, planner)
+        try:
+            with ticker("load", path, shown=False) as tick:
+
+                def asked() -> Asked:
+                    requests = work.ask()
+                    drain = work.targets.drain if work.targets.movers else None
+                    return Asked(opened.reader, path, requests, drain, self._verify, self._io, self._threads, tick)
+
+                if plan.storage_data == _TOGETHER:
+                    fields = read_together(asked, path, self._group, self._timeout)
+                    kind: type[LoadReport] = RankLoadReport
+                else:
+                    fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
+                    kind = LoadReport
+        finally:
+            if work.targets.movers:
+                work.targets.settle()
+        work.finish()
+        self.report = conclude(kind, path, began, fields)
+        return _torch.done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether this names a directory: a path, and no URL."""
+        try:
+            path_of("load", checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_group": None, "report": None}
+
+
+class _Work:
+    """What one rank reads of a checkpoint, and where it goes."""
+
+    def __init__(self, opened: _Opened, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> None:
+        self.opened = opened
+        self.plan = plan
+        self.planner = planner
+        self.targets = Targets(opened.stored, "auto")
+        self.fill = Fill(self.targets)
+        self.tensors: list[tuple[_torch.ReadItem, Any]] = []
+        self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
+
+    def ask(self) -> list[Request]:
+        """Boxes straight into tensors, and what values need."""
+        for item in self.plan.items:
+            entry = self.opened.find(item.storage_index.fqn)
+            if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
+                bare = self.planner.resolve_tensor(item).detach()
+                self.fill.ask(entry.number, _box(item), bare, item.storage_index.fqn)
+                self.tensors.append((item, bare))
+            else:
+                found = [token for token in self.opened.tokens[entry.start : entry.end] if is_tensor(token)]
+                self.targets.make(found)
+                self.values.append((item, entry, len(found)))
+        self.fill.take_whole()
+        return self.fill.requests
+
+    def finish(self) -> None:
+        """Once all has been read: hand over what the planner has to have."""
+        self.fill.finish()
+        made = iter(self.targets.values())
+        for item, entry, count in self.values:
+            value = self.opened.value(entry, [next(made) for _ in range(count)])
+            if item.type is _torch.LoadItemType.TENSOR:
+                _copy(item, value, self.planner)
+            else:
+                self.planner.load_bytes(item, _as_bytes(value))
+        for item, bare in self.tensors:
+            self.planner.commit_tensor(item, bare)
+
+
+class _Opened:
+    """A checkpoint whose manifest has been read and checked."""
+
+    def __init__(self, path: str, types: Types) -> None:
+        self.path = path
+        self.types = types
+        self.reader = _core.Reader(path, keep=True)
+        self.stored = self.reader.tensors()
+        self.tokens: list[Token] = parse(self.reader.structure())
+        # Types are asked for only in what is loaded.
+        unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
+        self.entries, self.outer = entries_of(self.tokens, path)
+        self.targets = Targets(self.stored, "auto")
+
+    def find(self, key: str) -> Entry:
+        found = self.entries.get(key) or self.outer.get(key)
+        if found is None:
+            raise CheckpointError(f"load: {self.path}: the plan asks for {key!r}, which is not in the checkpoint")
+        return found
+
+    def described(self, entry: Entry) -> Any:
+        """What torch knows of an entry."""
+        number = entry.number
+        if number is not None:
+            dtype = self.targets.tensor_dtype(number)
+            return _whole(dtype, self.targets.shape(number, dtype.itemsize), entry.token[2:3])
+        if entry.composed:
+            return self._composed(entry)
+        return _torch.BytesStorageMetadata()
+
+    def _composed(self, entry: Entry) -> Any:
+        tag = entry.token[0]
+        sizes = entry.token[2 if tag in {"compressed", "quantized"} else 1]
+        parts = [token for token in self.tokens[entry.start : entry.end] if is_tensor(token)]
+        if parts[-1][0] != "tensor":
+            return _torch.BytesStorageMetadata()  # an expanded array
+        dtype = _tensors.DTYPES[entry.token[1]] if tag == "quantized" else self.targets.tensor_dtype(parts[-1][1])
+        return _whole(dtype, sizes, [])
+
+    def value(self, entry: Entry, made: list[Any]) -> Any:
+        """The value of an entry, with the tensors in it."""
+        tokens = self.tokens[entry.start : entry.end]
+        unflatten(tokens, Validator(self.stored, types=self.types))
+        return unflatten(tokens, StateBuilder("auto", made, types=self.types))
+
+
+def _whole(dtype: Any, sizes: Any, flags: list[Any]) -> _torch.TensorStorageMetadata:
+    size = _torch.torch.Size(sizes)
+    zero = _torch.torch.Size([0] * len(size))
+    return _torch.TensorStorageMetadata(
+        properties=_torch.TensorProperties(dtype=dtype, requires_grad="g" in "".join(flags)),
+        size=size,
+        chunks=[_torch.ChunkStorageMetadata(offsets=zero, sizes=size)],
+    )
+
+
+def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
+    """Where what an item asks for lies in its tensor."""
+    origin = item.storage_index.offset or (0,) * len(item.lengths)
+    starts = [base + offset for base, offset in zip(origin, item.storage_offsets, strict=True)]
+    return [(start, start + length) for start, length in zip(starts, item.lengths, strict=True)]
+
+
+def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> None:
+    """Bring a part of a tensor made of several to where the planner wants it."""
+    for dimension, (start, stop) in enumerate(_box(item)):
+        if (start, stop) != (0, value.shape[dimension]):
+            value = value.narrow(dimension, start, stop - start)
+    target = planner.resolve_tensor(item).detach()
+    with _torch.torch.no_grad():
+        target.copy_(value)
+    planner.commit_tensor(item, target)
+
+
+def _as_bytes(value: Any) -> io.BytesIO:
+    """A value as the planner takes it: what ``torch.save`` makes of it."""
+    made = io.BytesIO()
+    _torch.torch.save(value, made)
+    made.seek(0)
+    return made

@@ -1,0 +1,191 @@
+"""Copies of states in host memory that is kept from save to save, for ``dcp.async_save``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from fastckpt._background import snapshot_memory
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors import torch as _tensors
+
+from . import _torch
+
+#: Where tensors begin: what every instruction set wants.
+_ALIGNED = 64
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
+
+
+class Stager:
+    """An AsyncStager for ``dcp.async_save`` that copies states into memory that fastckpt keeps for the next save.
+
+    All tensors of a state lie in one stretch of huge pages, which is pinned where they come from a GPU. Tensors that
+    are the same stay the same. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon
+    as nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees what is kept.
+    """
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: the state has been copied when :meth:`stage` returns."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``state_dict`` that later changes of the state do not reach, on the CPU.
+
+        Mappings, lists and tuples are copied as plain ones; DTensors stay DTensors of the same mesh and placements.
+        """
+        copier = _Copier()
+        copier.measure(state_dict)
+        copier.prepare()
+        made: dict[str, Any] = copier.copy(state_dict)
+        copier.settle()
+        return made
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to free: what is kept is kept for all, see :func:`fastckpt.release_buffers`."""
+
+
+class _Lease:
+    """Memory that is given back when the last tensor in it has gone."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = snapshot_memory.take(nbytes)
+
+    # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+    def __del__(self, *, give: Any = snapshot_memory.give) -> None:
+        give(self.memory)
+
+
+class _Copier:
+    """One copy."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.used = 0
+        self.devices: dict[str, Any] = {}
+        self.memory: Any = None
+        self.known: dict[Any, Any] = {}
+        self.counted: set[Any] = set()
+
+    def measure(self, value: Any) -> None:
+        """Add up what the tensors in a value need."""
+        todo = [value]
+        while todo:
+            one = todo.pop()
+            if isinstance(one, _torch.Tensor):
+                for local in _locals(one):
+                    if _is_plain(local) and _identity(local) not in self.counted:
+                        self.counted.add(_identity(local))
+                        base = _base(local.detach())
+                        self.nbytes += _padded(base.numel() * base.element_size())
+                        if not local.is_cpu:
+                            self.devices[str(local.device)] = local.device
+            elif _is_mapping(one):
+                todo.extend(one.values())
+            elif isinstance(one, (list, tuple)):
+                todo.extend(one)
+
+    def prepare(self) -> None:
+        """Take the memory."""
+        if not self.nbytes:
+            return
+        lease = _Lease(self.nbytes)
+        for device in self.devices.values():
+            lease.memory.pin(device)
+        self.memory = _memory.at(lease.memory.core.address, self.nbytes, lease)
+
+    def copy(self, value: Any) -> Any:
+        """The copy of a value."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, _torch.Tensor):
+            return self._tensor(value)
+        if _is_mapping(value):
+            return {key: self.copy(item) for key, item in value.items()}
+        if kind is list or kind is tuple:
+            return kind(map(self.copy, value))
+        return copy.deepcopy(value)
+
+    def _tensor(self, value: Any) -> Any:
+        if isinstance(value, _torch.DTensor):
+            local = self._plain(value._local_tensor)  # noqa: SLF001 - to_local() may communicate
+            return _torch.DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        if isinstance(value, _torch.ShardedTensor):
+            made = copy.copy(value)
+            made._local_shards = [  # noqa: SLF001 - it has no public way
+                _torch.Shard(tensor=self._plain(shard.tensor), metadata=shard.metadata)
+                for shard in value.local_shards()
+            ]
+            return made
+        made = self._plain(value)
+        _torch.copy_shard_fields(value, made)
+        return made
+
+    def _plain(self, value: Any) -> Any:
+        if not _is_plain(value):
+            return copy.deepcopy(value.detach()).cpu()
+        identity = _identity(value)
+        known = self.known.get(identity)
+        if known is None:
+            known = self.known[identity] = self._copied(_base(value.detach())).expand(value.shape)
+        return known
+
+    def _copied(self, value: Any) -> Any:
+        nbytes = value.numel() * value.element_size()
+        if not nbytes:
+            return _torch.torch.empty(value.shape, dtype=value.dtype)
+        made = _tensors.over(self.memory[self.used : self.used + nbytes], value.dtype, tuple(value.shape))
+        self.used += _padded(nbytes)
+        return made.copy_(value, non_blocking=not value.is_cpu)
+
+    def settle(self) -> None:
+        """Wait for copies from devices."""
+        for device in self.devices.values():
+            _torch.torch.get_device_module(device).synchronize(device)
+        self.memory = None
+
+
+def _locals(value: Any) -> list[Any]:
+    """The tensors in the memory of this process that one stands for."""
+    if isinstance(value, _torch.DTensor):
+        return [value._local_tensor]  # noqa: SLF001
+    if isinstance(value, _torch.ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tensor is dense and of no class of its own: others are copied as they can."""
+    plain = type(value) in (_torch.Tensor, _torch.Parameter) and value.layout is _torch.torch.strided
+    return plain and not value.is_quantized and not value.is_nested and not value.is_meta
+
+
+def _identity(value: Any) -> Any:
+    """What two tensors have in common that are one."""
+    storage = value.untyped_storage()
+    where = (storage._cdata, value.storage_offset())  # noqa: SLF001 - no public name tells empty storages apart
+    return (*where, value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())
+
+
+def _base(value: Any) -> Any:
+    """The tensor of which an expanded one is the expansion; any other itself."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    return value[tuple(slice(0, 1 if size > 1 and not step else None) for size, step in steps)]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)

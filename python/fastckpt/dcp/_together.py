@@ -1,0 +1,124 @@
+"""A save of several ranks: their tables become one, and then fastckpt's own protocol runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt import _core
+from fastckpt._api.progress import ticker
+from fastckpt._ranks.save import Portion, Texts, write_checkpoint
+from fastckpt._ranks.session import session
+
+from ._take import take
+from ._unite import United, memories_of, unite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastckpt._state.registry import Types
+
+    from . import _torch
+    from ._take import Taken
+
+
+class Wishes(NamedTuple):
+    """What a writer was asked for.
+
+    Attributes:
+        path: the checkpoint's directory, absolute.
+        group: the process group.
+        timeout: seconds of silence that are waited for.
+        model_key: see :func:`fastckpt.save`.
+        options: how a state is saved whose model has the names that begin with a prefix.
+    """
+
+    path: str
+    group: Any
+    timeout: float
+    model_key: str | None
+    options: Callable[[str], _core.SaveOptions]
+
+
+def save_together(
+    wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, metadata: str
+) -> Any:
+    """Write this rank's part of a checkpoint, and commit it with the others: every rank calls it.
+
+    Returns:
+        The core's report of this rank.
+    """
+    here = session("dcp.save", wishes.group)
+    # The turn is taken before anything can fail: all ranks count the same ones.
+    with here.peers.operation("save", wishes.path, wishes.timeout) as operation:
+        taken = take(plan, planner, types)
+        answer = operation.round(
+            "tables",
+            [[here.group.rank, taken.table()]],
+            combine=gathered,
+            decide=lambda tables: _packed(unite([table for _, table in tables], wishes.model_key)),
+        )
+        united = _unpacked(answer)
+        options = wishes.options(united.prefix)
+        share = _share(united, here.group.size, options)
+        held, movers = _held(taken, united, here.group.rank)
+
+        def fill(index: int, start: int, address: int, nbytes: int) -> None:
+            movers[index](start, address, nbytes)
+
+        texts = Texts(united.structure, metadata)
+        with ticker("dcp.save", wishes.path, shown=False) as tick:
+            return write_checkpoint(
+                here,
+                operation,
+                wishes.path,
+                Portion(share, held, fill, options),
+                lambda _: texts,
+                timeout=wishes.timeout,
+                tick=tick,
+            ).own
+
+
+def gathered(lists: list[list[Any]]) -> list[Any]:
+    """Lists of pairs of rank and value as one, in the order of the ranks."""
+    return sorted((one for each in lists for one in each), key=lambda one: one[0])
+
+
+def _packed(united: United) -> str:
+    return json.dumps([united.tensors, united.boxes, united.numbers, united.structure, united.prefix])
+
+
+def _unpacked(text: str) -> United:
+    united = United()
+    tensors, boxes, united.numbers, united.structure, united.prefix = json.loads(text)
+    united.tensors = [
+        (name, dtype, tuple(shape), None if logical is None else (logical[0], tuple(logical[1])))
+        for name, dtype, shape, logical in tensors
+    ]
+    united.boxes = [[(rank, tuple((start, stop) for start, stop in box)) for rank, box in holders] for holders in boxes]
+    return united
+
+
+def _share(united: United, ranks: int, options: _core.SaveOptions) -> _core.Share:
+    """Who has what: tensors that are cut alike have one spread."""
+    numbers: dict[Any, int] = {}
+    spreads = [numbers.setdefault(tuple(boxes), len(numbers)) for boxes in united.boxes]
+    return _core.Share.to_save(
+        [(*tensor, [spread]) for tensor, spread in zip(united.tensors, spreads, strict=True)],
+        [_core.Spread.boxes(boxes) for boxes in numbers],
+        ranks,
+        options,
+    )
+
+
+def _held(taken: Taken, united: United, rank: int) -> tuple[list[tuple[int, int, int, int]], dict[int, Any]]:
+    """This rank's parts: the k-th of its boxes of a tensor is its part k; and what brings those without an address."""
+    held: list[tuple[int, int, int, int]] = []
+    movers: dict[int, Any] = {}
+    for number, memories in memories_of(taken, united).items():
+        parts = [box for holder, box in united.boxes[number] if holder == rank]
+        for memory in memories:
+            if memory.mover is not None:
+                movers[len(held)] = memory.mover
+            held.append((number, parts.index(memory.box), memory.address, memory.nbytes))
+    return held, movers

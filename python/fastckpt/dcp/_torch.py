@@ -1,0 +1,127 @@
+"""Everything of torch.distributed.checkpoint that the adapters use, and what differs between torch 2.6 and 2.15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+FileSystemWriter = filesystem.FileSystemWriter
+FileSystemReader = filesystem.FileSystemReader
+#: What a plain tensor has that stands for shards of a larger one (torch.distributed.checkpoint.protocol, since 2.15).
+_SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has this value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a job of torch.distributed."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_size(group: Any) -> int:
+    """The number of ranks of a process group, None for the default one; 1 without a job."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def gives_objects(planner: SavePlanner) -> bool:
+    """Whether a planner hands out the values themselves, and the tensors of its state as they are."""
+    kind: Any = type(planner)
+    stock: Any = DefaultSavePlanner
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(stock, name) for name in ("resolve_data", "transform_object")
+    )
+
+
+def keeps_state(planner: SavePlanner) -> bool:
+    """Whether the tensors that a planner resolves are those of its ``state_dict``, by the same keys."""
+    kind: Any = type(planner)
+    stock: Any = DefaultSavePlanner
+    return gives_objects(planner) and all(
+        getattr(kind, name) is getattr(stock, name) for name in ("lookup_object", "create_local_plan")
+    )
+
+
+def copy_shard_fields(source: Any, made: Any) -> None:
+    """Let ``made`` stand for the same shards of a larger tensor as ``source``, if it stands for some."""
+    if all(hasattr(source, name) for name in _SHARD_FIELDS):
+        for name in _SHARD_FIELDS:
+            setattr(made, name, getattr(source, name))
+
+
+__all__ = [
+    "AsyncStager",
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "DTensor",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "Future",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "Parameter",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "Shard",
+    "ShardedTensor",
+    "StorageMeta",
+    "StorageReader",
+    "StorageWriter",
+    "Tensor",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+    "copy_shard_fields",
+    "done",
+    "gives_objects",
+    "group_size",
+    "is_initialized",
+    "keeps_state",
+    "torch",
+]

@@ -1,0 +1,102 @@
+"""A save of one process alone: tensors of which it has all boxes."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt._tensors import memory as _memory
+from fastckpt._tensors.described import Tensor
+from fastckpt.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastckpt._tensors.memory import Bytes, Mover
+    from fastckpt._tensors.pieces import Index
+
+    from ._unite import United
+    from ._values import Memory
+
+
+def whole(united: United, memories: Mapping[int, Sequence[Memory]]) -> tuple[list[Tensor], dict[int, Mover]]:
+    """What ``_core.save`` takes: each tensor with its address, or with what brings its bytes.
+
+    Args:
+        united: the table of this process.
+        memories: by tensor number, its boxes in the memory of this process.
+
+    Raises:
+        CheckpointError: a part of a tensor is in no box.
+    """
+    tensors: list[Tensor] = []
+    movers: dict[int, Mover] = {}
+    for number, (name, dtype, shape, logical) in enumerate(united.tensors):
+        sizes = shape if logical is None else logical[1]
+        mine = memories[number]
+        alone = next((memory for memory in mine if _covers(memory, sizes)), None)
+        if alone is not None:
+            tensors.append(Tensor(name, dtype, shape, alone.address, alone.nbytes, logical))
+            if alone.mover is not None:
+                movers[number] = alone.mover
+            continue
+        held = sum(_elements(memory) for memory in mine)
+        if held < prod(sizes):
+            raise CheckpointError(
+                f"dcp.save: {name!r} of the sizes {list(sizes)} is not here as a whole ({held} of {prod(sizes)} "
+                "elements), and this save is of one process alone: call dcp.save on all ranks, without no_dist=True"
+            )
+        itemsize = sum(memory.nbytes for memory in mine) // held
+        movers[number] = _assembler(tuple(sizes), itemsize, mine)
+        tensors.append(Tensor(name, dtype, shape, 0, prod(sizes) * itemsize, logical))
+    return tensors, movers
+
+
+def _covers(memory: Memory, sizes: Sequence[int]) -> bool:
+    return all(start == 0 and stop == size for (start, stop), size in zip(memory.box, sizes, strict=True))
+
+
+def _elements(memory: Memory) -> int:
+    return prod(stop - start for start, stop in memory.box)
+
+
+def _assembler(sizes: tuple[int, ...], itemsize: int, memories: Sequence[Memory]) -> Mover:
+    """Brings ranges of a tensor from its boxes, none of which overlaps another."""
+    parts = [(memory.box, _array(memory, itemsize)) for memory in memories if _elements(memory)]
+
+    def copy(index: Index, contiguous: Bytes) -> None:
+        ranges = [_range(step, size) for step, size in zip((*index, *_rest(index, sizes)), sizes, strict=True)]
+        target = contiguous.view(f"V{itemsize}").reshape([stop - start for start, stop in ranges])
+        for box, array in parts:
+            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(ranges, box, strict=True)]
+            if all(start < stop for start, stop in shared):
+                to = tuple(slice(a - begin, b - begin) for (a, b), (begin, _) in zip(shared, ranges, strict=True))
+                source = tuple(slice(a - begin, b - begin) for (a, b), (begin, _) in zip(shared, box, strict=True))
+                np.copyto(target[to], array[source])
+
+    return partial(_memory.copy_out, sizes, itemsize, copy)
+
+
+def _rest(index: Index, sizes: Sequence[int]) -> list[slice]:
+    return [slice(0, size) for size in sizes[len(index) :]]
+
+
+def _range(step: Any, size: int) -> tuple[int, int]:
+    if isinstance(step, slice):
+        start, stop, _ = step.indices(size)
+        return start, stop
+    return int(step), int(step) + 1
+
+
+def _array(memory: Memory, itemsize: int) -> Any:
+    """A box as an array of opaque elements; one that is not contiguous in host memory is copied there."""
+    sizes = [stop - start for start, stop in memory.box]
+    if memory.address:
+        return _memory.at(memory.address, memory.nbytes, memory.keep).view(f"V{itemsize}").reshape(sizes)
+    assert memory.mover is not None  # noqa: S101 - one of the two is there
+    copied = np.empty(memory.nbytes, np.uint8)
+    memory.mover(0, _memory.address_of(copied), copied.nbytes)
+    return copied.view(f"V{itemsize}").reshape(sizes)

@@ -1,0 +1,269 @@
+"""The writer that torch.distributed.checkpoint takes: all ranks write one checkpoint of fastckpt."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from fastckpt import _core
+from fastckpt._api import in_flight
+from fastckpt._api.options import Engine, check_bandwidth, check_engine
+from fastckpt._api.outcome import conclude
+from fastckpt._api.progress import ticker
+from fastckpt._api.reports import RankSaveReport, SaveReport
+from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._files import Files, check_files
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._state.flatten import Flat, flatten
+from fastckpt._state.registry import Registry, Types
+from fastckpt._units import bytes_of
+from fastckpt.exceptions import CheckpointError
+
+from . import _torch
+from ._arguments import check_timeout
+from ._stager import Stager
+from ._take import take
+from ._together import Wishes, save_together
+from ._unite import memories_of, unite
+from ._whole import whole
+
+_TORCHS_OWN = ".metadata"
+
+
+class Writer(_torch.StorageWriter):
+    """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    The checkpoint is that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
+    names, the same bytes for any number of ranks, no ``.metadata`` and no pickle. It is durable and has its name when
+    ``dcp.save`` returns, and a save that fails on any rank leaves what was there before. It also is an ``AsyncStager``
+    (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
+
+    What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
+    mappings are plain dicts, and a value that is not a tensor is that of one rank. The numbers of parameters in a plain
+    ``optimizer.state_dict()`` come back as numbers; where they stand for other parameters on other ranks, the save is
+    refused: give what ``get_optimizer_state_dict`` returns.
+
+    Args:
+        path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
+        process_group: that of ``dcp.save``, which does not tell its writer; None for the default group. The process of
+            ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
+        timeout: seconds of silence of another rank after which a save fails.
+        overwrite: replace a checkpoint of fastckpt that is there. Anything else is never replaced.
+        metadata: a state without tensors, to be read without them; that of the first rank.
+        files: see :func:`fastckpt.save`; those of the first rank.
+        shard_size: bytes per file, about: an int, or a string with a unit.
+        model_key: see :func:`fastckpt.save`.
+        registry: types that this writer knows before those of :func:`fastckpt.register_type`.
+        io: see :func:`fastckpt.save`.
+        threads: worker threads of this rank; by default as many as this process may use cores, within limits.
+        bandwidth_limit: bytes per second that this rank may write, or a string with a unit; None for no limit.
+
+    Attributes:
+        report: what the last save of this rank did, or None.
+
+    Raises:
+        TypeError: ``path`` is no path.
+        ValueError: an argument is out of range, or ``path`` is a URL.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath | None = None,
+        *,
+        process_group: Any = None,
+        timeout: float = 600.0,
+        overwrite: bool = True,
+        metadata: Any = None,
+        files: Files | None = None,
+        shard_size: int | str = "5GB",
+        model_key: str | None = "auto",
+        registry: Registry | None = None,
+        io: Engine = "auto",
+        threads: int | None = None,
+        bandwidth_limit: float | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_engine("dcp.save", io, threads)
+        self.report: SaveReport | None = None
+        self._path = None if path is None else path_of("dcp.save", path)
+        self._group = process_group
+        self._timeout = check_timeout("dcp.save", timeout)
+        self._overwrite = bool(overwrite)
+        self._metadata = metadata
+        self._files = check_files("dcp.save", files)
+        self._shard_size = bytes_of("dcp.save: shard_size", shard_size)
+        self._model_key = model_key
+        self._registry = registry
+        self._io = io
+        self._threads = threads
+        self._limit = check_bandwidth("dcp.save", bandwidth_limit)
+        self._coordinates = True
+        self._alone = False
+        self._written = False
+        self._stager: Stager | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint's directory, absolute."""
+        return self._path
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """A new save begins, to ``checkpoint_id`` where one is given."""
+        if checkpoint_id is not None:
+            self._path = path_of("dcp.save", checkpoint_id)
+
+    def storage_meta(self) -> _torch.StorageMeta | None:
+        """The path, for torch's log."""
+        return _torch.StorageMeta(checkpoint_id=self._path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
+        """A save begins on this rank.
+
+        Raises:
+            CheckpointError: there is no path.
+            FileExistsError: what is there is not to be replaced.
+            ValueError: ``use_collectives=False`` was given to ``dcp.save``.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "dcp.save: use_collectives=False lets each rank finish before the others are done, and one checkpoint "
+                "of all ranks cannot be committed like that: leave it out, or save on each rank to a path of its own "
+                "with fastckpt.save"
+            )
+        if self._path is None:
+            raise CheckpointError("dcp.save: give the Writer a path, or dcp.save a checkpoint_id")
+        self._coordinates = bool(is_coordinator)
+        self._alone = self._written = False
+        self.report = None
+        if is_coordinator:
+            if os.path.lexists(os.path.join(self._path, _TORCHS_OWN)):  # noqa: PTH118
+                raise FileExistsError(
+                    f"dcp.save: {self._path} holds a checkpoint of torch's own: choose another path, or move it away"
+                )
+            _core.check_target(self._path, self._overwrite)
+
+    def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
+        """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
+        """The plans as they are; their number says how many ranks save.
+
+        Raises:
+            ValueError: the process group of this writer has another size.
+        """
+        size = 1 if len(plans) == 1 else _torch.group_size(self._group)
+        if size != len(plans):
+            raise ValueError(
+                f"dcp.save: {len(plans)} ranks save, and the process group of the Writer has {size}: give "
+                "Writer(process_group=) the one that dcp.save has"
+            )
+        self._alone = len(plans) == 1
+        return plans
+
+    def write_data(self, plan: _torch.SavePlan, planner: _torch.SavePlanner) -> _torch.Future[list[_torch.WriteResult]]:
+        """Write this rank's part, and commit the checkpoint once all ranks have written theirs.
+
+        Raises:
+            CheckpointError: not all of a tensor is there.
+            OSError: the storage failed; what was there before is untouched.
+            RanksError: another rank failed, or does not answer.
+            UnsupportedTypeError: something cannot be stored; the message names it.
+            ValueError: the plans do not fit together.
+        """
+        assert self._path is not None  # noqa: S101 - set_up_storage_writer has checked
+        began = time.perf_counter()
+        types = Types("dcp.save", self._registry)
+        about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+        if self._coordinates and self._alone:
+            report = self._save_alone(self._path, plan, planner, types, about)
+            self.report = conclude(SaveReport, self._path, began, report)
+        else:
+            wishes = Wishes(self._path, self._group, self._timeout, self._model_key, self._options)
+            report = save_together(wishes, plan, planner, types, about.structure())
+            self.report = conclude(RankSaveReport, self._path, began, report)
+        self._written = True
+        return _torch.done([_result(item) for item in plan.items])
+
+    def _save_alone(
+        self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, about: Flat
+    ) -> Any:
+        taken = take(plan, planner, types)
+        warn_of_unnamed("dcp.save", about)
+        united = unite([taken.table()], self._model_key)
+        tensors, movers = whole(united, memories_of(taken, united))
+
+        def fill(index: int, start: int, address: int, nbytes: int) -> None:
+            movers[index](start, address, nbytes)
+
+        in_flight.wait_for_path(path)
+        with ticker("dcp.save", path, shown=False) as tick:
+            return _core.save(
+                path, tensors, united.structure, about.structure(), self._options(united.prefix), fill, tick
+            )
+
+    def _options(self, prefix: str) -> _core.SaveOptions:
+        """How this writer saves a state whose model has the names that begin with ``prefix``."""
+        return _core.SaveOptions(
+            model_prefix=prefix,
+            overwrite=self._overwrite,
+            files=self._files,
+            shard_size=self._shard_size,
+            io=self._io,
+            threads=self._threads,
+            bandwidth_limit=self._limit,
+            step=step_of(self._metadata),
+        )
+
+    def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface
+        """Called on the coordinator when all ranks have written: the checkpoint is there.
+
+        Raises:
+            CheckpointError: no checkpoint was written by this writer.
+        """
+        if not self._written:
+            raise CheckpointError("dcp.save: finish was called, and write_data has not written a checkpoint")
+        metadata.storage_data = {}
+        metadata.storage_meta = self.storage_meta()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether this names a directory: a path, and no URL."""
+        try:
+            path_of("dcp.save", checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    # Also an AsyncStager: dcp.async_save asks a writer that is one.
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: the state has been copied when :meth:`stage` returns."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state into memory that is kept for the next one; see :meth:`fastckpt.dcp.Stager.stage`."""
+        if self._stager is None:
+            self._stager = Stager()
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Free the memory of :meth:`stage`, once nothing uses it."""
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The process of async_save has the process group as its default one.
+        return {**self.__dict__, "_group": None, "_stager": None, "report": None}
+
+
+def _result(item: _torch.WriteItem) -> _torch.WriteResult:
+    return _torch.WriteResult(index=item.index, size_in_bytes=item.tensor_storage_size() or 0, storage_data=None)

@@ -1,0 +1,286 @@
+"""dcp.save and dcp.load on real groups: the files are those of one process, and any group loads what another saved."""
+
+import hashlib
+import json
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import set_state_dict
+
+import fastckpt
+from fastckpt.dcp import Reader, Writer
+from harness import parallel
+from harness.groups import FailedError, Strike
+from harness.parallel import dist, torch
+
+TOPOLOGIES = [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("tp_fsdp", 4), ("ddp", 2)]
+IDS = [f"{topology}{size}" for topology, size in TOPOLOGIES]
+
+
+def shards(path):
+    """The SHA-256 of each file of tensors, and the structure."""
+    found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors")}
+    manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
+    assert not list(path.glob(".metadata"))
+    return found, manifest["structure"]
+
+
+def save_alone(path):
+    fastckpt.save(parallel.state("single"), path)
+
+
+@pytest.fixture(scope="module")
+def reference(forge, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "c"
+    with forge.group(1, backend="") as group:
+        group.run(save_alone, path)
+    return path
+
+
+def save(topology, path, how="sync"):
+    state = parallel.state(topology)
+    writer = Writer(timeout=60)
+    if how == "sync":
+        dcp.save(state, checkpoint_id=path, storage_writer=writer)
+    else:
+        future = dcp.async_save(state, checkpoint_id=path, storage_writer=writer)
+        for part in (state["model"], *state["optimizer"]["state"].values()):
+            for value in part.values():
+                getattr(value, "_local_tensor", value).detach().fill_(7)
+        future.result()
+    return writer.report.bytes, writer.report.bytes_total
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
+def test_the_bytes_are_those_of_one_process(forge, tmp_path, reference, topology, size, how):
+    with forge.group(size) as group:
+        reports = group.run(save, topology, tmp_path / "c", how)
+    assert shards(tmp_path / "c") == shards(reference)
+    assert sum(own for own, _ in reports) == reports[0][1]
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+def load(topology, path):
+    """Load into a model and an optimizer of other values; what differs from the trained ones."""
+    model, optimizer = parallel.build(topology, trained=False)
+    state = parallel.state_of(model, optimizer)
+    state["step"], state["lr"] = -1, None
+    reader = Reader(path, timeout=60)
+    dcp.load(state, storage_reader=reader)
+    assert (state["step"], state["lr"]) == (2, [0.01, None])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    again, wanted = parallel.state_of(model, optimizer), parallel.state(topology)
+    return [
+        key
+        for part in ("model", "optimizer")
+        for key, value in _flat(again[part]).items()
+        if not _equal(value, _flat(wanted[part])[key])
+    ]
+
+
+def _flat(state):
+    flat, _ = dcp._nested_dict.flatten_state_dict(state)
+    return flat
+
+
+def _equal(value, wanted):
+    if isinstance(value, torch.Tensor):
+        value, wanted = getattr(value, "_local_tensor", value), getattr(wanted, "_local_tensor", wanted)
+        return torch.equal(value, wanted)
+    return value == wanted
+
+
+@pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
+def test_any_group_loads_what_one_process_saved(forge, reference, topology, size):
+    with forge.group(size) as group:
+        assert group.run(load, topology, reference) == [[]] * size
+
+
+def save_plain_optimizer(path, *, same):
+    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones."""
+    size = 3 if same else 3 + dist.get_rank()
+    module = torch.nn.Linear(size, 2)
+    torch.nn.init.ones_(module.weight)
+    torch.nn.init.ones_(module.bias)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(timeout=60))
+    return optimizer.state_dict()
+
+
+def test_numbers_of_parameters_stay_numbers(forge, tmp_path):
+    with forge.group(2) as group:
+        wanted = group.run(save_plain_optimizer, tmp_path / "c", same=True)[0]
+    loaded = fastckpt.load(tmp_path / "c")["optim"]
+    assert list(loaded["state"]) == [0, 1]
+    assert loaded["param_groups"] == wanted["param_groups"]
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    optimizer.load_state_dict(loaded)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted["state"][0]["exp_avg"])
+
+
+def test_numbers_of_different_parameters_are_refused(forge, tmp_path):
+    with forge.group(2) as group:
+        group.start(save_plain_optimizer, tmp_path / "c", same=False)
+        outcomes = group.outcomes()
+    for each in outcomes:
+        assert each.raised.kind.endswith("CheckpointException")
+        assert "get_optimizer_state_dict" in each.raised.text
+    assert not (tmp_path / "c").exists()
+
+
+def save_stages(path):
+    """Different keys on each rank, and one that all have."""
+    rank = dist.get_rank()
+    state = {f"stage{rank}": {"w": torch.full((5,), float(rank))}, "shared": torch.ones(2), "step": 7}
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+
+
+def test_ranks_may_have_different_keys(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_stages, tmp_path / "c")
+    loaded = fastckpt.load(tmp_path / "c")
+    assert [loaded[f"stage{rank}"]["w"][0].item() for rank in range(3)] == [0.0, 1.0, 2.0]
+    assert loaded["step"] == 7
+
+
+def save_often(path, *, caching):
+    """Three saves with one planner each, the second of a state that has changed in values, the third in shape."""
+    for turn, size in enumerate((4, 4, 6)):
+        state = {"w": torch.full((size, 2), float(turn)), "turn": turn}
+        planner = DefaultSavePlanner(enable_plan_caching=caching)
+        dcp.save(state, checkpoint_id=path / str(turn), storage_writer=Writer(timeout=60), planner=planner)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_plans_may_be_kept_for_later_saves(forge, tmp_path, caching):
+    with forge.group(2) as group:
+        group.run(save_often, tmp_path, caching=caching)
+    for turn, size in enumerate((4, 4, 6)):
+        loaded = fastckpt.load(tmp_path / str(turn))
+        assert loaded["turn"] == turn
+        assert torch.equal(loaded["w"], torch.full((size, 2), float(turn)))
+
+
+def save_by_itself(path):
+    """Each rank to a path of its own."""
+    rank = dist.get_rank()
+    writer = Writer(path / str(rank))
+    dcp.save({"w": torch.full((3,), float(rank))}, storage_writer=writer, no_dist=True)
+
+
+def test_no_dist_saves_one_rank_alone(forge, tmp_path):
+    with forge.group(2) as group, pytest.warns(UserWarning, match="torch.distributed is"):
+        group.run(save_by_itself, tmp_path)
+    assert [fastckpt.load(tmp_path / str(rank))["w"][0].item() for rank in range(2)] == [0.0, 1.0]
+
+
+def save_in_half(path, *, told):
+    half = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    state = {"w": torch.ones(3)}
+    writer = Writer(path, process_group=half if told else None, timeout=60)
+    dcp.save(state, storage_writer=writer, process_group=half)
+
+
+def test_a_part_of_the_ranks_saves(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_in_half, tmp_path / "c", told=True)
+    assert torch.equal(fastckpt.load(tmp_path / "c")["w"], torch.ones(3))
+
+
+def test_a_writer_that_was_not_told_of_the_group_says_so(forge, tmp_path):
+    with forge.group(3) as group:
+        group.start(save_in_half, tmp_path / "c", told=False)
+        first, *others = group.outcomes()
+    assert first.kind == "returned"
+    for each in others:
+        assert "Writer(process_group=)" in each.raised.text
+
+
+class Unsaved:
+    """Of a class that nothing is known of."""
+
+
+def save_bad(path, *, bad):
+    state = {"w": torch.ones(3), "value": 1}
+    if dist.get_rank() == bad:
+        state[f"bad{bad}"] = Unsaved()
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_failure_of_one_rank_fails_all_and_the_old_checkpoint_stays(forge, tmp_path, bad):
+    fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
+    with forge.group(2) as group:
+        group.start(save_bad, tmp_path / "c", bad=bad)
+        outcomes = group.outcomes()
+        for each in outcomes:
+            assert each.raised.kind.endswith("CheckpointException")
+            assert "Unsaved is not supported" in each.raised.text
+        assert list(fastckpt.load(tmp_path / "c")) == ["old"]
+        # The next save works.
+        group.run(save_bad, tmp_path / "c", bad=-1)
+    assert fastckpt.load(tmp_path / "c")["value"] == 1
+
+
+def save_async_bad(path, *, bad):
+    state = {"w": torch.ones(3)}
+    if dist.get_rank() == bad:
+        state["bad"] = Unsaved()
+    writer = Writer(timeout=60)
+    try:
+        dcp.async_save(state, checkpoint_id=path, storage_writer=writer).result()
+    except dcp.api.CheckpointException as error:
+        return str(error)
+    return None
+
+
+def test_an_asynchronous_save_that_fails_says_so_on_all_ranks(forge, tmp_path):
+    with forge.group(2) as group:
+        texts = group.run(save_async_bad, tmp_path / "c", bad=1)
+        assert all("Unsaved is not supported" in text for text in texts)
+        assert group.run(save_async_bad, tmp_path / "c", bad=-1) == [None, None]
+    assert fastckpt.verify(tmp_path / "c").ok
+
+
+def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
+    fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
+    with forge.group(3) as group:
+        strike = Strike(1, "fastckpt.dcp._together:write_checkpoint")
+        group.start(save, "fsdp", tmp_path / "c", strike=strike)
+        outcomes = group.outcomes(ranks=[0, 1, 2], timeout=120)
+    assert outcomes[1].kind == "died"
+    assert outcomes[0].kind == outcomes[2].kind == "raised"
+    assert list(fastckpt.load(tmp_path / "c")) == ["old"]
+
+
+def load_with_holes(path):
+    """Fine-tuning: a model that has lost its head and got another one."""
+    model, _ = parallel.build("fsdp", trained=False)
+    state = {"model": {key: value for key, value in parallel.get_model_state_dict(model).items() if "head" not in key}}
+    state["model"]["new_head"] = torch.full((2,), 3.0)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, storage_reader=Reader(path, timeout=60), planner=planner)
+    wanted = _flat({"model": parallel.state("fsdp")["model"]})
+    same = all(_equal(value, wanted[key]) for key, value in _flat(state).items() if key != "model.new_head")
+    return same and bool((state["model"]["new_head"] == 3).all())
+
+
+def test_a_part_is_loaded_and_the_rest_stays(forge, reference):
+    with forge.group(2) as group:
+        assert group.run(load_with_holes, reference) == [True, True]
+
+
+def load_nothing(path):
+    dcp.load({"absent": torch.ones(1)}, storage_reader=Reader(path, timeout=60))
+
+
+def test_what_is_missing_is_an_error_on_all_ranks(forge, reference):
+    with forge.group(2) as group, pytest.raises(FailedError, match="Missing key in checkpoint state_dict: absent"):
+        group.run(load_nothing, reference)
