@@ -222,6 +222,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_process_that_goes_is_named_by_all_others(server, sent):
     _, port = server
