@@ -222,6 +222,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_process_that_goes_is_named_by_all_others(server, sent):
     _, port = server
@@ -237,6 +238,7 @@ def test_a_process_that_goes_is_named_by_all_others(server, sent):
             told = process.stdout.readline()
             assert "RanksError: save: /checkpoint: rank 2 on host-2 has not answered for 3.0 s" in told
             assert time.monotonic() - began < TIMEOUT + 5
+        for process in ranks[:2]:
             # It ends as a program does, though threads of it waited for the store.
             assert process.stdout.readline() == "ends\n"
             assert process.wait(20) == 0
