@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fastckpt import UnsupportedTypeError
 from fastckpt._ranks.describe import describe
 from fastckpt._tensors.described import Unsupported
-from fastckpt._tensors.dtensor import Spreads
 from fastckpt._tensors.spread import REPLICATE, Spread, local_shape, part_of, simplest
+from fastckpt._tensors.spreads import Spreads
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 1), (2, 2, 2), (3, 1, 2)]
 placements = st.one_of(

@@ -291,6 +291,10 @@ def test_ties():
     agreed, _ = agree([tied, {"model": {"embed": torch.ones(3), "head": torch.ones(3)}}])
     assert [tensor.name for tensor in agreed[0].tensors] == ["model.embed", "model.head"]
     assert [[one.tensor for one in each.held] for each in agreed] == [[0, 1], [0, 1]]
+    # A tensor has the name of its first place in the union, whatever comes first on the rank that has it.
+    agreed, _ = agree([{"z": {"x": 1}, "a": {"x": 2}}, {"a": {"w": shared}, "z": {"w": shared}}])
+    assert [tensor.name for tensor in agreed[0].tensors] == ["z.w"]
+    assert [[one.tensor for one in each.held] for each in agreed] == [[], [0]]
     # The model's name is the one that is stored, wherever the first place is.
     early = {"ema": {"head": shared}, "model": {"head": shared}}
     agreed, _ = agree([early, {"model": {"other": torch.ones(2)}}])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.described import Describe
-    from fastckpt._tensors.dtensor import Spreads
+    from fastckpt._tensors.spreads import Spreads
 
     from .destinations import Targets
     from .selection import Selection

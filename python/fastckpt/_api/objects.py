@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastckpt._state.key_paths import Place
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
-    from fastckpt._tensors.dtensor import Spreads
+    from fastckpt._tensors.spreads import Spreads
 
 #: The token that stands for an object: a tensor of which no checkpoint has the number.
 _NUMBER = -1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fastckpt import _core
-    from fastckpt._tensors.dtensor import Spreads
+    from fastckpt._tensors.spreads import Spreads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

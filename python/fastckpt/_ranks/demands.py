@@ -25,10 +25,10 @@ import numpy as np
 
 from fastckpt._api.destinations import Targets, Whole
 from fastckpt._api.prepare import Prepared, Wishes, prepare
+from fastckpt._tensors.spreads import Spreads
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
-from .describe import spreads_for
 from .differences import Differences, Path
 from .offers import (
     CUTS,
@@ -179,11 +179,11 @@ def demands(
         StructureMismatchError: ``into`` does not fit. What only the checkpoint has is no reason: others may want it.
         Exception: whatever a load of one process raises before it reads.
     """
-    spreads = spreads_for(rank, ranks)
+    spreads = Spreads(ranks, rank)
     prepared = prepare(
         reader, path, wishes, stacklevel=stacklevel + 1, target=RankTargets, spreads=spreads, shared=True
     )
-    return Demands(rank, len(ranks), reader, path, prepared, [] if spreads is None else spreads.found)
+    return Demands(rank, len(ranks), reader, path, prepared, spreads.found)
 
 
 def bitmap(numbers: set[int], size: int) -> str | None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from ctypes import string_at
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._tensors import memory as _memory
+from fastckpt._tensors.spreads import Spreads
 
 from .offers import Told
 from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastckpt._state.registry import Types
-    from fastckpt._tensors.dtensor import Spreads
     from fastckpt._tensors.spread import Spread
 
 #: Tensors that every rank has whole are compared up to this size. Larger ones are taken to be equal.
@@ -105,26 +104,17 @@ def describe(
     about = flatten(
         metadata, operation=f"{operation}: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
     )
-    spreads = spreads_for(rank, ranks)
+    spreads = Spreads(ranks, rank)
     flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads)
     extra = None
     try:
         if per_rank is not None:
             extra = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
-        return Local(rank, len(ranks), flat, about, extra, [] if spreads is None else spreads.found, model_key)
+        return Local(rank, len(ranks), flat, about, extra, spreads.found, model_key)
     except BaseException:
         # The traceback has this frame, and with it exports of the caller's buffers.
         flat.keep.clear()
         raise
-
-
-def spreads_for(rank: int, ranks: Sequence[int]) -> Spreads | None:
-    """What describes DTensors; None where nobody has imported them, and so there are none."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return None
-    from fastckpt._tensors.dtensor import Spreads  # noqa: PLC0415 - imports torch
-
-    return Spreads(ranks, rank)
 
 
 def table_of(flat: Flat, metadata: str) -> Table:

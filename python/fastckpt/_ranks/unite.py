@@ -170,7 +170,6 @@ class _Union:
             for table in self.tables
         ]
         self._checks = [table.checks.tolist() for table in self.tables]
-        self._tied = [_tied_names(table) for table in self.tables]
 
     # The walk.
 
@@ -178,7 +177,8 @@ class _Union:
         """The tokens of the union of structures."""
         self.tokens = tokens
         self.ends = [ends_of(each) for each in tokens]
-        self.seen: list[set[int]] = [set() for _ in tokens]
+        #: Of tensors with several places: the name of each place, by its position.
+        self.names = [_names_of_places(table, each) for table, each in zip(self.tables, tokens, strict=True)]
         self.out: list[Any] = []
         root = Path(None, KeyText("metadata", "metadata") if about else THROUGH)
         everyone = [(variant, 0) for variant in range(len(tokens))]
@@ -279,7 +279,7 @@ class _Union:
         tokens: list[Any] = json.loads(f"[{key.text}]")
         for token in tokens:
             if is_tensor(token):
-                token[1] = self.number(Path(None, key), [(value[0], token[1])])
+                token[1] = self.number(Path(None, key), [(value[0], -1, token[1])])
         return tokens
 
     def are_names(self, path: Path, places: list[tuple[int, int]]) -> bool:
@@ -304,7 +304,7 @@ class _Union:
         tokens = self.tokens[which][start : self.ends[which][start]]
         for index, token in enumerate(tokens):
             if type(token) is list and is_tensor(token):
-                tokens[index] = [token[0], self.number(path, [(which, token[1])]), *token[2:]]
+                tokens[index] = [token[0], self.number(path, [(which, start + index, token[1])]), *token[2:]]
         self.out += tokens
 
     # Tensors.
@@ -312,12 +312,15 @@ class _Union:
     def tensor(self, path: Path, places: list[tuple[int, int]]) -> None:
         """Emit a tensor that several variants have."""
         token = self.tokens[places[0][0]][places[0][1]]
-        found = [(which, self.tokens[which][position][1]) for which, position in places]
-        kind = self._kinds[found[0][0]][found[0][1]]
+        found = [(which, position, self.tokens[which][position][1]) for which, position in places]
+        first, _, own = found[0]
+        kind = self._kinds[first][own]
         check, checked = NO_CHECK, 0
-        for which, index in found:
+        for which, _, index in found:
             if self._kinds[which][index] != kind:
-                sides = [(self.ranks[one], _described(self.tables[one], at)) for one, at in (found[0], (which, index))]
+                sides = [
+                    (self.ranks[one], _described(self.tables[one], at)) for one, at in ((first, own), (which, index))
+                ]
                 self.differences.texts(path, sides, _EQUAL)
                 break
             mine = self._checks[which][index]
@@ -329,38 +332,31 @@ class _Union:
                 check, checked = mine, which
         self.out.append([token[0], self.number(path, found), *token[2:]])
 
-    def number(self, path: Path, found: list[tuple[int, int]]) -> int:
-        """The number in the union of what stands in one place.
+    def number(self, path: Path, found: list[tuple[int, int, int]]) -> int:
+        """The number in the union of what stands in one place, given by variant, position and number there.
 
         Places are tied where all ranks that have both say so.
         """
-        candidates = {number for which, index in found for number in self.numbers[which][index]}
-        names = [self.name(which, index) for which, index in found]
+        candidates = {number for which, _, index in found for number in self.numbers[which][index]}
+        which, position, index = found[0]
+        name = self.names[which].get(position) or self.tables[which].names[index]
         for number in sorted(candidates):
             sources = self.sources[number]
-            if all(sources.get(which, index) == index for which, index in found):
-                self.flat.ties.append((number, names[0]))
+            if all(sources.get(which, index) == index for which, _, index in found):
+                self.flat.ties.append((number, name))
                 break
         else:
             number = len(self.sources)
             sources = {}
             self.sources.append(sources)
             self.paths.append(path)
-            which, index = found[0]
             kind = self.tables[which].kinds[self.tables[which].kind[index]]
-            name = self.unique(names[0])
-            self.flat.tensors.append(Tensor(name, kind.dtype, kind.shape, 0, 0, kind.logical))
-        for which, index in found:
+            self.flat.tensors.append(Tensor(self.unique(name), kind.dtype, kind.shape, 0, 0, kind.logical))
+        for which, _, index in found:
             if which not in sources:
                 sources[which] = index
                 self.numbers[which][index].append(number)
         return number
-
-    def name(self, which: int, index: int) -> str:
-        """The name of the next place of a tensor of a variant."""
-        tied = self._tied[which]
-        names = None if tied is None else tied.get(index)
-        return names.pop(0) if names else self.tables[which].names[index]
 
     def unique(self, name: str) -> str:
         taken = self._taken.get(name)
@@ -417,13 +413,16 @@ class _Union:
         )
 
 
-def _tied_names(table: Table) -> dict[int, list[str]] | None:
-    """The names of the places of each tensor that has several, in order."""
-    if not table.ties:
-        return None
-    out: dict[int, list[str]] = {}
+def _names_of_places(table: Table, tokens: list[Any]) -> dict[int, str]:
+    """The name of each place of a tensor that has several, by the position of its token."""
+    out: dict[int, str] = {}
+    names: dict[int, list[str]] = {}
     for index, name in table.ties:
-        out.setdefault(index, [table.names[index]]).append(name)
+        names.setdefault(index, [table.names[index]]).append(name)
+    if names:
+        for position, token in enumerate(tokens):
+            if type(token) is list and is_tensor(token) and names.get(token[1]):
+                out[position] = names[token[1]].pop(0)
     return out
 
 

@@ -34,8 +34,8 @@ from .structural import name_of as name_of_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from fastckpt._tensors.described import Local
-    from fastckpt._tensors.dtensor import Spreads
+    from fastckpt._tensors.described import OwnPart
+    from fastckpt._tensors.spreads import Spreads
 
 #: Nesting and size of a structure (docs/format.md, section 3.4).
 DEPTH_LIMIT = 10_000
@@ -513,7 +513,7 @@ class _Flattener:
             flat.movers[index] = mover
         return index
 
-    def check_spread(self, tail: str, local: Local | None) -> str:
+    def check_spread(self, tail: str, local: OwnPart | None) -> str:
         """Refuse what is spread inside of another tensor; returns the end of a token that all ranks have."""
         if local is not None and self.tensor is not None:
             raise Unsupported("a DTensor inside of another tensor cannot be saved: save the parts by themselves")

@@ -37,7 +37,7 @@ class Through:
 THROUGH: Final = Through()
 
 
-class Local(NamedTuple):
+class OwnPart(NamedTuple):
     """What a rank holds of a tensor that is spread over several.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stored(NamedTuple):
     head: str
     tail: str
     mover: Mover | None
-    local: Local | None = None
+    local: OwnPart | None = None
 
 
 class Tensor(NamedTuple):

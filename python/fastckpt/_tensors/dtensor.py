@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 from . import torch as _torch
-from .described import Describe, Local, Stored, Unsupported, steps
+from .described import Describe, OwnPart, Stored, Unsupported, steps
 from .spread import REPLICATE, Placement, Spread, local_shape, simplest
 
 if TYPE_CHECKING:
@@ -72,21 +72,19 @@ class _Known:
         self.local = local
 
 
-class Spreads:
+class DTensors:
     """Describes the DTensors of one walk over a state.
 
     Args:
-        ranks: the global ranks of the group, in its order.
+        ranks: by its global rank, the rank of each member of the group.
         rank: this rank in the group.
-
-    Attributes:
-        found: the different spreads of the DTensors, in the order in which they were met; their numbers begin at 1.
+        found: takes the different spreads, in the order in which they are met; their numbers begin at 1.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, ranks: Mapping[int, int], rank: int, found: list[Spread]) -> None:
         self.rank = rank
-        self.found: list[Spread] = []
-        self._ranks = {number: index for index, number in enumerate(ranks)}
+        self.found = found
+        self._ranks = ranks
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
         # By identity: to compare placements, or to hash them, runs Python for each.
@@ -224,7 +222,7 @@ def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> S
     name, logical = known
     return Stored(
         # Of an empty part, too, the storage tells what is tied.
-        (Local, storage._cdata, start, dtype, shape, number, reach),
+        (OwnPart, storage._cdata, start, dtype, shape, number, reach),
         name,
         shape if logical is None else (math.prod(shape) * local.itemsize,),
         address if nbytes else 0,
@@ -232,5 +230,5 @@ def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> S
         _torch._HEAD,
         _torch._TAILS[flags] if host else f',"{flags}","{local.device.type}"]',
         mover,
-        Local(number, local, nbytes),
+        OwnPart(number, local, nbytes),
     )

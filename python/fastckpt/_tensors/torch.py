@@ -456,7 +456,10 @@ def fetched(values: Sequence[Tensor]) -> list[Bytes]:
         plain = [values[index].detach().resolve_conj().resolve_neg().contiguous() for index in indices]
         # As vectors by stride: one element can count as contiguous with a step to the next that is none.
         flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in plain]
-        raw = torch.cat(flat).cpu().numpy()
+        try:
+            raw = torch.cat(flat).cpu().numpy()
+        except NotImplementedError:  # not every kind of device can
+            raw = torch.cat([value.cpu() for value in flat]).numpy()
         ends = np.cumsum([value.nbytes for value in plain])
         for index, data in zip(indices, np.split(raw, ends[:-1]), strict=True):
             out[index] = data

@@ -1,0 +1,42 @@
+"""What describes the tensors of a state that are spread over ranks, where there are any."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .described import Describe
+    from .dtensor import DTensors
+    from .spread import Spread
+
+
+class Spreads:
+    """Describes the tensors of a state that are spread over ranks.
+
+    Args:
+        ranks: the global ranks of the group, in its order.
+        rank: this rank in the group.
+
+    Attributes:
+        found: the different spreads of the tensors that were met; their numbers begin at 1.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.found: list[Spread] = []
+        self._ranks = ranks
+        self._rank = rank
+        self._known: DTensors | None = None
+
+    def describe_of(self, kind: type) -> Describe | None:
+        """How to describe a type of such tensors; None for any other type."""
+        # Where nobody has imported them, there are none.
+        if "torch.distributed.tensor" not in sys.modules:
+            return None
+        if self._known is None:
+            from .dtensor import DTensors  # noqa: PLC0415 - imports torch
+
+            self._known = DTensors({number: rank for rank, number in enumerate(self._ranks)}, self._rank, self.found)
+        return self._known.describe_of(kind)

@@ -1,0 +1,40 @@
+"""DTensors and small plain tensors on a device: which of several a rank has is no matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fastckpt._ranks.describe import describe
+from harness import needs, standin
+
+
+def _described() -> tuple[list[str], list[int], list[bytes], list[bool]]:
+    values = torch.arange(6.0).reshape(3, 2)
+    there = values.to(torch.device("standin", 0))
+    spread = distribute_tensor(values, init_device_mesh("cpu", (1,)), [Shard(0)])
+    spread._local_tensor = there
+    local = describe({"d": spread, "p": there.clone(), "q": torch.ones(1)}, 0, [0])
+    out = []
+    for index, tensor in enumerate(local.flat.tensors[:2]):
+        data = np.zeros(tensor.capacity, np.uint8)
+        local.flat.movers[index](0, data.ctypes.data, data.nbytes)
+        out.append(data.tobytes())
+    on_host = describe({"p": values}, 0, [0]).table.checks
+    same = [bool(local.table.checks[1] == on_host[0]), bool(local.table.checks[0] == on_host[0])]
+    return local.flat.tokens[1:], [tensor.address for tensor in local.flat.tensors[:2]], out, same
+
+
+def test_tensors_on_a_device(forge):
+    if not standin.AVAILABLE:
+        needs.missing("needs torch 2.10 (a back end that is set up from Python)")
+    with forge.group(1) as group:
+        (found,) = group.run(_described)
+    tokens, addresses, data, same = found
+    assert tokens == ['"d"', '["tensor",0,"","standin"]', '"p"', '["tensor",1,"","standin"]', '"q"', '["tensor",2]']
+    assert addresses == [0, 0]
+    assert data == [np.arange(6, dtype=np.float32).tobytes()] * 2
+    # The plain one is compared with what other ranks have, the other is no other rank's.
+    assert same == [True, False]
