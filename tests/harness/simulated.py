@@ -17,7 +17,7 @@ from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, S
 from fastckpt.exceptions import RanksError
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """The protocol broke a promise."""
 
 
@@ -25,6 +25,12 @@ class Sleep(NamedTuple):
     """A rank computes, or is late."""
 
     seconds: float
+
+
+class Later(NamedTuple):
+    """A request of a rank that was stopped in its own code."""
+
+    request: Any
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Faults:
     raises: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
-class Boom(Exception):
+class BoomError(Exception):
     """What a rank raises of its own."""
 
 
@@ -107,7 +113,7 @@ class World:
             if process.dead or process.ended or wakes != process.wakes:
                 continue
             if at > until:
-                raise Violation(f"hang: rank {process.rank} is still there after {until:.0f} s")
+                raise ViolationError(f"hang: rank {process.rank} is still there after {until:.0f} s")
             self.now = at
             if at < process.asleep_until:
                 self.later(process, process.asleep_until - self.now, reply, error)
@@ -122,6 +128,9 @@ class World:
 
     def advance(self, process: Process, reply: Any, error: BaseException | None) -> None:
         """Give a process its answer, and serve what it asks next."""
+        if type(reply) is Later:
+            self.serve(process, reply.request)
+            return
         while True:
             try:
                 request = process.steps.throw(error) if error is not None else process.steps.send(reply)
@@ -138,6 +147,11 @@ class World:
                     reply = request.function(request.value)
                 except Exception as raised:  # noqa: BLE001 - as the driver does
                     error = raised
+            elif process.dead:
+                return
+            elif process.asleep_until > self.now:
+                self.later(process, 0.0, Later(request))
+                return
             else:
                 self.serve(process, request)
                 return
@@ -162,25 +176,25 @@ class World:
         if process.deaf_until > self.now:
             effect = self.draw.random() < 0.3
             if effect:
-                self.effect(process, request)
+                self.effect(request)
             self.later(process, min(self.timeout, process.deaf_until - self.now), None, UnreachableError("the store"))
             return
         if type(request) is Wait:
             missing = {key for key in request.keys if key not in self.store}
             if not missing:
-                self.later(process, self.latency(), True)  # noqa: FBT003
+                self.later(process, self.latency(), True)
                 return
             for key in missing:
                 self.waits.setdefault(key, set()).add(process)
             self.waiting[process] = missing
-            self.later(process, request.seconds, False)  # noqa: FBT003
+            self.later(process, request.seconds, False)
             return
         if type(request) is Put and faults.loss and self.draw.random() < faults.loss:
             self.later(process, self.latency(), None)
             return
-        self.later(process, self.latency(), self.effect(process, request))
+        self.later(process, self.latency(), self.effect(request))
 
-    def effect(self, process: Process, request: Any) -> Any:
+    def effect(self, request: Any) -> Any:
         store = self.store
         kind = type(request)
         if kind is Get:
@@ -209,7 +223,7 @@ class World:
             missing = self.waiting[process]
             missing.discard(key)
             if not missing:
-                self.later(process, self.latency(), True)  # noqa: FBT003
+                self.later(process, self.latency(), True)
 
 
 @dataclass
@@ -241,12 +255,13 @@ class Job:
     succeeded: set[tuple[int, int]] = field(default_factory=set)
     committed: list[int] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
+    members: dict[int, Member] = field(default_factory=dict)
     call_of: Any = None
 
     def start(self) -> None:
         word = f"{self.world.draw.getrandbits(48):x}"
         for rank in range(self.size):
-            member = Member(rank, self.size, f"host-{rank // 8}", f"{word}-{rank}")
+            member = self.members[rank] = Member(rank, self.size, f"host-{rank // 8}", f"{word}-{rank}")
             self.processes.append(self.world.start(rank, self.script(member)))
 
     def script(self, member: Member) -> Any:
@@ -263,7 +278,7 @@ class Job:
                 result.answer = yield from self.body(turn, number)
             except UnreachableError as error:
                 raised = turn.unreachable(error)
-            except (RanksError, Boom, Interrupt) as error:
+            except (RanksError, BoomError, Interrupt) as error:
                 raised = error
             result.error = raised
             try:
@@ -279,7 +294,7 @@ class Job:
         self.raise_at(number, rank, 1)
         total = yield from turn.round("joined", 1, None, sum, lambda count: count)
         if sorted(everybody) != list(range(self.size)) or total != self.size:
-            raise Violation(f"operation {number}: {everybody} arrived, {total} joined")
+            raise ViolationError(f"operation {number}: {everybody} arrived, {total} joined")
         self.raise_at(number, rank, 2)
         yield from self.working(turn, number)
         self.raise_at(number, rank, 3)
@@ -298,12 +313,14 @@ class Job:
     def raise_at(self, number: int, rank: int, step: int) -> None:
         at = self.world.faults.raises.get((number, rank))
         if at is not None and at % 10 == step:
-            raise (Interrupt if at >= 10 else Boom)(f"rank {rank} at step {step}")
+            raise (Interrupt if at >= 10 else BoomError)(f"rank {rank} at step {step}")
 
     def commit(self, number: int, count: int) -> Any:
         missing = [rank for rank in range(self.size) if (number, rank) not in self.succeeded]
         if missing or count != self.size:
-            raise Violation(f"operation {number}: commit although ranks {missing} have not succeeded ({count} counted)")
+            raise ViolationError(
+                f"operation {number}: commit although ranks {missing} have not succeeded ({count} counted)"
+            )
         self.committed.append(number)
         return ["committed", number]
 
@@ -313,7 +330,7 @@ class Job:
         """Check what each operation promises, whatever went wrong."""
         for process in self.processes:
             if not (process.ended or process.dead):
-                raise Violation(f"hang: rank {process.rank} waits for nothing")
+                raise ViolationError(f"hang: rank {process.rank} waits for nothing")
         for number in range(self.operations):
             self.check_verdict(number)
 
@@ -325,32 +342,37 @@ class Job:
     def check_verdict(self, number: int) -> None:
         """At most one verdict: all answers are equal, and none is told that nothing was committed if it was."""
         if self.committed.count(number) > 1:
-            raise Violation(f"operation {number}: committed twice")
+            raise ViolationError(f"operation {number}: committed twice")
         results = self.outcomes(number)
         answers = [rank for rank, result in results.items() if result.error is None]
         if answers and number not in self.committed:
-            raise Violation(f"operation {number}: ranks {answers} have an answer without a commit")
+            raise ViolationError(f"operation {number}: ranks {answers} have an answer without a commit")
         if any(results[rank].answer != ["committed", number] for rank in answers):
-            raise Violation(f"operation {number}: different answers")
+            raise ViolationError(f"operation {number}: different answers")
         for rank, result in results.items():
             for error in (result.error, result.verdict):
                 if isinstance(error, RanksError) and number in self.committed and "nothing was committed" in str(error):
-                    raise Violation(f"operation {number}: rank {rank} is told that nothing was committed: {error}")
+                    raise ViolationError(f"operation {number}: rank {rank} is told that nothing was committed: {error}")
 
     def check_success(self, number: int) -> None:
         for rank, result in self.outcomes(number).items():
             if result.error is not None:
-                raise Violation(f"operation {number}: all live, and rank {rank} failed: {result.error}")
+                raise ViolationError(f"operation {number}: all live, and rank {rank} failed: {result.error}")
 
     def check_named(self, number: int, guilty: set[int]) -> None:
-        """Each survivor's error names ranks that are to blame, and no other."""
+        """Each survivor's error names ranks that are to blame, and no other.
+
+        Of a later operation, a rank that never learnt the session knows only that the one above it does not answer.
+        """
         for rank, result in self.outcomes(number).items():
+            if number and not self.members[rank].session:
+                continue
             error = result.error if isinstance(result.error, RanksError) else result.verdict
             if error is None:
                 continue  # it succeeded, or was interrupted
             named = {failure.rank for failure in getattr(error, "failures", ())}
             if not named or not named <= guilty:
-                raise Violation(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
+                raise ViolationError(f"operation {number}: rank {rank} blames {named}, not of {guilty}: {error}")
 
     def check_in_time(self, number: int, slack: float) -> None:
         """Each survivor ends within the timeout and some slack of the last death, or of the last work of a survivor."""
@@ -360,4 +382,6 @@ class Job:
         late = {rank: result.ended - last for rank, result in results.items()}
         worst = max(late, key=late.__getitem__)
         if late[worst] > self.world.timeout + slack:
-            raise Violation(f"operation {number}: rank {worst} ends after {late[worst]:.1f} s: {results[worst].error}")
+            raise ViolationError(
+                f"operation {number}: rank {worst} ends after {late[worst]:.1f} s: {results[worst].error}"
+            )

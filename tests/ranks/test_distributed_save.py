@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import os
+
+import pytest
 
 import fastckpt
-import pytest
 from fastckpt import distributed
 from harness import parallel
 from harness.groups import FailedError, Strike
@@ -23,6 +23,10 @@ def shards(path):
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors")}
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
     return found, manifest["body"]["structure"] if "body" in manifest else manifest["structure"]
+
+
+def names(folder):
+    return sorted(each.name for each in folder.iterdir())
 
 
 def save_alone(path, tied):
@@ -167,7 +171,7 @@ def test_what_must_be_equal_and_is_not_is_named(forge, tmp_path, what, words):
         group.start(save_different, tmp_path / "c", what)
         outcomes = group.outcomes()
     assert all(each.kind == "raised" and words in each.raised.text for each in outcomes), outcomes
-    assert os.listdir(tmp_path) == ["c"]
+    assert names(tmp_path) == ["c"]
     assert fastckpt.load(tmp_path / "c") == {"old": 1}
 
 
@@ -190,7 +194,7 @@ def test_a_bad_argument_of_one_rank_fails_all_and_the_next_call_works(forge, tmp
     assert mine.raised.kind == "RanksError"
     assert mine.raised.failures[0][0] == 1
     assert argument in mine.raised.text
-    assert sorted(os.listdir(tmp_path)) == ["c-next"]
+    assert names(tmp_path) == ["c-next"]
 
 
 def save_dtensor(path, timeout):
@@ -213,7 +217,7 @@ def test_an_error_while_bytes_are_written_reaches_all_ranks(forge, tmp_path, str
         assert fastckpt.load(tmp_path / "c") == {"old": 1}
         group.run(save_dtensor, tmp_path / "c", 30)
     assert fastckpt.verify(tmp_path / "c").ok
-    assert os.listdir(tmp_path) == ["c"]
+    assert names(tmp_path) == ["c"]
 
 
 def test_a_rank_that_is_killed_while_bytes_travel_is_named(forge, tmp_path):

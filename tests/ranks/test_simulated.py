@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness.simulated import Faults, Job, Violation, World
 
 from fastckpt._ranks import protocol, tree
 from fastckpt.exceptions import RanksError
+from harness.simulated import Faults, Job, ViolationError, World
 
 #: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
 SLACK = protocol.GRACE + 3
@@ -17,7 +17,9 @@ def drawn(seed, operations=2, *, sizes=(1, 100), timeout=None, turn=protocol.Tur
     world = World(seed, atomic=atomic)
     draw = world.draw
     low, high = sizes
-    size = draw.randint(low, high) if draw.random() < 0.1 else draw.randint(low, min(high, draw.choice((3, 6, 9, 40))))
+    # Above 33 ranks the tree is two levels deep.
+    usual = draw.choices((3, 6, 12, 40, 100), (10, 8, 3, 1, 0.5))[0]
+    size = draw.randint(low, max(low, min(high, usual)))
     world.timeout = timeout or draw.choice((5.0, 30.0, 60.0))
     world.delay = draw.choice((0.0001, 0.01, world.timeout / 200))
     world.slow = draw.choice((0.0, world.timeout / 20))
@@ -48,7 +50,7 @@ def last_works(job):
 
 def clean(job):
     if job.world.store:
-        raise Violation(f"left in the store: {sorted(job.world.store)}")
+        raise ViolationError(f"left in the store: {sorted(job.world.store)}")
 
 
 def one_run_that_is_calm(seed, **options):
@@ -117,11 +119,11 @@ def one_run_with_failures(seed, **options):
     last_works(job)
     run(job)
     if job.committed[:1] == [0]:
-        raise Violation("committed although a rank failed")
+        raise ViolationError("committed although a rank failed")
     job.check_named(0, set(failing))
     for rank, result in job.outcomes(0).items():
         if not isinstance(result.error, RanksError) and rank not in failing:
-            raise Violation(f"rank {rank} has no error")
+            raise ViolationError(f"rank {rank} has no error")
     job.check_success(1)
     clean(job)
 
@@ -166,14 +168,12 @@ def one_run_with_mismatched_calls(seed, **options):
     job = drawn(seed, 2, sizes=(2, 100), **options)
     draw = job.world.draw
     odd = draw.randrange(job.size)
-    job.call_of = lambda number, rank: (
-        ("load", "/other") if number == 0 and rank == odd else ("save", "/checkpoint")
-    )
+    job.call_of = lambda number, rank: ("load", "/other") if number == 0 and rank == odd else ("save", "/checkpoint")
     last_works(job)
     run(job)
     for rank, result in job.outcomes(0).items():
         if "same calls in the same order" not in str(result.error):
-            raise Violation(f"rank {rank} is told {result.error}")
+            raise ViolationError(f"rank {rank} is told {result.error}")
     job.check_named(0, {odd, *tree.below(odd, job.size)})
     job.check_success(1)
     clean(job)
@@ -215,14 +215,136 @@ RUNS = {
 }
 
 
+def broken(one_run, seed, **options):
+    try:
+        one_run(seed, **options)
+    except (ViolationError, ValueError, TypeError, AttributeError, KeyError) as error:
+        return f"{one_run.__name__}({seed}): {error!r}"
+    return None
+
+
+def breaks(one_run, **options):
+    """Return the first run that breaks a promise, None if there is none."""
+    return next(filter(None, (broken(one_run, seed, **options) for seed in range(RUNS[one_run]))), None)
+
+
 def test_there_are_ten_thousand_runs():
     assert sum(RUNS.values()) >= 10_000
 
 
 @pytest.mark.parametrize("one_run", RUNS, ids=lambda one_run: one_run.__name__[len("one_run_") :])
 def test_runs(one_run):
-    for seed in range(RUNS[one_run]):
-        try:
-            one_run(seed)
-        except Exception as error:
-            raise AssertionError(f"{one_run.__name__}({seed})") from error
+    assert breaks(one_run) is None
+
+
+# The rules of the protocol, each switched off: some run must then break a promise.
+
+
+class Counts(protocol.Turn):
+    """Gives a rank up after a time, however much it beats."""
+
+    def _listen(self, state, own):
+        kept = dict(state.heard)
+        yield from super()._listen(state, own)
+        state.heard.update({rank: (state.heard[rank][0], since) for rank, (_, since) in kept.items()})
+
+
+class Patient(protocol.Turn):
+    """Waits for ever."""
+
+    def __init__(self, member, kind, path, timeout):
+        super().__init__(member, kind, path, timeout)
+        self.timeout = float("inf")
+
+
+class Forgiving(protocol.Turn):
+    """Takes what is missing for success."""
+
+    def _collect(self, own):
+        messages = yield from super()._collect(own)
+        own.failures.clear()
+        return messages
+
+
+class Hasty(protocol.Turn):
+    """The coordinator decides without asking the register."""
+
+    def _decide(self, joined, decide):
+        verdict = yield from super()._decide(joined, decide)
+        return b"=2\n[]" if verdict[:1] == b"!" and not joined.failures else verdict
+
+
+class Deaf(protocol.Turn):
+    """Does not look whether the bell stayed silent."""
+
+    def _await(self):
+        while not (yield protocol.Wait((self._bell(),), self.timeout)):
+            pass
+        return (yield from protocol.value_of(self._register()))
+
+
+class Drifting(protocol.Turn):
+    """A call that fails early takes no turn."""
+
+    def end(self, error):
+        if error is not None and not self.rounds:
+            self.member.turn -= 1
+            self.over = True
+            return None
+        return (yield from super().end(error))
+
+
+class Untidy(protocol.Turn):
+    """Leaves its keys."""
+
+    def leave(self, *, failed=False):  # noqa: ARG002 - as the method that it stands for
+        self.over = True
+        yield from ()
+
+
+class Mute(protocol.Turn):
+    """Does not beat while it waits for others."""
+
+    def alive(self):
+        if self.inside:
+            return
+        yield from super().alive()
+
+
+class Strange(protocol.Turn):
+    """Answers only the first hello of a rank, which may be that of a former process."""
+
+    def _listen(self, state, own):
+        answer, self.member.answer = self.member.answer, lambda _: iter(())
+        yield from super()._listen(state, own)
+        self.member.answer = answer
+
+
+class Closed(protocol.Turn):
+    """Leaves although ranks that it has not heard of can then not learn the verdict."""
+
+    def _has_waited(self, state):
+        return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
+
+
+MUTANTS = {
+    Counts: one_run_that_is_calm,
+    Patient: one_run_with_a_death,
+    Forgiving: one_run_with_a_death,
+    Hasty: one_run_with_stops,
+    Deaf: one_run_with_a_death,
+    Drifting: one_run_with_failures,
+    Untidy: one_run_that_is_calm,
+    Mute: one_run_that_is_calm,
+    Strange: one_run_with_a_restart,
+    Closed: one_run_with_failures,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_no_rule_can_be_left_out(mutant):
+    assert breaks(MUTANTS[mutant], turn=mutant) is not None
+
+
+def test_a_register_that_is_not_compared_lets_two_verdicts_be():
+    assert breaks(one_run_with_stops, atomic=False) is not None

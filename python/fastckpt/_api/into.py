@@ -477,6 +477,8 @@ class Into:
             self._fill(entry.item.token[1], given)
             if _is_torch(given):
                 self.filled.append(given.value)
+                if mine.local is not None:
+                    self.filled.append(mine.local.memory)
 
     def _like_parameter(self, item: Found) -> Occurrence | None:
         """Of the state of an optimizer: a new tensor that is spread as the parameter is that it belongs to.

@@ -70,8 +70,8 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
         rank, ranks = own
         if ranks != len(states):
             raise ValueError(
-                f"{_OPERATION}: {source}: {len(states)} ranks saved states of their own, and there are {ranks} now: choose "
-                f"one with rank=0 to rank={len(states) - 1}"
+                f"{_OPERATION}: {source}: {len(states)} ranks saved states of their own, and there are {ranks} now: "
+                f"choose one with rank=0 to rank={len(states) - 1}"
             )
     if rank is None or not 0 <= rank < len(states):
         raise ValueError(f"{_OPERATION}: {source}: rank must be from 0 to {len(states) - 1}, not {rank}")

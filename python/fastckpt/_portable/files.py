@@ -66,13 +66,14 @@ def read_at(file: io.FileIO, offset: int, to: Any) -> int:
     return done
 
 
-def read_manifest(directory: str) -> bytes:
-    """The bytes of the manifest in ``directory``."""
+def read_manifest(directory: str, most: int | None = None) -> bytes:
+    """The bytes of the manifest in ``directory``, or the first ``most`` of them."""
     path = str(Path(directory, MANIFEST))
     file, size = open_regular(path)
     with io.BufferedReader(file) as whole:
         if size > MAX_MANIFEST:
             raise corrupt(path, f"{size} bytes are more than the {MAX_MANIFEST} allowed")
+        size = size if most is None else min(size, most)
         try:
             content = whole.read(size)
         except OSError as error:

@@ -120,7 +120,7 @@ class Mappings:
 class Reader:
     """An open checkpoint: manifest read and checked."""
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, keep: bool = False, manifest: bytes | None = None) -> None:
         # Shards are opened when they are read: on Windows an open file would keep the directory in its place.
         del keep
         self._path = os.fspath(path)
@@ -134,10 +134,21 @@ class Reader:
             raise failed("open checkpoint", self._path, error) from error
         if not is_ours:
             raise not_a_checkpoint(self._path)
-        content = read_manifest(self._path)
+        content = read_manifest(self._path, None if manifest is None else _SEAL)
         self._seal = content[:_SEAL]
+        if manifest is not None:
+            if manifest[:_SEAL] != self._seal:
+                raise self._replaced()
+            content = manifest
         self._manifest = decode(content, self._path_of(MANIFEST))
         self._sound: set[int] = set()
+
+    def manifest(self) -> bytes:
+        """The content of the manifest, read again."""
+        content = read_manifest(self._path)
+        if content[:_SEAL] != self._seal:
+            raise self._replaced()
+        return content
 
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""

@@ -8,9 +8,9 @@ import ctypes
 import os
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastckpt._api import in_flight
 from fastckpt._api.outcome import report_of
@@ -99,8 +99,7 @@ class Job:
                     if bar is not None:
                         bar(done, total)
 
-                if pending._cancelled:
-                    raise CancelledError
+                tick(0, 0)
                 written = save_order(
                     self.call.session, operation, pending.path, self.order, timeout=self.call.timeout, tick=tick
                 )
@@ -159,11 +158,11 @@ def start(job: Job) -> None:
             thread.run()
         else:
             thread.start()
-    except BaseException as error:
+    except BaseException:
         job.release()
         pending._abandon()
         with job.call.operation:
-            raise error
+            raise
 
 
 def _cut(to: int, address: int, nbytes: int) -> list[tuple[int, int, int]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 import zlib
+from ctypes import string_at
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastckpt._state.flatten import Flat, flatten
-from fastckpt._state.groups import split_model
 from fastckpt._tensors import memory as _memory
 
 from .offers import Told
@@ -150,11 +150,6 @@ def table_of(flat: Flat, metadata: str) -> Table:
     )
 
 
-def model_prefix(operation: str, flat: Flat, model_key: str | None) -> str:
-    """See :func:`.groups.split_model`."""
-    return split_model(operation, flat, model_key)
-
-
 def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None:
     """The keys of the outer mapping, as a flattened state has them."""
     return None if keys is None else {_KEYS[kind](text): leads for kind, text, leads in keys}
@@ -162,28 +157,32 @@ def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None
 
 def checks(flat: Flat) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A checksum of each small tensor that all ranks have whole."""
-    out = np.full(len(flat.tensors), NO_CHECK, np.uint64)
+    out = [NO_CHECK] * len(flat.tensors)
+    spread = flat.spreads
     elsewhere = []
     for index, (_, _, _, address, nbytes, _) in enumerate(flat.tensors):
-        if not 0 < nbytes <= COMPARED or index in flat.spreads:
+        if not 0 < nbytes <= COMPARED or index in spread:
             continue
         if address:
-            out[index] = zlib.crc32(_memory.at(address, nbytes).data)
+            out[index] = zlib.crc32(string_at(address, nbytes))
         else:
             elsewhere.append(index)
-    if elsewhere:
-        for index, data in zip(elsewhere, _fetched(flat, elsewhere), strict=True):
-            out[index] = zlib.crc32(data)
+    for index, data in zip(elsewhere, _fetched(flat, elsewhere), strict=True):
+        out[index] = zlib.crc32(data.data)
+    return np.array(out, np.uint64)
+
+
+def _fetched(flat: Flat, indices: Sequence[int]) -> list[_memory.Bytes]:
+    """The bytes of tensors without an address; those on devices come together."""
+    if not indices:
+        return []
+    out = [np.empty(flat.tensors[index].capacity, np.uint8) for index in indices]
+    afar = [at for at, index in enumerate(indices) if getattr(flat.keep[index], "is_cpu", True) is False]
+    if afar:
+        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+        for at, data in zip(afar, _torch.fetched([flat.keep[indices[at]] for at in afar]), strict=True):
+            out[at] = data
+    for at in set(range(len(indices))).difference(afar):
+        flat.movers[indices[at]](0, _memory.address_of(out[at]), out[at].nbytes)
     return out
-
-
-def _fetched(flat: Flat, indices: Sequence[int]) -> Sequence[Any]:
-    """The bytes of tensors without an address: those on devices together."""
-    if all(index in flat.movers for index in indices):
-        made = []
-        for index in indices:
-            data = np.empty(flat.tensors[index].capacity, np.uint8)
-            flat.movers[index](0, _memory.address_of(data), data.nbytes)
-            made.append(data)
-        return made
-    raise AssertionError("a tensor has neither an address nor a mover")

@@ -96,7 +96,7 @@ class Order:
         return json.dumps({**chosen, "files": files, "model_key": self.local.model_key}, sort_keys=True)
 
 
-def order(
+def order(  # noqa: PLR0913 - what a save takes, by name
     operation: str,
     session: Session,
     state: Any,

@@ -131,7 +131,7 @@ def _default_store() -> Any:
     """The store of the default group: all versions of torch have this function, and none says so in public."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
-    return distributed_c10d._get_default_store()  # noqa: SLF001
+    return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
@@ -237,9 +237,9 @@ def _new_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         except TypeError:  # a torch that cannot
             pass
         else:
-            options = gloo._Options()  # noqa: SLF001
-            options._devices = devices  # noqa: SLF001
-            options._timeout = timeout  # noqa: SLF001
-            options._threads = 2 * len(devices)  # noqa: SLF001
+            options = gloo._Options()
+            options._devices = devices
+            options._timeout = timeout
+            options._threads = 2 * len(devices)
             return gloo(store, rank, size, options)
     return gloo(store, rank, size, timeout)

@@ -77,10 +77,9 @@ impl RankLoad {
             .local
             .iter()
             .zip(slots.by_ref())
-            .map(|(item, slot)| Wanted {
-                tensor: item.tensor,
-                range: item.bytes.clone(),
-                destination: slot.destination(),
+            .map(|(item, slot)| {
+                let (range, destination) = slot.destination(item.bytes.clone());
+                Wanted { tensor: item.tensor, range, destination }
             })
             .collect();
         let incoming =

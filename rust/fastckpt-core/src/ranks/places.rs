@@ -68,20 +68,24 @@ fn no_place(Item { tensor, part, .. }: &Item) -> Error {
 }
 
 impl Slot {
-    /// Where bytes go that are read here, in the tensor's order with all that lies between them.
-    pub(super) fn destination(self) -> Destination {
-        match self {
-            Self::Memory(rows) => match rows.alone() {
-                Ok(region) => Destination::Memory(region),
-                Err(rows) => Destination::Strided(rows),
-            },
+    /// The bytes of an item to read here, which are all or fewer of its `range` of the tensor, and where they go.
+    pub(super) fn destination(self, range: Range<u64>) -> (Range<u64>, Destination) {
+        let destination = match self {
+            Self::Memory(rows) => {
+                let range = rows.range().clone();
+                match rows.alone() {
+                    Ok(region) => return (range, Destination::Memory(region)),
+                    Err(rows) => Destination::Strided(rows),
+                }
+            }
             Self::Push(drain, rows, base) => Destination::Push(Arc::new(move |start, bytes| {
                 let range = start..start + bytes.len() as u64;
                 let mut packed = vec![0; rows.bytes_in(&range) as usize];
                 rows.pack(start, bytes, &mut packed);
                 push(&drain, &rows, (base, range), &packed)
             })),
-        }
+        };
+        (range, destination)
     }
 
     /// Takes the bytes of an item, one after another as a message has them. Returns the number of bytes copied.

@@ -148,23 +148,23 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     let place = |tensor: usize| (body.tensors[tensor].shard, body.tensors[tensor].offset, tensor);
     requests.sort_by_key(|request| place(request.tensor));
     let mut plan = Plan::default();
-    let mut cut = Cut { body, verify, pieces: Vec::with_capacity(requests.len()) };
+    let mut cut = Cut { body, verify, whole: verify, pieces: Vec::with_capacity(requests.len()) };
     let mut last = None;
     for request in requests {
         plan.tensors += usize::from(last.replace(request.tensor) != Some(request.tensor));
         plan.wanted += request.bytes(body);
         cut.request(request);
     }
-    plan.add(body, cut.pieces);
+    plan.add(body, cut.pieces, verify);
     Ok(plan)
 }
 
-/// Plans the reading of ranges, of which several may be the same bytes. See [`plan`].
+/// Plans the reading of ranges, of which several may be the same bytes: every extent that they touch is read once, whole.
 pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Result<Plan> {
     if !wanted.iter().all(|wanted| wanted.fits(body)) {
         return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
     }
-    let mut cut = Cut { body, verify, pieces: Vec::with_capacity(wanted.len()) };
+    let mut cut = Cut { body, verify, whole: true, pieces: Vec::with_capacity(wanted.len()) };
     for Wanted { tensor, range: Range { start, end }, destination } in wanted {
         match destination {
             Destination::Memory(mut region) => {
@@ -183,7 +183,7 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
         }
     }
     let mut plan = Plan::default();
-    plan.add(body, cut.pieces);
+    plan.add(body, cut.pieces, true);
     plan.wanted = plan.read;
     let mut tensors: Vec<usize> =
         plan.blocks.iter_mut().flat_map(|block| pieces(block).iter().map(|piece| piece.tensor)).collect();
@@ -194,16 +194,13 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
 }
 
 impl Plan {
-    /// Adds all pieces, joined to blocks.
-    fn add(&mut self, body: &Body, mut pieces: Vec<Piece>) {
+    /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece, whoever wants it.
+    fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.
         pieces.sort_by_key(|piece| (body.tensors[piece.tensor].shard, piece.offset));
         let mut pieces = pieces.into_iter().peekable();
         while let Some(mut piece) = pieces.next() {
-            // An extent is verified once, whoever wants it.
-            let same = |next: &Piece| {
-                piece.crc.is_some() && (next.tensor, next.offset) == (piece.tensor, piece.offset)
-            };
+            let same = |next: &Piece| whole && (next.tensor, next.offset) == (piece.tensor, piece.offset);
             let others: Vec<_> = std::iter::from_fn(|| pieces.next_if(same)).collect();
             for other in others {
                 piece.share(other.start, other.len, other.destination);
@@ -259,6 +256,8 @@ fn front(region: &mut Region, range: &Range<u64>) -> PieceDestination {
 struct Cut<'a> {
     body: &'a Body,
     verify: bool,
+    /// Whether to read whole extents.
+    whole: bool,
     pieces: Vec<Piece>,
 }
 
@@ -332,7 +331,7 @@ impl Cut<'_> {
                 crc,
                 destination,
             };
-            if crc.is_none() || len as u64 == extent.len {
+            if !self.whole || len as u64 == extent.len {
                 self.pieces.push(piece(part.start, len, destination));
                 continue;
             }

@@ -314,6 +314,12 @@ impl Strided {
         &self.rows
     }
 
+    /// The range of the tensor from its first byte to its last, or a longer one.
+    #[must_use]
+    pub const fn range(&self) -> &Range<u64> {
+        &self.range
+    }
+
     /// Splits off the part in `range` of the tensor. This one keeps the part after it.
     #[must_use]
     pub fn split_off(&mut self, range: Range<u64>) -> Self {

@@ -1,0 +1,298 @@
+"""What ranks load of a checkpoint, however it was written, and how often they read it."""
+
+import os
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fastckpt
+from fastckpt import _core, distributed
+from fastckpt._ranks.residency import is_resident
+from harness import needs, parallel
+from harness.parallel import dist, torch
+
+# Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
+WAYS = [
+    *[("single", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp", 4)],
+    *[("tp_fsdp", 4), ("ddp", 4), ("pipeline", 2)],
+]
+WRITTEN = [*[(*way, way[0] != "pipeline") for way in WAYS], ("fsdp", 3, False), ("tp", 2, False)]
+
+
+def name_of(way):
+    return "".join(map(str, way[:2]))
+
+
+def save(topology, path, tied):
+    state = parallel.state(topology, tied=tied)
+    (distributed.save if dist.is_initialized() else fastckpt.save)(state, path)
+
+
+@pytest.fixture(scope="module")
+def written(forge, tmp_path_factory):
+    """A checkpoint of each way: paths of those with tied weights, and of those without."""
+    folder = tmp_path_factory.mktemp("written")
+    found = {True: [], False: []}
+    for topology, size, tied in WRITTEN:
+        path = folder / f"{topology}{size}-{tied}"
+        with forge.group(size, backend="gloo" if size > 1 else "") as group:
+            group.run(save, topology, path, tied)
+        found[tied].append(path)
+    return found
+
+
+def local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def differences(found, expected, at="state"):
+    """Where two states of this rank differ, bit for bit."""
+    if isinstance(expected, dict):
+        if found.keys() != expected.keys():
+            return [f"{at}: keys"]
+        return [text for key in expected for text in differences(found[key], expected[key], f"{at}.{key}")]
+    if isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            return [f"{at}: length"]
+        pairs = zip(found, expected, strict=True)
+        return [text for index, pair in enumerate(pairs) for text in differences(*pair, f"{at}.{index}")]
+    if isinstance(expected, torch.Tensor):
+        if type(found) is not type(expected) or found.dtype != expected.dtype or found.shape != expected.shape:
+            return [f"{at}: kind"]
+        mine, theirs = local(found), local(expected)
+        same = mine.shape == theirs.shape and bool((mine == theirs).all())
+        return [] if same else [at]
+    return [] if found == expected else [f"{at}: {found!r}"]
+
+
+def untangled(state):
+    """A state whose optimizer lists its own parameters, in order: stages of a pipeline save the union of theirs."""
+    for group in state["optimizer"]["param_groups"]:
+        group["params"] = sorted(name for name in group["params"] if name in state["optimizer"]["state"])
+    return state
+
+
+def load_all(topology, paths, tied, io):
+    """Load each of the checkpoints into a state with other values; compare with what one process trained."""
+    expected = untangled(parallel.state(topology, tied=tied))
+    found = []
+    for path in paths:
+        state = parallel.state(topology, trained=False, tied=tied)
+        again = distributed.load(path, into=state, io=io)
+        if not all(again["model"][key] is value for key, value in state["model"].items()):
+            found.append(f"{path}: other tensors")
+        found += [f"{path}: {text}" for text in differences(untangled(again), expected)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "io"),
+    [(*way, "threads") for way in WAYS] + [(*way, "buffered") for way in WAYS if way[1] == 4],
+    ids=str,
+)
+def test_each_way_loads_what_each_other_has_written(forge, written, topology, size, io):
+    with forge.group(size, backend="gloo" if size > 1 else "") as group:
+        for tied, paths in written.items():
+            if tied and topology == "pipeline":
+                continue
+            assert group.run(load_all, topology, paths, tied, io, timeout=120) == [[]] * size
+
+
+def load_plain(paths, tied):
+    expected = untangled(parallel.state("single", tied=tied))
+    return [text for path in paths for text in differences(untangled(fastckpt.load(path)), expected)]
+
+
+def test_one_process_loads_what_each_way_has_written(forge, written):
+    with forge.group(1, backend="") as group:
+        for tied, paths in written.items():
+            assert group.run(load_plain, paths, tied) == [[]]
+
+
+def load_whole(path, io):
+    state, report = distributed.load(path, io=io, report=True)
+    return differences(state, parallel.state("single")), report
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "threads"])
+def test_without_into_every_rank_has_the_whole_state_in_plain_tensors(forge, written, io):
+    with forge.group(3) as group:
+        for rank, (wrong, report) in enumerate(group.run(load_whole, written[True][3], io)):
+            assert wrong == []
+            assert (report.rank, report.ranks) == (rank, 3)
+
+
+LARGE = 12 << 20
+
+
+def save_large(path):
+    fastckpt.save({"w": torch.arange(LARGE, dtype=torch.float32).reshape(1024, -1), "b": torch.ones(5)}, path)
+
+
+def load_large(path, how, io):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = (1024, LARGE // 1024)
+    placements = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}[how]
+    whole = torch.arange(LARGE, dtype=torch.float32).reshape(shape)
+    into = {"w": distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None), "b": torch.zeros(5)}
+    state, report = distributed.load(path, into=into, io=io, report=True)
+    expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    assert torch.equal(state["w"].to_local(), expected.to_local())
+    assert state["w"] is into["w"]
+    return report
+
+
+@pytest.mark.parametrize("how", ["replicas", "rows", "columns"])
+def test_ranks_that_exchange_read_the_storage_once(forge, tmp_path, how):
+    save_large(tmp_path / "c")
+    with forge.group(4) as group:
+        reports = group.run(load_large, tmp_path / "c", how, "threads")
+    total = LARGE * 4 + 20
+    storage, peers, sent = (
+        sum(getattr(report, name) for report in reports) for name in ("bytes_storage", "bytes_peers", "bytes_sent")
+    )
+    assert total <= storage <= 1.05 * total
+    assert peers == sent
+    assert peers >= {"replicas": 3 * total, "columns": total // 2, "rows": 20}[how]
+    assert "from storage" in str(reports[0])
+    # The work is shared.
+    assert max(report.bytes_storage for report in reports) < total / 2
+
+
+@pytest.mark.parametrize("how", ["replicas", "rows", "columns"])
+def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
+    save_large(tmp_path / "c")
+    with forge.group(4) as group:
+        reports = group.run(load_large, tmp_path / "c", how, "buffered")
+    assert {report.engine for report in reports} == {"buffered"}
+    assert sum(report.bytes_peers for report in reports) == 0
+    assert sum(report.bytes_storage for report in reports) <= 1.05 * (LARGE * 4 + 20)
+
+
+def test_a_checkpoint_is_seen_in_the_page_cache(tmp_path):
+    save_large(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    reader = _core.Reader(str(tmp_path / "c"))
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_resident(str(tmp_path / "c"), reader)
+        opened.read()
+        try:
+            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            needs.missing(f"a file system that says what is in the page cache ({error})")
+    assert is_resident(str(tmp_path / "c"), reader)
+
+
+def load_damaged(path, io):
+    return load_large(path, "columns", io)
+
+
+@pytest.mark.parametrize("io", ["threads", "buffered"])
+def test_damage_is_found_and_told_to_all(forge, tmp_path, io):
+    save_large(tmp_path / "c")
+    shard = next((tmp_path / "c").glob("*.safetensors"))
+    with shard.open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"damage")
+    with forge.group(3) as group:
+        group.start(load_damaged, tmp_path / "c", io)
+        outcomes = group.outcomes()
+    kinds = [each.raised.kind for each in outcomes]
+    assert "CorruptCheckpointError" in kinds
+    assert set(kinds) <= {"CorruptCheckpointError", "RanksError"}
+    assert all("checksum" in each.raised.text or "damaged" in each.raised.text for each in outcomes), outcomes
+
+
+def load_parts(path, names, *, strict=True):
+    into = {name: torch.zeros(4) for name in names[dist.get_rank()]}
+    state, report = distributed.load(path, into=into, strict=strict, report=True)
+    return {name: value.tolist() for name, value in state.items()}, report.unexpected
+
+
+@pytest.mark.parametrize("io", ["auto"])
+def test_ranks_want_different_tensors(forge, tmp_path, io):
+    fastckpt.save({name: torch.full((4,), float(number)) for number, name in enumerate("abc")}, tmp_path / "c")
+    with forge.group(2) as group:
+        found = group.run(load_parts, tmp_path / "c", ["ab", "bc"])
+        assert found[0] == ({"a": [0.0] * 4, "b": [1.0] * 4}, ())
+        assert found[1] == ({"b": [1.0] * 4, "c": [2.0] * 4}, ())
+        group.start(load_parts, tmp_path / "c", ["a", "b"])
+        told = [each.raised for each in group.outcomes()]
+        assert "no rank has a place" in told[0].text
+        assert all("c" in each.text for each in told)
+        found = group.run(load_parts, tmp_path / "c", ["a", "b"], strict=False)
+        assert [unexpected for _, unexpected in found] == [("c",), ("c",)]
+        group.start(load_parts, tmp_path / "c", ["abc", "bcd"])
+        told = [each.raised.kind for each in group.outcomes()]
+        assert told == ["RanksError", "StructureMismatchError"]
+
+
+def load_nothing(path):
+    distributed.load(path)
+
+
+def test_where_there_is_nothing_all_are_told(forge, tmp_path):
+    with forge.group(2) as group:
+        group.start(load_nothing, tmp_path / "none")
+        told = [each.raised for each in group.outcomes()]
+    assert told[0].kind == "FileNotFoundError"
+    assert told[1].kind == "RanksError"
+    assert "none" in told[1].text
+
+
+def load_objects(path):
+    model, optimizer = parallel.build("fsdp", trained=False)
+    distributed.load(path, into={"model": model, "optimizer": optimizer})
+    return differences(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}, *[expected_objects()]
+    )
+
+
+def expected_objects():
+    model, optimizer = parallel.build("fsdp")
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+
+def save_objects(path):
+    model, optimizer = parallel.build("fsdp")
+    distributed.save({"model": model, "optimizer": optimizer}, path)
+
+
+def test_modules_and_optimizers_are_filled(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_objects, tmp_path / "c")
+    with forge.group(2) as group:
+        assert group.run(load_objects, tmp_path / "c") == [[], []]
+
+
+def save_own(path, *, who):
+    rank = dist.get_rank()
+    own = {"seed": torch.full((3,), rank), "position": rank * 10} if rank in who else None
+    distributed.save({"w": torch.ones(100)}, path, per_rank=own)
+
+
+def load_own(path, rank=None):
+    found = distributed.load_per_rank(path, rank=rank)
+    return None if found is None else (found["seed"].tolist(), found["position"])
+
+
+def test_each_rank_gets_its_own_state_back(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_own, tmp_path / "c", who=[0, 2])
+        assert group.run(load_own, tmp_path / "c") == [([0] * 3, 0), None, ([2] * 3, 20)]
+        group.run(save_own, tmp_path / "none", who=[])
+        group.start(load_own, tmp_path / "none")
+        assert [each.raised.kind for each in group.outcomes()] == ["KeyError"] * 3
+    with fastckpt.open(tmp_path / "c") as opened:
+        assert opened.ranks == 3
+    with fastckpt.open(tmp_path / "none") as opened:
+        assert opened.ranks == 0
+    with pytest.raises(ValueError, match=r"3 ranks saved .* 1 now: choose one with rank=0 to rank=2"):
+        distributed.load_per_rank(tmp_path / "c")
+    assert distributed.load_per_rank(tmp_path / "c", rank=2)["position"] == 20
+    with pytest.raises(ValueError, match="from 0 to 2, not 3"):
+        distributed.load_per_rank(tmp_path / "c", rank=3)
+    # The state itself does not have them.
+    assert fastckpt.load(tmp_path / "c").keys() == {"w"}

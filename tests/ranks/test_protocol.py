@@ -1,0 +1,261 @@
+"""The protocol, case by case: what each rank is told, how soon, and what is left in the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastckpt import RankFailure, RanksError
+from fastckpt._ranks import protocol, tree, words
+from fastckpt._ranks.messages import Message, join
+from harness.simulated import Faults, Job, World
+
+
+def job(size, operations=1, *, timeout=30.0, turn=protocol.Turn, **faults):
+    world = World(7)
+    world.timeout = timeout
+    world.faults = Faults(**faults)
+    return Job(world, size, operations, turn=turn)
+
+
+def run(one, until=10_000.0):
+    one.start()
+    one.world.run(until=until)
+    one.check()
+    return one
+
+
+def errors(one, number=0):
+    return {rank: result.error for rank, result in one.outcomes(number).items()}
+
+
+def test_a_tree_has_every_rank_once():
+    for size in (1, 2, 33, 34, 1057, 1058, 5000):
+        reached = [rank for above in range(size) for rank in tree.below(above, size)]
+        assert sorted(reached) == list(range(1, size))
+        assert all(rank in tree.below(tree.above(rank), size) for rank in range(1, size))
+        assert tree.count_below(0, size) == size - 1
+        assert tree.count_below(1, size) == sum(1 + tree.count_below(rank, size) for rank in tree.below(1, size))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -1.5, "ü", b"", b"\0\xff", [], {}, [b"a", {"b": [b"c" * 1000, None]}, "d"], {"": {"x": b"y"}}],
+    ids=repr,
+)
+def test_values_come_back(value):
+    if value == [b"a", {"b": [b"c" * 1000, None]}, "d"]:
+        assert len(words.encode(value)) < 1100
+    assert words.decode(words.encode(value)) == value
+
+
+@pytest.mark.parametrize("value", [{1: 2}, {"\0bytes": 1}, {1, 2}, [object()]], ids=["number", "mark", "set", "object"])
+def test_values_that_would_change_are_refused(value):
+    with pytest.raises(TypeError):
+        words.encode(value)
+
+
+def test_success_leaves_the_store_empty():
+    one = run(job(40, 3))
+    for number in range(3):
+        one.check_success(number)
+    assert one.world.store == {}
+
+
+def test_between_two_operations_nothing_is_left_and_rounds_clear_up_after_each_other():
+    one = job(5, 2)
+    one.begins[1] = 100.0
+    one.start()
+    one.world.run(until=50.0, stop=True)
+    assert one.world.store == {}
+
+
+def test_a_short_operation_asks_little():
+    """A leaf: hello and welcome once; in a round a message, a bell, a verdict; one word when it leaves."""
+    one = run(job(10, 11))
+    requests = [process.requests for process in one.processes]
+    # Beside its requests it sleeps twice an operation, and the last to leave removes what is left.
+    assert min(requests[1:]) == 5 + 11 * (2 + 3 * 3 + 1)
+    assert max(requests[1:]) <= 5 + 11 * (2 + 3 * 3 + 1) + 11
+    assert requests[0] <= 5 + 11 * (2 + 3 * 7 + 2)
+
+
+def test_all_failures_are_listed_up_to_sixteen():
+    raises = {(0, rank): 2 for rank in range(50, 90)}
+    one = run(job(100, raises=raises))
+    told = errors(one)[0]
+    assert isinstance(told, RanksError)
+    assert [failure.rank for failure in told.failures] == list(range(50, 66))
+    assert told.failures[0] == RankFailure(50, "host-6", "failed: BoomError: rank 50 at step 2")
+    assert "and 24 more" in str(told)
+    assert str(told).startswith(
+        "save: /checkpoint: rank 50 on host-6 failed: BoomError: rank 50 at step 2; rank 51 on host-6"
+    )
+    assert str(told).endswith("nothing was committed, the old checkpoint stands")
+    # A rank's own exception stays its own, and is told what the others are.
+    assert str(errors(one)[60]) == "rank 60 at step 2"
+    assert str(one.results[0, 60].verdict) == str(told)
+
+
+def test_those_who_work_learn_of_a_failure_soon():
+    one = job(5, raises={(0, 3): 2})
+    one.work = {(0, rank): 1000.0 for rank in (0, 1, 2, 4)}
+    run(one)
+    assert max(result.ended for result in one.outcomes(0).values()) < 10
+
+
+def test_the_words_for_a_silent_rank():
+    one = run(job(40, deaths={1: (12, False)}))
+    for told in errors(one).values():
+        assert "rank 1 on host-0 has not answered for 30.0 s (timeout=); 7 ranks answer through it" in str(told)
+
+
+def test_a_rank_that_works_for_long_is_not_silent():
+    one = job(4)
+    one.work = {(0, 2): 900.0}
+    run(one)
+    one.check_success(0)
+
+
+def test_a_coordinator_that_dies_while_it_commits_leaves_an_unknown_outcome():
+    class Dying(protocol.Turn):
+        def _conclude(self, expected, verdict, number=None):
+            if expected == protocol.DECIDING and self.name == "done" and self.member.rank == 0:
+                one.processes[0].dead = True
+            return (yield from super()._conclude(expected, verdict, number))
+
+    one = job(5, turn=Dying)
+    run(one)
+    assert one.committed == [0]
+    for rank in range(1, 5):
+        assert "the outcome is unknown: look at the path" in str(errors(one)[rank])
+        assert [failure.rank for failure in errors(one)[rank].failures] == [0]
+
+
+def test_a_coordinator_that_wakes_up_late_does_not_commit():
+    class Stopping(protocol.Turn):
+        def _decide(self, joined, decide):
+            if self.name == "done":
+                one.processes[0].asleep_until = one.world.now + 100
+            return (yield from super()._decide(joined, decide))
+
+    one = job(5, turn=Stopping)
+    run(one)
+    assert one.committed == []
+    assert {str(error) for error in errors(one).values()} == {
+        (
+            "save: /checkpoint: rank 0 on host-0 has not answered for 30.0 s (timeout=): "
+            "nothing was committed, the old checkpoint stands"
+        )
+    }
+
+
+def test_a_coordinator_that_was_given_up_after_it_committed_says_so():
+    def commit(number, count):
+        one.processes[0].asleep_until = one.world.now + 100
+        return Job.commit(one, number, count)
+
+    one = job(5)
+    one.commit = commit
+    run(one)
+    assert one.committed == [0]
+    assert "this rank has committed it, but the others had given up" in str(errors(one)[0])
+    assert all("outcome is unknown" in str(errors(one)[rank]) for rank in range(1, 5))
+
+
+def test_an_exception_of_the_coordinator_while_it_decides_fails_all():
+    def commit(number, count):
+        raise OSError(28, "No space left on device")
+
+    one = job(4)
+    one.commit = commit
+    one.start()
+    with pytest.raises(OSError, match="No space left"):
+        one.world.run(until=100.0)
+    one.processes[0].ended = True
+    one.world.run(until=100.0)
+    for rank in range(1, 4):
+        told = one.results[0, rank].error
+        assert "rank 0 on host-0 failed: OSError: [Errno 28] No space left on device: nothing was" in str(told)
+
+
+def test_a_combination_that_fails_names_its_rank():
+    def combine(values):
+        raise ValueError("overlap")
+
+    own = Message(["save", "/checkpoint", "done"], [], 0, 1)
+    member = protocol.Member(0, 2, "host", "word")
+    joined = join(member, own, {1: Message(own.call, [], 0, 1)}, combine)
+    assert joined.failures == [RankFailure(0, "host", "failed: ValueError: overlap")]
+    assert joined.value is None
+
+
+def test_other_calls_are_named():
+    one = job(4, 2)
+    one.call_of = lambda number, rank: ("load", "/b") if (number, rank) == (0, 3) else ("save", "/a")
+    run(one)
+    for error in errors(one).values():
+        assert "rank 3 on host-0 loads /b, rank 0 saves /a: all ranks must make the same calls in the same" in str(
+            error
+        )
+    one.check_success(1)
+
+
+def test_a_late_rank_gets_the_verdict_of_the_turn_that_was_given_up():
+    one = job(5, 3)
+    one.lateness = {(1, 4): 50.0}
+    one.begins = {1: 100.0, 2: 300.0}
+    run(one)
+    one.check_success(0)
+    assert all("rank 4 on host-0 has not answered for 30.0 s" in str(error) for error in errors(one, 1).values())
+    assert one.results[1, 4].ended < 100 + 50 + 5
+    one.check_success(2)
+    assert one.world.store == {}
+
+
+def test_a_rank_that_lost_the_store_tells_so_when_it_comes_again():
+    """It gives up before the others do, who are told at once when it begins its next operation."""
+    one = job(5, 3, timeout=100.0)
+    one.begins = {2: 1000.0}
+    one.lateness = {(0, 4): 90.0}
+    one.world.faults.cuts = {3: (9, 50.0)}
+    run(one)
+    assert "the store" in str(errors(one)[3])
+    for rank in (0, 1, 2, 4):
+        assert "rank 3 on host-0 gave up: the store" in str(errors(one)[rank])
+        assert one.results[0, rank].ended < 90 + 10
+    one.check_success(2)
+
+
+def test_an_interrupted_rank_ends_the_turn_at_once():
+    one = run(job(5, 2, raises={(0, 3): 11}))
+    assert "rank 3 on host-0 failed: Interrupt: rank 3 at step 1" in str(errors(one)[0])
+    assert max(result.ended for result in one.outcomes(0).values()) < 8
+    one.check_success(1)
+
+
+def test_a_large_message_and_a_large_answer_travel_in_parts():
+    class Large(Job):
+        def body(self, turn, number):
+            everybody = yield from turn.round("arrive", b"%d" % turn.member.rank * (protocol.VALUE + 1))
+            assert [len(one) for one in everybody] == [protocol.VALUE + 1] * 3
+            self.succeeded.add((number, turn.member.rank))
+            yield from turn.round("done", None, None, lambda _: None, lambda _: self.commit(number, 3))
+            return everybody
+
+    world = World(1)
+    one = Large(world, 3, 1)
+    one.start()
+    largest = []
+    world.set = lambda key, value: (largest.append(len(value)), World.set(world, key, value))[1]
+    world.run(until=100.0)
+    assert one.results[0, 2].answer == one.results[0, 0].answer
+    assert max(largest) <= protocol.VALUE
+    assert world.store == {}
+
+
+def test_the_error_can_be_pickled():
+    import pickle
+
+    error = RanksError("text", (RankFailure(1, "host", "failed: X"),))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.failures) == ("text", error.failures)
