@@ -1,7 +1,6 @@
 """dcp.save and dcp.load on real groups: the files are those of one process, and any group loads what another saved."""
 
 import hashlib
-import json
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -19,11 +18,10 @@ IDS = [f"{topology}{size}" for topology, size in TOPOLOGIES]
 
 
 def shards(path):
-    """The SHA-256 of each file of tensors, and the structure."""
-    found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors")}
-    manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
+    """The SHA-256 of each file of tensors, and their names in the order of the state."""
     assert not list(path.glob(".metadata"))
-    return found, manifest["structure"]
+    found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors*")}
+    return found, fastckpt.open(path).keys()
 
 
 def save_alone(path):
@@ -62,13 +60,14 @@ def test_the_bytes_are_those_of_one_process(forge, tmp_path, reference, topology
     assert fastckpt.verify(tmp_path / "c").ok
 
 
-def load(topology, path):
+def load(topology, path, io="auto"):
     """Load into a model and an optimizer of other values; what differs from the trained ones."""
     model, optimizer = parallel.build(topology, trained=False)
     state = parallel.state_of(model, optimizer)
     state["step"], state["lr"] = -1, None
-    reader = Reader(path, timeout=60)
+    reader = Reader(path, timeout=60, io=io)
     dcp.load(state, storage_reader=reader)
+    report.append(reader.report)
     assert (state["step"], state["lr"]) == (2, [0.01, None])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     again, wanted = parallel.state_of(model, optimizer), parallel.state(topology)
@@ -78,6 +77,28 @@ def load(topology, path):
         for key, value in _flat(again[part]).items()
         if not _equal(value, _flat(wanted[part])[key])
     ]
+
+
+# What the last loads of this rank did.
+report = []
+
+
+def load_by_messages(topology, path):
+    different = load(topology, path, io="threads")
+    return different, report[-1].bytes, report[-1].bytes_storage, report[-1].bytes_peers
+
+
+@pytest.mark.parametrize(("topology", "size"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("ddp", 3)], ids=str)
+def test_ranks_pass_on_what_they_read(forge, reference, topology, size):
+    with forge.group(size) as group:
+        done = group.run(load_by_messages, topology, reference)
+    assert [different for different, *_ in done] == [[]] * size
+    stored = sum(fastckpt.open(reference).info(name).bytes for name in fastckpt.open(reference))
+    read = sum(storage for *_, storage, _ in done)
+    # Headers and the tied tensor, which is wanted under both names, are no second reading.
+    assert read <= 1.05 * stored
+    if topology == "ddp":
+        assert sum(peers for *_, peers in done) >= (size - 1) * stored * 0.9
 
 
 def _flat(state):
@@ -284,3 +305,30 @@ def load_nothing(path):
 def test_what_is_missing_is_an_error_on_all_ranks(forge, reference):
     with forge.group(2) as group, pytest.raises(FailedError, match="Missing key in checkpoint state_dict: absent"):
         group.run(load_nothing, reference)
+
+
+class Odd:
+    """Can be sent to another process, and not be saved."""
+
+
+def save_in_a_process(path, *, bad):
+    state = parallel.state("fsdp")
+    if bad:
+        state["bad"] = Odd()
+    kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+    writer = Writer(path, timeout=60)
+    try:
+        dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result(timeout=100)
+    except dcp.api.CheckpointException as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_a_process_beside_training_saves(forge, tmp_path, reference):
+    with forge.group(2) as group:
+        texts = group.run(save_in_a_process, tmp_path / "c", bad=True, timeout=200)
+        assert all("Odd is not supported" in text for text in texts)
+        assert not (tmp_path / "c").exists()
+        assert group.run(save_in_a_process, tmp_path / "c", bad=False, timeout=200) == [None, None]
+    assert shards(tmp_path / "c") == shards(reference)

@@ -8,7 +8,7 @@ import pickle
 import zipfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from .needs import first_line, regular, torch_for
 from .torch_items import KINDS, METADATA, Archive, MetadataUnpickler
@@ -65,6 +65,8 @@ class Directory:
             with table.open("rb") as file:
                 metadata = MetadataUnpickler(self.torch, file).load()
             self.items = self._items(metadata)
+        except CheckpointError:  # some of ours are TypeErrors, too
+            raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(
                 f"cannot convert {source}: {METADATA_FILE} is damaged, or holds more than torch writes there, and "
@@ -127,6 +129,8 @@ class Directory:
         piece = item.pieces[number]
         try:
             found = Archive(self.torch, self._mapped(piece)).read()
+        except CheckpointError:
+            raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(
                 f"cannot convert {self.source}: {key!r} is damaged, or holds more than plain values and tensors, and "

@@ -1,0 +1,95 @@
+"""Programs that name torch's writer and reader themselves get fastckpt's, as long as it is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import fastckpt
+from fastckpt.dcp import Reader, Writer, install
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+]
+
+STATE = {"model": {"w": torch.ones(3)}, "step": 5}
+
+
+def load(path, reader=None):
+    state = {"model": {"w": torch.zeros(3)}, "step": 0}
+    dcp.load(state, checkpoint_id=path, storage_reader=reader)
+    return state["step"], state["model"]["w"].tolist()
+
+
+def test_a_save_without_a_writer_is_ours_and_what_torch_wrote_is_read_by_torch(tmp_path):
+    dcp.save(STATE, checkpoint_id=tmp_path / "torchs")
+    with install():
+        dcp.save(STATE, checkpoint_id=tmp_path / "ours")
+        assert fastckpt.load(tmp_path / "ours")["step"] == 5
+        for name in ("torchs", "ours"):
+            assert load(tmp_path / name) == (5, [1.0] * 3)
+            assert load(tmp_path / name, FileSystemReader(tmp_path / name)) == (5, [1.0] * 3)
+        # One reader for several, as it is told.
+        reader = FileSystemReader(tmp_path / "none")
+        for name in ("ours", "torchs", "ours"):
+            assert load(tmp_path / name, reader) == (5, [1.0] * 3)
+    dcp.save(STATE, checkpoint_id=tmp_path / "again")
+    assert (tmp_path / "again" / ".metadata").exists()
+    assert load(tmp_path / "again") == (5, [1.0] * 3)
+
+
+def test_names_that_were_imported_before_are_ours_too(tmp_path):
+    with install(shard_size="1MB", timeout=5):
+        writer = FileSystemWriter(tmp_path / "c", single_file_per_rank=False, thread_count=3, overwrite=False)
+        assert isinstance(writer, Writer)
+        assert isinstance(writer, FileSystemWriter)
+        assert isinstance(FileSystemReader(path=tmp_path / "c"), Reader)
+        dcp.save(STATE, storage_writer=writer)
+        with pytest.raises(dcp.api.CheckpointException, match="FileExistsError"):
+            dcp.save(STATE, storage_writer=writer)
+        dcp.async_save(STATE, storage_writer=FileSystemWriter(tmp_path / "a", cache_staged_state_dict=True)).result()
+    assert fastckpt.load(tmp_path / "a")["step"] == 5
+    assert type(FileSystemWriter(tmp_path / "c")) is FileSystemWriter
+    assert type(FileSystemReader(tmp_path / "c")) is FileSystemReader
+
+
+class Derived(FileSystemWriter):
+    """A writer of somebody's own."""
+
+    def __init__(self, path, more):
+        super().__init__(path)
+        self.more = more
+
+
+def test_what_is_not_torchs_own_stays(tmp_path):
+    with install():
+        assert type(Derived(tmp_path / "d", more=3)) is Derived
+        format_ = SerializationFormat.SAFETENSORS
+        assert type(FileSystemWriter(tmp_path / "s", serialization_format=format_)) is FileSystemWriter
+        dcp.save(STATE, storage_writer=Derived(tmp_path / "d", more=3))
+    assert (tmp_path / "d" / ".metadata").exists()
+
+
+def test_the_last_installation_is_in_force_and_each_ends_once(tmp_path):
+    outer = install(model_key=None)
+    inner = install(model_key="model")
+    assert FileSystemWriter(tmp_path)._model_key == "model"
+    outer.uninstall()
+    assert FileSystemWriter(tmp_path)._model_key == "model"
+    inner.uninstall()
+    inner.uninstall()
+    assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
+
+
+def test_options_are_checked_at_once():
+    with pytest.raises(TypeError, match="leave it out"):
+        install(path="c")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        install(nothing=1)
+    with pytest.raises(ValueError, match="timeout must be"):
+        install(timeout=0)
+    assert type(FileSystemWriter("c")) is FileSystemWriter
