@@ -232,6 +232,7 @@ def test_there_are_ten_thousand_runs():
     assert sum(RUNS.values()) >= 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_run", RUNS, ids=lambda one_run: one_run.__name__[len("one_run_") :])
 def test_runs(one_run):
     assert breaks(one_run) is None

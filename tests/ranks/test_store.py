@@ -131,24 +131,14 @@ def test_operations_over_each_store(stores):
 
 
 def test_a_group_that_starts_anew_in_the_same_store(stores):
-    """Former processes went in the middle of an operation; their keys are still there."""
-    store, _ = stores
-
-    def leaves(operation, rank):
-        if rank:
-            return operation.round("arrive", None)
-        raise KeyboardInterrupt
-
+    """Former processes went in the middle of their first operation; their keys are still there."""
+    store, keys = stores
     with group(4, store) as former:
-        stuck = [threading.Thread(target=together, args=([one], calm)) for one in former[1:]]
-        for thread in stuck:
-            thread.start()
-        time.sleep(0.2)
-        with group(4, store) as peers:
-            assert [outcome for outcome, _ in together(peers, calm, timeout=10)] == [[4, 6]] * 4
-            assert peers[1].session not in {one.session for one in former}
-        for thread in stuck:
-            thread.join()
+        assert all(isinstance(outcome, fastckpt.RanksError) for outcome, _ in together(former[1:], calm, timeout=0.5))
+    assert keys() == 3
+    with group(4, store) as peers:
+        assert [outcome for outcome, _ in together(peers, calm, timeout=60)] == [[4, 6]] * 4
+        assert peers[1].session not in {one.session for one in former}
 
 
 def test_a_server_that_is_stopped(server):
@@ -192,7 +182,7 @@ def test_a_server_that_is_gone(server):
     with group(3, lambda: client(port)) as peers:
         for outcome, seconds in together(peers, kills, timeout=20):
             assert "its host, usually rank 0 or the launcher, is gone or stopped" in str(outcome)
-            assert seconds < 10
+            assert seconds < 15
 
 
 def test_waiting_leaves_the_store_to_others(server):
@@ -232,6 +222,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_process_that_goes_is_named_by_all_others(server, sent):
     _, port = server
@@ -247,6 +238,7 @@ def test_a_process_that_goes_is_named_by_all_others(server, sent):
             told = process.stdout.readline()
             assert "RanksError: save: /checkpoint: rank 2 on host-2 has not answered for 3.0 s" in told
             assert time.monotonic() - began < TIMEOUT + 5
+        for process in ranks[:2]:
             # It ends as a program does, though threads of it waited for the store.
             assert process.stdout.readline() == "ends\n"
             assert process.wait(20) == 0
@@ -326,11 +318,12 @@ def test_a_body_is_told_that_another_rank_failed(stores):
 def test_a_broken_connection_is_made_anew(server):
     _, port = server
     broken = []
+    here = port
 
     class Breaks:
         """A store whose first clone fails once."""
 
-        host, port = "127.0.0.1", 1
+        host, port = "127.0.0.1", here
 
         def __init__(self):
             self.inner = client(port)

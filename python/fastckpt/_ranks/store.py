@@ -9,6 +9,7 @@ neither our waits block other users of the store nor theirs ours.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 
 from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
 
+#: Seconds in which a connection is made anew, and in which a wait ends that is not needed any more.
+_CONNECTED, _FORGOTTEN = 5.0, 1.0
 #: Seconds between two looks at a store whose clients must not wait in it, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
@@ -92,6 +95,7 @@ class Transport:
         self._store = store
         #: Clients of a server: they have connections, which wait without looking again and again.
         self._remote = host is not None and hasattr(store, "clone")
+        self._address = (host, root.port) if self._remote else None
         self._lock = threading.Lock()
         # Connections take a while to make: they are begun at once.
         self._line: _Line | None = _Line(self._connect)
@@ -123,7 +127,11 @@ class Transport:
             self._line = self._waiter = self._waits = None
 
     def _connect(self) -> Any:
-        return self._store.clone() if self._remote else self._store
+        if self._address is None:
+            return self._store
+        # torch tries for minutes to reach a server that has gone.
+        socket.create_connection(self._address, _CONNECTED).close()
+        return self._store.clone()
 
     def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
         """Make a call; a broken connection is made anew once, where the call may be repeated."""
@@ -140,7 +148,7 @@ class Transport:
             line.end()
             if not ended:
                 raise UnreachableError(f"{self._name} has not answered for {limit:.1f} s{_CAUSE}")
-            if not (again and self._remote and isinstance(task.error, RuntimeError)):
+            if not (again and self._remote and isinstance(task.error, (RuntimeError, OSError))):
                 raise UnreachableError(
                     f"{self._name} does not answer ({_first_line(task.error)}){_CAUSE}"
                 ) from task.error
@@ -184,7 +192,7 @@ class Transport:
             return missing
 
         missing = self._call(ring, limit)
-        task.ended.wait(limit)
+        task.ended.wait(min(limit, _FORGOTTEN))
         self.serve(Remove(tuple(missing)), limit)
 
     def _wait_there(self, keys: tuple[str, ...], limit: float) -> _Task | None:

@@ -1,0 +1,392 @@
+"""Many ranks in one process: what it costs them to agree, to lay out and to commit, without a byte of tensors.
+
+Every rank runs the protocol of ``fastckpt.distributed.save`` over a store that is a dict: its table's digest goes up,
+the checkpoint is laid out, and the checksums of what each rank would have written go up and are joined on the way.
+The state is one of FSDP: equal tensors, each cut over all ranks in its first dimension. Beside it, on the same state,
+what torch.distributed.checkpoint's default planner does on its coordinator, as far as it gets in the time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastckpt import _core
+from fastckpt._ranks.member import Member
+from fastckpt._ranks.offers import Told, combine_arrivals
+from fastckpt._ranks.protocol import Turn
+from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Swap, Wait
+from fastckpt._ranks.table import Table, encode, encode_spreads, kinds_of
+from fastckpt._tensors.spread import Spread
+
+#: The points: ranks and tensors.
+POINTS = (
+    *((ranks, 500) for ranks in (8, 64, 512, 2048, 8192, 16384)),
+    *((512, tensors) for tensors in (2_000, 10_000, 100_000)),
+    (16384, 10_000),
+)
+#: Bytes of the state, about: a model of 70 billion parameters in bfloat16.
+STATE = 140e9
+#: Items of all ranks together up to which torch's planner is run: it needs about 2 KB and 25 us for each.
+PEER_ITEMS = 600_000
+PAGE = 4096
+PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<u8")])
+
+
+@dataclass
+class Traffic:
+    """What one rank exchanges with the store."""
+
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+class Store:
+    """A dict, and ranks that take turns; the clock stands still, and nobody is silent."""
+
+    def __init__(self, ranks: int) -> None:
+        self.values: dict[str, bytes] = {}
+        self.traffic = [Traffic() for _ in range(ranks)]
+        self.waiting: dict[str, list[int]] = {}
+        self.missing = [0] * ranks
+        self.ready: deque[tuple[int, Any]] = deque()
+        #: CPU seconds of rank 0, and of all ranks.
+        self.coordinator = 0.0
+
+    def run(self, scripts: list[Any]) -> None:
+        """Run all ranks to their ends."""
+        self.ready.extend((rank, None) for rank in range(len(scripts)))
+        while self.ready:
+            rank, reply = self.ready.popleft()
+            began = time.process_time() if rank == 0 else 0.0
+            try:
+                self._advance(rank, scripts[rank], reply)
+            except StopIteration:
+                continue
+            finally:
+                if rank == 0:
+                    self.coordinator += time.process_time() - began
+
+    def _advance(self, rank: int, steps: Any, reply: Any) -> None:
+        request = steps.send(reply)
+        while isinstance(request, (Now, Forget, Call)):
+            answers = {Now: lambda _: 0.0, Forget: lambda _: None, Call: lambda call: call.function(call.value)}
+            request = steps.send(answers[type(request)](request))
+        traffic = self.traffic[rank]
+        traffic.requests += 1
+        if isinstance(request, Wait):
+            traffic.sent += sum(map(len, request.keys))
+            missing = [key for key in request.keys if key not in self.values]
+            if missing:
+                self.missing[rank] = len(missing)
+                for key in missing:
+                    self.waiting.setdefault(key, []).append(rank)
+                return
+            self.ready.append((rank, True))
+            return
+        self.ready.append((rank, self._answer(request, traffic)))
+
+    def _answer(self, request: Any, traffic: Traffic) -> Any:
+        if isinstance(request, Get):
+            found = [self.values.get(key) for key in request.keys]
+            traffic.sent += sum(map(len, request.keys))
+            traffic.received += sum(len(value) for value in found if value is not None)
+            return found
+        if isinstance(request, Put):
+            traffic.sent += sum(len(key) + len(value) for key, value in request.values.items())
+            for key, value in request.values.items():
+                self._set(key, value)
+            return None
+        if isinstance(request, Remove):
+            traffic.sent += sum(map(len, request.keys))
+            for key in request.keys:
+                self.values.pop(key, None)
+            return None
+        if isinstance(request, Add):
+            count = int(self.values.get(request.key, b"0")) + request.amount
+            traffic.sent += len(request.key) + 8
+            traffic.received += 8
+            self._set(request.key, b"%d" % count)
+            return count
+        if not isinstance(request, Swap):
+            raise TypeError(request)
+        traffic.sent += len(request.key) + len(request.expected) + len(request.value)
+        held = self.values.get(request.key, b"")
+        if held == request.expected:
+            self._set(request.key, held := request.value)
+        traffic.received += len(held)
+        return held
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+        for rank in self.waiting.pop(key, ()):
+            self.missing[rank] -= 1
+            if not self.missing[rank]:
+                self.ready.append((rank, True))
+
+
+class State:
+    """Equal tensors, each cut over all ranks in its first dimension."""
+
+    def __init__(self, ranks: int, tensors: int) -> None:
+        self.ranks, self.tensors = ranks, tensors
+        self.rows = ranks * max(1, round(STATE / tensors / ranks / 2 / 64))
+        self.shape = (self.rows, 64)
+        self.nbytes = self.rows * 128
+        self.names = [f"model.layers.{number:06d}.weight" for number in range(tensors)]
+        self.spread = Spread(tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
+
+    def told(self, rank: int) -> Told:
+        """What a rank tells of its table: the whole of what each rank encodes."""
+        kinds, kind = kinds_of([("bfloat16", self.shape, None, 0)] * self.tensors)
+        checks = np.full(self.tensors, (1 << 64) - 1, np.uint64)
+        table = Table(self.names, kinds, kind, checks, [], None, "[]", "{}")
+        return Told.of(rank, encode(table), encode_spreads([self.spread]))
+
+    def share(self) -> Any:
+        """The layout, as each rank makes it."""
+        spread = _core.Spread.mesh(self.spread.ranks, self.spread.mesh, self.spread.placements)
+        tensors = [(name, "BF16", self.shape, None, (0,)) for name in self.names]
+        options = _core.SaveOptions(shard_size=1 << 50)
+        return _core.Share.to_save(tensors, [spread], self.ranks, options)
+
+    def pieces(self, share: Any) -> Any:
+        """A function that returns what a rank has written: checksums of whole pages, as its core would give them."""
+        base, block = _begin(share, self.nbytes)
+        begins = base + np.arange(self.tensors, dtype=np.int64) * self.nbytes
+
+        def of(rank: int) -> bytes:
+            first = begins + rank * self.nbytes // self.ranks
+            last = begins + (rank + 1) * self.nbytes // self.ranks
+            # The page in which two ranks meet belongs to the first of them.
+            first = first if rank == 0 else -(-first // PAGE) * PAGE
+            last = last if rank == self.ranks - 1 else np.minimum(-(-last // PAGE) * PAGE, begins + self.nbytes)
+            first, last = np.minimum(first, begins + self.nbytes), np.maximum(last, first)
+            counts = np.where(last > first, (last - 1) // block - first // block + 1, 0)
+            tensor = np.repeat(np.arange(self.tensors), counts)
+            number = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+            found = np.zeros(len(tensor), PIECE)
+            start = np.maximum(first[tensor], (first[tensor] // block + number) * block)
+            found["start"] = start
+            found["len"] = np.minimum(last[tensor], (start // block + 1) * block) - start
+            found["crc"] = start * 0x9E3779B1
+            return found.tobytes()
+
+        return of
+
+
+def _begin(share: Any, nbytes: int) -> tuple[int, int]:
+    """The offset of the first tensor, and the size of blocks: by asking the layout which pieces it takes."""
+
+    def takes(start: int, length: int) -> bool:
+        piece = np.zeros(1, PIECE)
+        piece["start"], piece["len"] = start, length
+        try:
+            share.merge([piece.tobytes()])
+        except ValueError:
+            return False
+        return True
+
+    low, high = 0, 1 << 40
+    high = next(1 << bits for bits in range(3, 40) if takes(1 << bits, 1))
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if takes(middle, 1) else (middle, high)
+    base = high
+    block = next(1 << bits for bits in range(16, 50) if (1 << bits) > base and not takes((1 << bits) - 1, 2))
+    return base, block if block < base + nbytes else 1 << 50
+
+
+def _script(rank: int, size: int, told: Told, pieces: Any, share: Any, out: dict[int, Any]) -> Any:
+    member = Member(rank, size, "host", f"{rank:x}")
+    for number in range(2):
+        turn = Turn(member, "save", "/checkpoint", 600.0)
+        arrived = yield from turn.round("arrive", [*told.digests, False], None, combine_arrivals)
+        yield from turn.round("created", None, None, _nothing, lambda _: "name")
+        yield from turn.round("joined", None, None, _nothing)
+        merged = yield from turn.round("done", pieces(rank), None, share.merge, lambda all_of: [len(all_of)])
+        out[rank] = arrived, merged, number
+
+
+def _nothing(_: list[Any]) -> None:
+    return None
+
+
+def simulate(ranks: int, tensors: int) -> dict[str, Any]:
+    """Return what one save costs: seconds of CPU, bytes, requests to the store."""
+    state = State(ranks, tensors)
+    memory = _resident()
+    began = time.process_time()
+    told = state.told(0)
+    agreed = time.process_time()
+    share = state.share()
+    laid_out = time.process_time()
+    figures = share.figures(0, load=False)
+    duties = time.process_time()
+    memory = _resident() - memory
+    of = state.pieces(share)
+    store, out = Store(ranks), {}
+    scripts = [_script(rank, ranks, told, of, share, out) for rank in range(ranks)]
+    making = time.process_time()
+    own = of(0)
+    making = time.process_time() - making
+    before = time.process_time()
+    store.run(scripts)
+    total = time.process_time() - before
+    if len(out) != ranks or store.values:
+        raise RuntimeError(f"{len(out)} of {ranks} ranks ended; left in the store: {list(store.values)[:3]}")
+    leaf = store.traffic[-1]
+    nodes = store.traffic[1 : 1 + (ranks - 2) // 32] or [leaf]
+    node = max(nodes, key=lambda one: one.received)
+    # Two saves were made, so that the introductions of the first count half.
+    protocol = store.coordinator / 2 - making
+    return {
+        "ranks": ranks,
+        "tensors": tensors,
+        "coordinator_cpu": (agreed - began) + (duties - agreed) + protocol,
+        "table_cpu": agreed - began,
+        "layout_cpu": laid_out - agreed,
+        "duties_cpu": duties - laid_out,
+        "protocol_cpu": protocol,
+        "all_cpu": total / 2,
+        # What it holds: the table, the layout, and the messages of the last round, which are its largest.
+        "memory": max(0, memory) + store.traffic[0].received,
+        "pieces": len(own) // PIECE.itemsize,
+        "commit": out[0][1][0],
+        "figures": figures,
+        **{
+            f"{who}_{what}": getattr(one, what) / 2
+            for who, one in (("coordinator", store.traffic[0]), ("node", node), ("leaf", leaf))
+            for what in ("requests", "sent", "received")
+        },
+    }
+
+
+def peer(ranks: int, tensors: int) -> dict[str, Any] | None:
+    """Return what torch's default planner costs the coordinator, or None where it takes too long here."""
+    if ranks * tensors > PEER_ITEMS:
+        return None
+    import torch
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    state = State(ranks, tensors)
+    rows = state.rows // ranks
+    size = torch.Size(state.shape)
+    properties = of_torch.TensorProperties(dtype=torch.bfloat16)
+
+    def item(name: str, rank: int) -> WriteItem:
+        offsets = torch.Size([rank * rows, 0])
+        chunk = of_torch.ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([rows, 64]))
+        return WriteItem(
+            index=of_torch.MetadataIndex(name, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+
+    flat = {name: (name,) for name in state.names}
+
+    def plan(rank: int) -> bytes:
+        return pickle.dumps(SavePlan([item(name, rank) for name in state.names], planner_data=flat))
+
+    gathered = [plan(rank) for rank in range(ranks)]
+    began = time.process_time()
+    plans = [pickle.loads(one) for one in gathered]  # noqa: S301 - as the planner's own gather does
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    made, metadata = planner.create_global_plan(plans)
+    scattered = [pickle.dumps(plan) for plan in made]
+    written = pickle.dumps(metadata)
+    return {
+        "coordinator_cpu": time.process_time() - began,
+        "received": sum(map(len, gathered)),
+        "sent": sum(map(len, scattered)),
+        "metadata": len(written),
+    }
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def lines(point: dict[str, Any]) -> str:
+    """One point as text."""
+    theirs = point["peer"]
+    told = (
+        f"torch: {theirs['coordinator_cpu']:.2f} s, {theirs['received'] / 1e6:,.1f} MB in, "
+        f"metadata {theirs['metadata'] / 1e6:,.1f} MB"
+        if theirs
+        else f"torch: not run above {PEER_ITEMS:,} items"
+    )
+    return (
+        f"{point['ranks']:,} ranks x {point['tensors']:,} tensors: coordinator {point['coordinator_cpu']:.3f} s CPU "
+        f"(table {point['table_cpu']:.3f}, layout {point['layout_cpu']:.3f}, duties {point['duties_cpu']:.3f}, "
+        f"protocol {point['protocol_cpu']:.3f}), {point['memory'] / 1e6:,.0f} MB; "
+        f"requests and KB in and out: coordinator {_traffic(point, 'coordinator')}, "
+        f"node {_traffic(point, 'node')}, leaf {_traffic(point, 'leaf')}; {told}"
+    )
+
+
+def _traffic(point: dict[str, Any], who: str) -> str:
+    kilobytes = (point[f"{who}_{what}"] / 1e3 for what in ("received", "sent"))
+    return "{:,.0f}, {:,.1f}, {:,.1f}".format(point[f"{who}_requests"], *kilobytes)
+
+
+def draw(path: Path, points: list[dict[str, Any]]) -> None:
+    """Draw CPU and traffic by ranks, and CPU by tensors."""
+    from bench import plot
+
+    by_ranks = [point for point in points if point["tensors"] == 500]
+    by_tensors = [point for point in points if point["ranks"] == 512]
+
+    def cpu(some: list[dict[str, Any]], x: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
+        theirs = [(one[x], one["peer"]["coordinator_cpu"]) for one in some if one["peer"]]
+        found = {("fastckpt", "coordinator"): [(one[x], one["coordinator_cpu"]) for one in some]}
+        return {**found, ("torch", "coordinator"): theirs} if theirs else found
+
+    def received(who: str) -> list[tuple[float, float]]:
+        return [(one["ranks"], one[f"{who}_received"] / 1e3) for one in by_ranks]
+
+    theirs = [(one["ranks"], one["peer"]["received"] / 1e3) for one in by_ranks if one["peer"]]
+    traffic = {("fastckpt", who): received(who) for who in ("coordinator", "leaf")}
+    plot.curves(
+        path,
+        [
+            {"title": "500 tensors", "x": "ranks", "y": "CPU s", "log": "xy", "lines": cpu(by_ranks, "ranks")},
+            {
+                "title": "500 tensors: received",
+                "x": "ranks",
+                "y": "KB",
+                "log": "xy",
+                "lines": {**traffic, ("torch", "coordinator"): theirs},
+            },
+            {"title": "512 ranks", "x": "tensors", "y": "CPU s", "log": "xy", "lines": cpu(by_tensors, "tensors")},
+        ],
+        "Agreement, layout and commit of one save without its bytes, simulated in one process",
+    )
+
+
+def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None) -> list[dict[str, Any]]:
+    """Simulate the points, print them as they come, draw them, and return them."""
+    found = []
+    for ranks, tensors in points or POINTS:
+        point = {**simulate(ranks, tensors), "peer": peer(ranks, tensors)}
+        print(lines(point), flush=True)
+        found.append(point)
+    if picture:
+        draw(picture, found)
+    return found
+
+
+if __name__ == "__main__":
+    run()
