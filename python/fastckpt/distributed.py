@@ -305,7 +305,8 @@ def load(  # noqa: PLR0913 - all by name
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
 
     It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read
-    once for all ranks: each reads a share, and passes on what others want; on one host the page cache does that.
+    once for all ranks: each reads a share, and passes on what others want. On one host, what is in the page cache is
+    taken from there.
 
     Args:
         path: the checkpoint's directory, the same on all ranks.
@@ -325,9 +326,8 @@ def load(  # noqa: PLR0913 - all by name
         registry: types that this call knows.
         unknown: what a value of an unknown type becomes.
         verify: compare every byte with its checksum.
-        io: the engine of this rank. Where all ranks of the group are on one host and all have ``auto`` or ``buffered``,
-            they read through the page cache; with ``uring``, ``threads`` or ``direct`` they exchange messages there,
-            too.
+        io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
+            through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
         threads: worker threads of this rank.
         progress: show a progress bar of what this rank reads.
         report: return a report, too.

@@ -1,12 +1,15 @@
 """What ranks load of a checkpoint, however it was written, and how often they read it."""
 
+import os
+
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import distributed
-from harness import parallel
+from fastckpt import _core, distributed
+from fastckpt._ranks.residency import is_resident
+from harness import needs, parallel
 from harness.parallel import dist, torch
 
 # Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
@@ -85,7 +88,7 @@ def load_all(topology, paths, tied, io):
 
 @pytest.mark.parametrize(
     ("topology", "size", "io"),
-    [(*way, "threads") for way in WAYS] + [(*way, "auto") for way in WAYS if way[1] == 4],
+    [(*way, "threads") for way in WAYS] + [(*way, "buffered") for way in WAYS if way[1] == 4],
     ids=str,
 )
 def test_each_way_loads_what_each_other_has_written(forge, written, topology, size, io):
@@ -112,7 +115,7 @@ def load_whole(path, io):
     return differences(state, parallel.state("single")), report
 
 
-@pytest.mark.parametrize("io", ["auto", "threads"])
+@pytest.mark.parametrize("io", ["auto", "buffered", "threads"])
 def test_without_into_every_rank_has_the_whole_state_in_plain_tensors(forge, written, io):
     with forge.group(3) as group:
         for rank, (wrong, report) in enumerate(group.run(load_whole, written[True][3], io)):
@@ -161,10 +164,25 @@ def test_ranks_that_exchange_read_the_storage_once(forge, tmp_path, how):
 def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
     save_large(tmp_path / "c")
     with forge.group(4) as group:
-        reports = group.run(load_large, tmp_path / "c", how, "auto")
+        reports = group.run(load_large, tmp_path / "c", how, "buffered")
     assert {report.engine for report in reports} == {"buffered"}
     assert sum(report.bytes_peers for report in reports) == 0
     assert sum(report.bytes_storage for report in reports) <= 1.05 * (LARGE * 4 + 20)
+
+
+def test_a_checkpoint_is_seen_in_the_page_cache(tmp_path):
+    save_large(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    reader = _core.Reader(str(tmp_path / "c"))
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_resident(str(tmp_path / "c"), reader)
+        opened.read()
+        try:
+            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            needs.missing(f"a file system that says what is in the page cache ({error})")
+    assert is_resident(str(tmp_path / "c"), reader)
 
 
 def load_damaged(path, io):

@@ -1,7 +1,8 @@
 """A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
 
-Where all ranks are on one host, the page cache passes bytes on faster than messages do: then each rank reads what it
-wants through that, and the storage is read once all the same.
+Where all ranks are on one host, and the checkpoint is in its page cache, each rank reads what it wants from there: that
+takes half the time of the processor that messages take. From storage they read it once, with direct I/O, and pass it
+on: to read it through the page cache together is slower, for the ranks wait for each other's pages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .boxes import Boxed
 from .demands import Wanting, combine_wanted, demands
 from .exchange import Exchange, Link, LostError, carried, passed_on
 from .offers import combine_offers
+from .residency import is_resident
 from .save import core_spread
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from .session import Session
     from .torch_distributed import DataGroup
 
-#: The engines with which ranks of one host may share the page cache.
-_CACHED = frozenset({"auto", "buffered"})
+#: The engines with which ranks of one host read through its page cache: where it has the checkpoint, and always.
+_CACHED = {"auto": 1, "buffered": 2}
 
 
 class Read(NamedTuple):
@@ -74,7 +76,7 @@ def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel:
     whole = False
     try:
         try:
-            opened = open_checkpoint(call, operation, attention, cacheable=wishes.io in _CACHED)
+            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(wishes.io, 0))
         except LostError as error:
             _want(operation, {"lost": f"{session.name(session.group.rank)}: {error}"}, None)
             raise
@@ -92,23 +94,23 @@ def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel:
     return Read(state, fields | more | {"rank": session.group.rank, "ranks": session.group.size})
 
 
-def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, cacheable: bool) -> Opened:
+def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, caches: int) -> Opened:
     """Open the checkpoint on all ranks: the round ``arrive``. One reads the manifest, and passes it on.
 
     Args:
         call: the call.
         operation: its operation.
         attention: that of the operation.
-        cacheable: whether this rank may read through the page cache.
+        caches: whether this rank reads through the page cache: 0 for no, 1 if that has the checkpoint, 2 for yes.
     """
     session = call.session
     readers: list[_core.Reader] = []
 
     def decide(arrived: list[Any]) -> list[Any]:
-        hosts, may, offer = arrived
-        cached = may and len(hosts) == 1
+        hosts, least, offer = arrived
         reader = _core.Reader(call.path)
         readers.append(reader)
+        cached = len(hosts) == 1 and (least > 1 or (least > 0 and is_resident(call.path, reader)))
         manifest = reader.manifest()
         # On one host nothing else may have to travel.
         name = "" if cached or session.group.size == 1 else Link.agree([True, offer[1]])
@@ -116,7 +118,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
 
     cached, name, manifest = operation.round(
         "arrive",
-        [[session.group.host], cacheable, session.link.offer(needed=True)],
+        [[session.group.host], caches, session.link.offer(needed=True)],
         combine=_combine_arrivals,
         decide=decide,
     )
@@ -128,9 +130,9 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
-    """What several ranks say: up to two hosts, whether all may read through the page cache, and their gloo groups."""
+    """What several ranks say: up to two hosts, the least that one makes of the page cache, and the gloo group."""
     hosts = sorted({host for hosts, _, _ in arrivals for host in hosts})[:2]
-    return [hosts, all(may for _, may, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
+    return [hosts, min(least for _, least, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
 
 
 def _read(
