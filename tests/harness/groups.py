@@ -30,7 +30,14 @@ from typing import Any, Literal
 
 from harness import zygote
 
-QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOG_minloglevel": "2", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOG_minloglevel": "2",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # The server of a TCPStore asks the name server for the name of each client, and answers nobody meanwhile.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 # Nothing of torch's own that a rank warns of is the test's business.
 NOISE: tuple[str, ...] = ()
 # The way from this process to its test, where this process is a rank.
@@ -276,5 +283,5 @@ class Forge:
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
     """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
-    with zygote.running(*prefix, env={**QUIET, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}) as parent:
+    with zygote.running(*prefix, env={**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}) as parent:
         yield Forge(parent)
