@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use super::mail::{Envelope, Mail};
+use super::mail::{BUDGET, Envelope, Mail};
 use super::places::{self, Places, Slot};
 use crate::engine::content::Destination;
 use crate::engine::job::{TICK, Tick};
@@ -52,6 +52,16 @@ struct Work {
 impl RankLoad {
     /// The load of `rank`, whose parts go to `places`. Refuses if one has none.
     pub fn new(share: &Share, rank: u32, checkpoint: Arc<Checkpoint>, places: Places) -> Result<Self> {
+        Self::with_budget(share, rank, checkpoint, places, BUDGET)
+    }
+
+    fn with_budget(
+        share: &Share,
+        rank: u32,
+        checkpoint: Arc<Checkpoint>,
+        places: Places,
+        budget: u64,
+    ) -> Result<Self> {
         let mut duties = share.duties(rank, Grain::Extent)?;
         // In the order in which they become complete while the files are read.
         let end = |message: &Message| {
@@ -64,7 +74,8 @@ impl RankLoad {
         let envelopes = |messages: &[Message]| -> Vec<Envelope> {
             messages.iter().map(|message| (message.peer, message.bytes)).collect()
         };
-        let mail = Arc::new(Mail::new(envelopes(&duties.io), envelopes(&duties.boxes), None));
+        let (outgoing, incoming) = (envelopes(&duties.io), envelopes(&duties.boxes));
+        let mail = Arc::new(Mail::with_budget(outgoing, incoming, None, budget));
 
         let own = duties.local.iter().map(|item| item.len).sum();
         let received = duties.boxes.iter().flat_map(|message| &message.items);
@@ -224,3 +235,6 @@ fn post(mail: &Arc<Mail>, (number, first): (usize, u64), item: Item) -> Destinat
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

@@ -95,7 +95,9 @@ impl Mail {
         Self::with_budget(outgoing, incoming, fill, BUDGET)
     }
 
-    fn with_budget(
+    /// The same with another budget.
+    #[must_use]
+    pub(super) fn with_budget(
         outgoing: Vec<Envelope>,
         incoming: Vec<Envelope>,
         fill: Option<Fill>,

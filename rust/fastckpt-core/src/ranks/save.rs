@@ -108,6 +108,16 @@ pub struct RankSave {
     stage: Mutex<Stage>,
 }
 
+/// The least operations that a ring keeps in flight, unless the caller asks for less.
+const LEAST_DEPTH: usize = 4;
+
+/// Operations that a ring keeps in flight: the ranks of a node share what one process would have. They write parts of
+/// one file, some of them small. With many of those in flight, a file system is busy with its own locks.
+fn depth(options: &Options) -> usize {
+    let share = options.queue_depth / options.ranks().local.max(1);
+    share.max(LEAST_DEPTH.min(options.queue_depth))
+}
+
 const IN_USE: &str = "the save of this rank is in use";
 const ORDER: &str = "create or join once, then write once, then commit";
 
@@ -125,6 +135,7 @@ impl RankSave {
         };
         let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), Some(fill));
         let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
+        let options = Options { queue_depth: depth(&options), ..options };
         let save = Self { table, duties, held, mail, options, closing: AtomicBool::new(false), stage };
         save.work().map(drop)?;
         Ok(save)

@@ -70,6 +70,12 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
     // What fits is not refused.
     save(len + 2 * 4096).unwrap();
+
+    let plan = layout::plan(&tensors, &groups::of(""), 8 << 20, PAGE).unwrap();
+    let check = |per_rank: &str| check_size(&plan, &tensors, ["[]", "[]", per_rank], len + 2 * 4096);
+    check("").unwrap();
+    let text = check(&format!("[\"{}\"]", "x".repeat(1 << 20))).unwrap_err().to_string();
+    assert!(text.contains("2 for the metadata, 1048580 for `per_rank`"), "{text}");
 }
 
 #[test]

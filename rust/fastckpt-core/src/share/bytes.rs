@@ -47,14 +47,19 @@ impl Shape {
         Self { sizes: vec![bytes], item: 1, elements: 1, bytes: 1 }
     }
 
-    /// What a group has of a tensor that is logically `sizes`, counted as this shape is.
-    pub(super) fn ranges(&self, sizes: &[u64], groups: &Groups, group: u32) -> Result<Vec<Bounds>, String> {
+    /// What a group has of a tensor that is logically `sizes`, counted as this shape is. Replaces what is in `dims`.
+    pub(super) fn ranges(
+        &self,
+        sizes: &[u64],
+        groups: &Groups,
+        group: u32,
+        dims: &mut Vec<Bounds>,
+    ) -> Result<(), String> {
         // Whoever has everything has all bytes, whatever the shape.
-        let sizes = if groups.is_whole() { &self.sizes } else { sizes };
-        let mut dims = groups.ranges(group, sizes)?;
         if groups.is_whole() {
-            return Ok(dims);
+            return groups.ranges(group, &self.sizes, dims);
         }
+        groups.ranges(group, sizes, dims)?;
         match dims.last_mut() {
             None => dims.push(std::iter::once(0..1).collect()),
             Some(last) => {
@@ -63,7 +68,7 @@ impl Shape {
                 }
             }
         }
-        Ok(dims)
+        Ok(())
     }
 
     fn whole(&self, count: u64) -> Result<u64, String> {

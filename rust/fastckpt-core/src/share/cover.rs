@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use super::bytes::{Shape, len};
 use super::spread::{Bounds, Groups};
@@ -32,8 +32,8 @@ pub(super) struct Cover {
     /// The place in `tiled` of the first tile of each cell, and its length.
     tiles_of: Vec<u32>,
     tiled: Vec<u32>,
-    /// The ranks that have something of a section, ascending.
-    teams: Vec<OnceLock<Arc<[u32]>>>,
+    /// The ranks that have something of a section, ascending, for sections of several boxes.
+    teams: HashMap<u32, OnceLock<Box<[u32]>>>,
     /// A range of the tensor with bytes that nobody has.
     pub(super) gap: Option<Range<u64>>,
 }
@@ -50,7 +50,7 @@ impl Cover {
             cells: vec![0],
             tiles_of: vec![0],
             tiled: Vec::new(),
-            teams: Vec::new(),
+            teams: HashMap::new(),
             gap: None,
         };
         let sections = cover.sweep();
@@ -59,11 +59,11 @@ impl Cover {
     }
 
     /// Finds the intervals. Returns the boxes of each section.
-    fn sweep(&mut self) -> Vec<Box<[u32]>> {
+    fn sweep(&mut self) -> Sections {
         let shape = self.tiles.shape();
         let count: u64 = shape.sizes[..self.level].iter().product();
         let line = shape.sizes[self.level..].iter().product::<u64>() * shape.item;
-        let mut events = Vec::new();
+        let mut events = Vec::with_capacity(2 * self.tiles.len() as usize);
         for tile in 0..self.tiles.len() {
             runs(&shape.sizes[..self.level], &self.tiles.bounds(tile)[..self.level], |run| {
                 events.push((run.start, true, tile));
@@ -71,11 +71,12 @@ impl Cover {
             });
         }
         events.sort_unstable();
-        let mut found: HashMap<Box<[u32]>, u32> = HashMap::new();
+        let mut sections = Sections::new(self.tiles.len());
         let (mut at, mut open, mut next) = (0, Vec::new(), events.as_slice());
         while at < count {
             // Ends come before starts, each in the order of tiles.
-            let (here, rest) = next.split_at(next.partition_point(|event| event.0 <= at));
+            let here = next.iter().take_while(|event| event.0 <= at).count();
+            let (here, rest) = next.split_at(here);
             let (gone, new) = here.split_at(here.partition_point(|event| !event.1));
             next = rest;
             if !gone.is_empty() {
@@ -83,35 +84,36 @@ impl Cover {
             }
             open.extend(new.iter().map(|event| event.2));
             open.sort_unstable();
-            let fresh = found.len() as u32;
-            let section = match found.get(open.as_slice()) {
-                Some(&section) => section,
-                None => *found.entry(open.clone().into()).or_insert(fresh),
-            };
             self.starts.push(at * line);
-            self.sections.push(section);
+            self.sections.push(sections.of(&open));
             at = next.first().map_or(count, |event| event.0);
         }
         self.starts.push(count * line);
-        let mut sections: Vec<_> = found.into_iter().collect();
-        sections.sort_unstable_by_key(|&(_, section)| section);
-        sections.into_iter().map(|(boxes, _)| boxes).collect()
+        sections
     }
 
     /// Splits each section into cells.
-    fn split(&mut self, sections: &[Box<[u32]>]) {
+    fn split(&mut self, sections: &Sections) {
         let line: u64 = self.tiles.shape().sizes[self.level..].iter().product();
-        let mut known = HashMap::new();
+        let (mut known, mut deep) = (HashMap::new(), Bounds::new());
         let mut holes = vec![false; sections.len()];
-        for (section, hole) in sections.iter().zip(&mut holes) {
+        for (section, hole) in (0..).zip(&mut holes) {
             let first = self.tiles_of.len() - 1;
-            self.cell(section, self.level, &mut Bounds::new(), &mut known);
+            match *sections.boxes(section) {
+                [only] => {
+                    self.tiled.push(only);
+                    self.tiles_of.push(self.tiled.len() as u32);
+                }
+                ref boxes => {
+                    self.cell(boxes, self.level, &mut deep, &mut known);
+                    self.teams.insert(section, OnceLock::new());
+                }
+            }
             let size = |tile: u32| self.tiles.bounds(tile)[self.level..].iter().map(len).product::<u64>();
             let cells = self.tiles_of[first..].windows(2);
             *hole = cells.map(|ends| size(self.tiled[ends[0] as usize])).sum::<u64>() < line;
             self.cells.push(self.tiles_of.len() as u32 - 1);
         }
-        self.teams.resize_with(sections.len(), OnceLock::new);
         let first = self.sections.iter().position(|&section| holes[section as usize]);
         self.gap = first.map(|interval| self.bytes(interval));
     }
@@ -153,11 +155,6 @@ impl Cover {
         }
     }
 
-    /// The number of intervals.
-    pub(super) fn len(&self) -> usize {
-        self.sections.len()
-    }
-
     /// The bytes of an interval.
     pub(super) fn bytes(&self, interval: usize) -> Range<u64> {
         self.starts[interval]..self.starts[interval + 1]
@@ -180,18 +177,86 @@ impl Cover {
     }
 
     /// The ranks that have something of a section, ascending.
-    pub(super) fn team(&self, section: u32, spreads: &[&Groups]) -> &Arc<[u32]> {
-        self.teams[section as usize].get_or_init(|| {
-            let whose = self.cells(section).flatten().map(|&tile| self.tiles.whose(tile));
-            let mut ranks = whose.map(|whose| spreads[whose.slot as usize].ranks(whose.group));
-            let (Some(first), second) = (ranks.next(), ranks.next()) else { return Arc::default() };
-            let Some(second) = second else { return Arc::clone(first) };
-            let mut all: Vec<u32> =
-                [first, second].into_iter().chain(ranks).flat_map(|ranks| &**ranks).copied().collect();
+    pub(super) fn team<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
+        let ranks = |&tile: &u32| {
+            let whose = self.tiles.whose(tile);
+            spreads[whose.slot as usize].ranks(whose.group)
+        };
+        let mut tiles = self.cells(section).flatten();
+        let Some(team) = self.teams.get(&section) else { return tiles.next().map_or(&[], ranks) };
+        team.get_or_init(|| {
+            let mut all: Vec<u32> = tiles.flat_map(ranks).copied().collect();
             all.sort_unstable();
             all.dedup();
             all.into()
         })
+    }
+
+    /// The intervals that have something of `boxes`, ascending.
+    pub(super) fn intervals(&self, boxes: impl Iterator<Item = u32>) -> Vec<usize> {
+        let shape = self.tiles.shape();
+        let line = shape.sizes[self.level..].iter().product::<u64>() * shape.item;
+        let mut found = Vec::new();
+        for tile in boxes {
+            runs(&shape.sizes[..self.level], &self.tiles.bounds(tile)[..self.level], |run| {
+                found.extend(self.at(run.start * line)..=self.at(run.end * line - 1));
+            });
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+}
+
+/// The boxes of sections, while these are found.
+struct Sections {
+    /// By the only box; [`NONE`] if it is in no section alone.
+    single: Vec<u32>,
+    several: HashMap<Box<[u32]>, u32>,
+    /// Where the boxes of each section begin in `boxes`, and its length.
+    firsts: Vec<u32>,
+    boxes: Vec<u32>,
+}
+
+const NONE: u32 = u32::MAX;
+
+impl Sections {
+    fn new(boxes: u32) -> Self {
+        Self {
+            single: vec![NONE; boxes as usize],
+            several: HashMap::new(),
+            firsts: vec![0],
+            boxes: Vec::new(),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.firsts.len() - 1
+    }
+
+    fn boxes(&self, section: u32) -> &[u32] {
+        &self.boxes[self.firsts[section as usize] as usize..self.firsts[section as usize + 1] as usize]
+    }
+
+    /// The section of `boxes`, which are ascending.
+    fn of(&mut self, boxes: &[u32]) -> u32 {
+        let fresh = self.len() as u32;
+        let section = match *boxes {
+            [only] if self.single[only as usize] == NONE => {
+                self.single[only as usize] = fresh;
+                fresh
+            }
+            [only] => self.single[only as usize],
+            _ => match self.several.get(boxes) {
+                Some(&section) => section,
+                None => *self.several.entry(boxes.into()).or_insert(fresh),
+            },
+        };
+        if section == fresh {
+            self.boxes.extend_from_slice(boxes);
+            self.firsts.push(self.boxes.len() as u32);
+        }
+        section
     }
 }
 

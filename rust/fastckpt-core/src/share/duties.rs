@@ -5,13 +5,16 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use super::cover::Cover;
 use super::messages::{Item, Mailbox, Message};
 use super::owners::Held;
+use super::place::{Places, Strides};
 use super::spread::Groups;
 use super::table::Share;
+use super::tiles::Whose;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
@@ -49,16 +52,27 @@ pub struct Duties {
 }
 
 impl Share {
-    /// What `rank` does. Fails if a spread does not fit its tensor; with [`Grain::Page`], also if nobody has some of
-    /// the bytes.
+    /// What `rank` does, if its parts lie in memory without gaps. Fails if a spread does not fit its tensor; with
+    /// [`Grain::Page`], also if nobody has some of the bytes.
     pub fn duties(&self, rank: u32, grain: Grain) -> Result<Duties> {
+        self.duties_in(rank, grain, Strides::new())
+    }
+
+    /// As [`Share::duties`], with `strides` of those parts of `rank` that lie otherwise: the rows of its own items are
+    /// those of its memory.
+    ///
+    /// Fails also if strides do not fit their part.
+    pub fn duties_in(&self, rank: u32, grain: Grain, strides: Strides) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
         }
         if grain == Grain::Page {
             self.check_held()?;
         }
-        let mut work = Work::new(self, rank);
+        for (&(tensor, part), strides) in &strides {
+            self.check_strides(rank, tensor, part, strides)?;
+        }
+        let mut work = Work::new(self, rank, strides);
         for (shard, tensors) in self.order.iter().enumerate() {
             match grain {
                 Grain::Page => work.pages(shard, tensors)?,
@@ -71,6 +85,22 @@ impl Share {
             io: work.io.finish(),
             boxes: work.boxes.finish(),
         })
+    }
+
+    fn check_strides(&self, rank: u32, tensor: usize, part: u32, strides: &[i64]) -> Result<()> {
+        let shape = self.part_shape(rank, tensor, part)?.filter(|shape| shape.len() == strides.len());
+        let is_near = |shape: Vec<u64>| {
+            let ends = shape.iter().zip(strides);
+            let ends = ends.map(|(&size, &stride)| u128::from(size) * u128::from(stride.unsigned_abs()));
+            ends.sum::<u128>() <= i64::MAX as u128
+        };
+        let fits =
+            || Ok(strides.is_empty() || self.cover(tensor)?.tiles.shape().sizes.len() == strides.len());
+        if shape.is_some_and(is_near) && (self.tensors[tensor].stored == 0 || fits()?) {
+            return Ok(());
+        }
+        Err(self
+            .invalid(tensor, &format!("strides of {strides:?} bytes do not fit part {part} of rank {rank}")))
     }
 
     /// Fails if nobody has some of the bytes, or if a file has bytes that are of no tensor.
@@ -104,21 +134,26 @@ struct Own {
 
 impl Own {
     fn new(cover: &Cover, spreads: &[&Groups], rank: u32) -> Self {
-        let mut tiles = HashMap::new();
-        let mut intervals = Vec::new();
-        for interval in 0..cover.len() {
-            let section = cover.section(interval);
-            let of_rank = tiles.entry(section).or_insert_with(|| {
-                let all = cover.cells(section).enumerate();
-                let all = all.flat_map(|(cell, tiles)| tiles.iter().map(move |&tile| (cell, tile)));
-                all.filter_map(|(cell, tile)| Some((cell, tile, part(cover, spreads, tile, rank)?)))
-                    .collect::<Vec<_>>()
-            });
-            if !of_rank.is_empty() {
-                intervals.push(interval);
+        let mut parts = Vec::new();
+        for (slot, groups) in (0..).zip(spreads) {
+            for group in groups.of(rank) {
+                parts.push((Whose { slot, group }, parts.len() as u32));
             }
         }
-        tiles.retain(|_, tiles| !tiles.is_empty());
+        let intervals = cover.intervals(parts.iter().flat_map(|&(whose, _)| cover.tiles.of(whose)));
+        let mut tiles = HashMap::new();
+        for &interval in &intervals {
+            let section = cover.section(interval);
+            tiles.entry(section).or_insert_with(|| {
+                let all = (0..).zip(cover.cells(section));
+                let all = all.flat_map(|(cell, tiles)| tiles.iter().map(move |&tile| (cell, tile)));
+                let part = |tile: u32| {
+                    let whose = cover.tiles.whose(tile);
+                    parts.iter().find(|part| part.0 == whose).map(|part| part.1)
+                };
+                all.filter_map(|(cell, tile)| Some((cell, tile, part(tile)?))).collect()
+            });
+        }
         Self { intervals, tiles }
     }
 }
@@ -137,7 +172,8 @@ struct Work<'a> {
     share: &'a Share,
     rank: u32,
     /// By class.
-    own: HashMap<usize, Arc<Own>>,
+    own: HashMap<usize, Rc<Own>>,
+    places: Places,
     ranges: Vec<FileRange>,
     local: Vec<Item>,
     io: Mailbox,
@@ -145,16 +181,17 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(share: &'a Share, rank: u32) -> Self {
+    fn new(share: &'a Share, rank: u32, strides: Strides) -> Self {
         let (io, boxes) = Default::default();
-        Self { share, rank, own: HashMap::new(), ranges: Vec::new(), local: Vec::new(), io, boxes }
+        let places = Places::new(strides);
+        Self { share, rank, own: HashMap::new(), places, ranges: Vec::new(), local: Vec::new(), io, boxes }
     }
 
-    fn own(&mut self, held: &Held<'_>) -> Arc<Own> {
+    fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
         let class = self.share.class[held.tensor];
         let own =
-            self.own.entry(class).or_insert_with(|| Arc::new(Own::new(held.cover, &held.spreads, self.rank)));
-        Arc::clone(own)
+            self.own.entry(class).or_insert_with(|| Rc::new(Own::new(held.cover, &held.spreads, self.rank)));
+        Rc::clone(own)
     }
 
     /// Adds a range of a file to read or write.
@@ -165,9 +202,17 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// The item of `tile`, as part `part`, in `stretch` of the file. `None` if it has no bytes there.
-    fn item(held: &Held<'_>, stretch: &Range<u64>, tile: u32, part: u32) -> Option<Item> {
-        let place = held.cover.tiles.place(tile);
+    /// The item of `tile`, as part `part` of this rank if it is its own, in `stretch` of the file. `None` if it has no
+    /// bytes there.
+    fn item(
+        &mut self,
+        held: &Held<'_>,
+        stretch: &Range<u64>,
+        tile: u32,
+        part: u32,
+        own: bool,
+    ) -> Option<Item> {
+        let place = self.places.of(self.share.class[held.tensor], held, tile, (own, part));
         let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
         let len = place.rows.bytes_in(&bytes);
         let (rows, base) = (Arc::clone(&place.rows), place.base);
@@ -177,7 +222,7 @@ impl<'a> Work<'a> {
     /// Adds what this rank does with `tile` of rank `peer` in a stretch that it reads or writes.
     fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
-        let Some(item) = Self::item(held, stretch, tile, part) else { return false };
+        let Some(item) = self.item(held, stretch, tile, part, peer == self.rank) else { return false };
         if peer != self.rank {
             self.io.add(peer, (held.shard, stretch.start), item);
             return true;
@@ -246,7 +291,7 @@ impl<'a> Work<'a> {
                 let Some((giver, tile)) = tensor.giver(cell, owner) else { continue };
                 if giver == self.rank {
                     let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
-                    if let Some(item) = Self::item(tensor, &stretch, tile, part) {
+                    if let Some(item) = self.item(tensor, &stretch, tile, part, true) {
                         self.boxes.add(owner, (tensor.shard, stretch.start), item);
                     }
                 }
@@ -287,7 +332,7 @@ impl<'a> Work<'a> {
                     let Some(reader) = reader.1 else { continue };
                     if reader != self.rank {
                         for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
-                            if let Some(item) = Self::item(&held, &stretch, tile, part) {
+                            if let Some(item) = self.item(&held, &stretch, tile, part, true) {
                                 self.boxes.add(reader, (held.shard, stretch.start), item);
                             }
                         }

@@ -74,3 +74,38 @@ impl Mailbox {
         self.messages.into_iter().map(|(_, message)| message).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_full_at_a_mebibyte_and_stays_near_its_first_item() {
+        let rows = Arc::new(Rows::new(0, 1 << 30, std::iter::empty()));
+        let mut mailbox = Mailbox::default();
+        let mut add = |peer, shard, offset: u64, len| {
+            let (bytes, rows) = (offset..offset + len, Arc::clone(&rows));
+            mailbox.add(peer, (shard, offset), Item { tensor: 0, bytes, part: 0, rows, base: 0, len });
+        };
+        add(1, 0, 0, FULL - 1);
+        add(2, 0, FULL, 1);
+        add(1, 0, 2 * FULL, FULL);
+        add(1, 0, 3 * FULL, 1);
+        add(1, 0, 3 * FULL + SPAN - 1, 1);
+        add(2, 0, FULL + SPAN, 1);
+        add(1, 0, 3 * FULL + SPAN, 1);
+        add(1, 1, 3 * FULL + SPAN + 1, 1);
+        let messages = mailbox.finish();
+        let found: Vec<_> =
+            messages.iter().map(|m| (m.peer, m.items[0].bytes.start, m.bytes, m.items.len())).collect();
+        let expected = [
+            (1, 0, 2 * FULL - 1, 2),
+            (2, FULL, 1, 1),
+            (1, 3 * FULL, 2, 2),
+            (2, FULL + SPAN, 1, 1),
+            (1, 3 * FULL + SPAN, 1, 1),
+            (1, 3 * FULL + SPAN + 1, 1, 1),
+        ];
+        assert_eq!(found, expected);
+    }
+}

@@ -12,6 +12,7 @@ mod duties;
 mod messages;
 mod owners;
 mod pieces;
+mod place;
 mod spread;
 mod table;
 #[cfg(test)]
@@ -21,5 +22,6 @@ mod tiles;
 pub use self::duties::{Duties, FileRange, Grain};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
+pub use self::place::Strides;
 pub use self::spread::{Bounds, Placement, Spread};
 pub use self::table::{Share, Tensor};

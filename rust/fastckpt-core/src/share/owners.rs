@@ -8,10 +8,6 @@ use super::table::Share;
 use crate::error::Result;
 use crate::format::geometry::{PAGE, down};
 
-/// An extent shorter than this is read by the rank that wants its first byte: these ranks read many of them, and so
-/// send few messages.
-const SHORT: u64 = 64 << 10;
-
 /// A tensor and who has it.
 #[derive(Debug, Clone)]
 pub(super) struct Held<'a> {
@@ -21,6 +17,8 @@ pub(super) struct Held<'a> {
     pub(super) range: Range<u64>,
     pub(super) cover: &'a Cover,
     pub(super) spreads: Vec<&'a Groups>,
+    /// Its logical shape.
+    pub(super) sizes: &'a [u64],
     block_size: u64,
 }
 
@@ -33,6 +31,7 @@ impl<'a> Held<'a> {
             range: share.in_file(tensor, &(0..entry.stored)),
             cover: share.cover(tensor)?,
             spreads: share.spreads_of(entry),
+            sizes: &entry.shape,
             block_size: share.block_size,
         })
     }
@@ -49,7 +48,7 @@ impl<'a> Held<'a> {
     }
 
     /// The ranks that have something of an interval.
-    pub(super) fn team(&self, interval: usize) -> &[u32] {
+    pub(super) fn team(&self, interval: usize) -> &'a [u32] {
         self.cover.team(self.cover.section(interval), &self.spreads)
     }
 
@@ -83,31 +82,23 @@ impl<'a> Held<'a> {
 
     /// The rank that reads the extent in the block of `offset`; `None` if nobody wants any of it.
     ///
-    /// It is the owner of a byte in the extent, another one for each: else the ranks with the first rows would read the
-    /// beginnings of all tensors.
+    /// It is the owner of one of its bytes, at another place in each block: else the ranks with the first rows would
+    /// read all small tensors.
     pub(super) fn reader(&self, offset: u64) -> Option<u32> {
         let extent = self.extent(offset);
-        let len = extent.end - extent.start;
-        let number = self.tensor as u64 + offset / self.block_size;
         // Multiples of the golden ratio's fraction are spread evenly.
-        let fraction = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let chosen = if len < SHORT { 0 } else { ((u128::from(fraction) * u128::from(len)) >> 64) as u64 };
+        let fraction = (offset / self.block_size + self.shard as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let chosen = (u128::from(fraction) * u128::from(extent.end - extent.start)) >> 64;
         let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
-        let chosen = self.at(extent.start + chosen);
+        let chosen = self.at(extent.start + chosen as u64);
         (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
     }
 
-    /// The rank that gives a cell to `owner`, and the tile that it has of it: that whose number is nearest. It is
-    /// the owner itself if it has the cell.
+    /// The rank that gives a cell to `owner`, and the tile that it has of it. It is the owner itself if that has the
+    /// cell, or else the rank that is nearest to it.
     pub(super) fn giver(&self, cell: &[u32], owner: u32) -> Option<(u32, u32)> {
-        let near = cell.iter().filter_map(|&tile| {
-            let ranks = self.ranks(tile);
-            let above = ranks.partition_point(|&rank| rank < owner);
-            let rank =
-                *ranks[above.saturating_sub(1)..].iter().take(2).min_by_key(|rank| rank.abs_diff(owner))?;
-            Some((rank, tile))
-        });
-        near.min_by_key(|&(rank, _)| (rank.abs_diff(owner), rank))
+        let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), owner)?, tile)));
+        near.min_by_key(|&(rank, _)| rank ^ owner)
     }
 
     /// The ranks that have a tile.
@@ -136,4 +127,16 @@ impl<'a> Held<'a> {
             (start < range.end).then_some(start..at)
         })
     }
+}
+
+/// The one of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These ranks are
+/// likely to be on one host, and in one copy of the model.
+fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
+    while let [first, _, ..] = *ranks {
+        // The highest bit in which they differ. Those without it come first.
+        let bit = 1 << (first ^ ranks[ranks.len() - 1]).ilog2();
+        let (without, with) = ranks.split_at(ranks.partition_point(|rank| rank & bit == 0));
+        ranks = if owner & bit == 0 { without } else { with };
+    }
+    ranks.first().copied()
 }

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::error::Error;
 
 /// What one dimension of a mesh does with a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,7 +49,7 @@ pub enum Spread {
 #[derive(Debug)]
 struct Group {
     /// Ascending.
-    ranks: Arc<[u32]>,
+    ranks: Box<[u32]>,
     /// The index along each dimension of the mesh; that of the box in [`Spread::Boxes`].
     at: Vec<u64>,
 }
@@ -65,11 +64,11 @@ pub(super) struct Groups {
 }
 
 /// The groups of a spread, and rank and group of each part; or why it has none.
-type Grouped = std::result::Result<(Vec<Group>, Vec<(u32, u32)>), String>;
+type Grouped = Result<(Vec<Group>, Vec<(u32, u32)>), String>;
 
 impl Groups {
     /// The groups of `spread` among ranks below `count`.
-    pub(super) fn new(spread: Spread, count: u32) -> Result<Self> {
+    pub(super) fn new(spread: Spread, count: u32) -> crate::error::Result<Self> {
         Self::grouped(&spread, count)
             .map(|(all, mut parts)| {
                 parts.sort_by_key(|&(rank, _)| rank);
@@ -118,7 +117,7 @@ impl Groups {
     }
 
     /// The ranks of a group, ascending.
-    pub(super) fn ranks(&self, group: u32) -> &Arc<[u32]> {
+    pub(super) fn ranks(&self, group: u32) -> &[u32] {
         &self.all[group as usize].ranks
     }
 
@@ -139,18 +138,20 @@ impl Groups {
     }
 
     /// What a group has of a tensor: along each dimension, ascending ranges of indices, which follow each other in the
-    /// part. If it has nothing, at least one dimension has no range.
-    pub(super) fn ranges(&self, group: u32, shape: &[u64]) -> std::result::Result<Vec<Bounds>, String> {
+    /// part. If it has nothing, at least one dimension has no range. Replaces what is in `dims`.
+    pub(super) fn ranges(&self, group: u32, shape: &[u64], dims: &mut Vec<Bounds>) -> Result<(), String> {
         let at = &self.all[group as usize].at;
-        let mut dims: Vec<Bounds> = shape.iter().map(|&size| sequence(0..size)).collect();
+        dims.resize_with(shape.len(), Bounds::new);
+        for (along, &size) in dims.iter_mut().zip(shape) {
+            along.clear();
+            along.push(0..size);
+        }
         match &self.spread {
             Spread::All | Spread::Ranks(_) => {}
             Spread::Mesh { mesh, placements, .. } => {
                 for ((&placement, &count), &index) in placements.iter().zip(mesh).zip(at) {
-                    let (dim, factor) = match placement {
-                        Placement::Replicate => continue,
-                        Placement::Shard(dim) => (dim, 1),
-                        Placement::Strided { dim, factor } => (dim, factor),
+                    let (Placement::Shard(dim) | Placement::Strided { dim, .. }) = placement else {
+                        continue;
                     };
                     let Some(along) = dims.get_mut(dim) else {
                         return Err(format!(
@@ -158,7 +159,10 @@ impl Groups {
                             shape.len()
                         ));
                     };
-                    *along = strided(along, factor, count, index);
+                    match placement {
+                        Placement::Strided { factor, .. } => *along = strided(along, factor, count, index),
+                        _ => chunk(along, count, index),
+                    }
                 }
             }
             Spread::Boxes(boxes) => {
@@ -174,21 +178,20 @@ impl Groups {
                     if range.start > range.end || range.end > size {
                         return Err(format!("{range:?} is not in dimension {dim} of size {size}"));
                     }
-                    dims[dim] = sequence(range.clone());
+                    dims[dim][0] = range.clone();
                 }
             }
         }
-        Ok(dims)
+        for along in dims {
+            along.retain(|range| !range.is_empty());
+        }
+        Ok(())
     }
 }
 
 /// The index of each rank along each dimension of the mesh. Zero where the dimension replicates: ranks that differ only
 /// there are one group.
-fn coordinates(
-    ranks: &[u32],
-    mesh: &[u64],
-    placements: &[Placement],
-) -> std::result::Result<Vec<Vec<u64>>, String> {
+fn coordinates(ranks: &[u32], mesh: &[u64], placements: &[Placement]) -> Result<Vec<Vec<u64>>, String> {
     let size = mesh.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
     if size != Some(ranks.len() as u64) || placements.len() != mesh.len() {
         return Err(format!(
@@ -236,49 +239,42 @@ fn boxed(boxes: &[(u32, Bounds)], count: u32) -> Grouped {
     Ok((members.into_iter().map(group).collect(), parts))
 }
 
-fn inside(highest: Option<u32>, count: u32) -> std::result::Result<(), String> {
+fn inside(highest: Option<u32>, count: u32) -> Result<(), String> {
     match highest {
         Some(rank) if rank >= count => Err(format!("there is no rank {rank}")),
         _ => Ok(()),
     }
 }
 
-fn sequence(range: Range<u64>) -> Bounds {
-    if range.is_empty() { Bounds::new() } else { vec![range] }
-}
-
 fn length(sequence: &[Range<u64>]) -> u64 {
     sequence.iter().map(|range| range.end - range.start).sum()
 }
 
-/// The part of a sequence of indices from its `from`th on, below its `to`th.
-fn part(sequence: &[Range<u64>], from: u64, to: u64) -> Bounds {
-    let (mut at, mut found) = (0, Bounds::new());
-    for range in sequence {
-        let len = range.end - range.start;
-        let (start, end) = (from.max(at), to.min(at + len));
-        if start < end {
-            found.push(range.start + start - at..range.start + end - at);
-        }
-        at += len;
-    }
-    found
-}
-
-/// Chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, but for the last
-/// that has any, and those after it have none.
-fn chunk(sequence: &[Range<u64>], count: u64, index: u64) -> Bounds {
+/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, but for
+/// the last that has any, and those after it have none.
+fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
     let all = length(sequence);
     let len = all.div_ceil(count);
-    part(sequence, len.saturating_mul(index).min(all), len.saturating_mul(index + 1).min(all))
+    let (from, to) = (len.saturating_mul(index).min(all), len.saturating_mul(index + 1).min(all));
+    let mut at = 0;
+    sequence.retain_mut(|range| {
+        let first = at;
+        at += range.end - range.start;
+        let (start, end) = (from.max(first), to.min(at));
+        *range = range.start + (start - first).min(at - first)..range.end - (at - end).min(at - first);
+        start < end
+    });
 }
 
 /// Chunk `index` of `count` of each of `factor` chunks of a sequence, one after another.
-fn strided(sequence: &[Range<u64>], factor: u64, count: u64, index: u64) -> Bounds {
+fn strided(sequence: &Bounds, factor: u64, count: u64, index: u64) -> Bounds {
     let mut found = Bounds::new();
     // No more than the sequence has indices: the chunks after these are empty.
     for outer in 0..factor.min(length(sequence)) {
-        for range in chunk(&chunk(sequence, factor, outer), count, index) {
+        let mut inner = sequence.clone();
+        chunk(&mut inner, factor, outer);
+        chunk(&mut inner, count, index);
+        for range in inner {
             match found.last_mut() {
                 Some(last) if last.end == range.start => last.end = range.end,
                 _ => found.push(range),

@@ -122,8 +122,9 @@ impl Share {
     /// The shape of part `part` that `rank` has of a tensor, as an array without gaps. `None` if it has no such part.
     pub fn part_shape(&self, rank: u32, tensor: usize, part: u32) -> Result<Option<Vec<u64>>> {
         let Some((groups, group)) = self.part(rank, tensor, part) else { return Ok(None) };
-        let ranges =
-            groups.ranges(group, &self.tensors[tensor].shape).map_err(|why| self.invalid(tensor, &why))?;
+        let mut ranges = Vec::new();
+        let found = groups.ranges(group, &self.tensors[tensor].shape, &mut ranges);
+        found.map_err(|why| self.invalid(tensor, &why))?;
         Ok(Some(ranges.iter().map(|along| along.iter().map(len).sum()).collect()))
     }
 
@@ -138,7 +139,8 @@ impl Share {
             return Ok(*stored);
         }
         let bytes = |shape: Shape| {
-            let ranges = shape.ranges(&self.tensors[tensor].shape, groups, group)?;
+            let mut ranges = Vec::new();
+            shape.ranges(&self.tensors[tensor].shape, groups, group, &mut ranges)?;
             let along = ranges.iter().map(|along| along.iter().map(len).sum::<u64>());
             Ok(along.product::<u64>() * shape.item)
         };
@@ -164,7 +166,9 @@ impl Share {
             let Tensor { stored, shape, .. } = &self.tensors[*first];
             let spreads = self.spreads_of(&self.tensors[*first]);
             let whole = spreads.iter().all(|groups| groups.is_whole());
-            let in_bytes = if whole { Shape::flat(*stored) } else { Shape::new(shape, *stored)? };
+            // Whoever has everything has all bytes, whatever the shape.
+            let flat = |why| if whole { Ok(Shape::flat(*stored)) } else { Err(why) };
+            let in_bytes = Shape::new(shape, *stored).or_else(flat)?;
             Cover::new(in_bytes, shape, &spreads)
         };
         cover.get_or_init(make).as_ref().map_err(|why| self.invalid(tensor, why))

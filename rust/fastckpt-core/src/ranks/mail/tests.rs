@@ -1,4 +1,5 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Scope, ScopedJoinHandle};
 
 use super::*;
@@ -24,7 +25,57 @@ pub(in crate::ranks) fn carry(from: &Mail, message: usize, to: &Mail, there: usi
     place.copy_from_slice(&buffer);
 }
 
-fn held(mail: &Mail) -> (u64, u64) {
+/// Sends all messages of a rank. `doors` lead to all others, who learn from their closing that no more will come.
+fn send(mail: &Mail, doors: &[Sender<usize>]) -> Result<()> {
+    for (message, (peer, _)) in mail.outgoing().enumerate() {
+        mail.pack(message)?;
+        let _ = doors[peer as usize].send(message);
+    }
+    Ok(())
+}
+
+/// Receives all messages of a rank. Where none comes any more, its mail is stopped.
+fn receive(mails: &[&Mail], rank: usize, doors: &[Receiver<usize>]) -> Result<()> {
+    for (there, (peer, _)) in mails[rank].incoming().enumerate() {
+        mails[rank].admit(there)?;
+        let Ok(message) = doors[peer as usize].recv() else {
+            mails[rank].stop(&format!("rank {peer} has failed"));
+            return Ok(());
+        };
+        carry(mails[peer as usize], message, mails[rank], there);
+        mails[peer as usize].sent(message)?;
+        mails[rank].arrived(there)?;
+    }
+    Ok(())
+}
+
+/// Runs `work` for each rank, while its mail moves.
+pub(in crate::ranks) fn with_mail<T: Send>(
+    mails: &[&Mail],
+    work: impl Fn(usize) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let (mut ins, mut outs) = (vec![Vec::new(); mails.len()], Vec::new());
+    for _ in mails {
+        let (senders, receivers): (Vec<_>, Vec<_>) = mails.iter().map(|_| channel()).unzip();
+        ins.iter_mut().zip(senders).for_each(|(doors, door)| doors.push(door));
+        outs.push(receivers);
+    }
+    std::thread::scope(|scope| {
+        let mut carriers = Vec::new();
+        for ((rank, doors), out) in ins.into_iter().enumerate().zip(outs) {
+            carriers.push(spawn(scope, move || send(mails[rank], &doors)));
+            carriers.push(spawn(scope, move || receive(mails, rank, &out)));
+        }
+        let work = &work;
+        let workers: Vec<_> = (0..mails.len()).map(|rank| spawn(scope, move || work(rank))).collect();
+        let outcomes: Vec<_> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
+        let moved: Result<Vec<()>> = carriers.into_iter().map(|carrier| carrier.join().unwrap()).collect();
+        assert!(moved.is_ok() || outcomes.iter().any(Result::is_err), "{moved:?}");
+        outcomes
+    })
+}
+
+pub(in crate::ranks) fn held(mail: &Mail) -> (u64, u64) {
     let state = lock(&mail.state);
     (state.outgoing_held, state.incoming_held)
 }

@@ -477,3 +477,13 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
         assert_eq!(work.taken(0).is_empty(), !again);
     }
 }
+
+#[test]
+fn the_ranks_of_a_node_share_the_queue_depth_of_one_process() {
+    let share = |local: &'static str, queue_depth| {
+        let environment = crate::Environment::of(|name| (name == "LOCAL_WORLD_SIZE").then(|| local.into()));
+        depth(&Options { queue_depth, environment, ..Options::default() })
+    };
+    assert_eq!([share("1", 32), share("4", 32), share("64", 32), share("", 32)], [32, 8, 4, 32]);
+    assert_eq!([share("8", 1), share("2", 6)], [1, 4]);
+}
