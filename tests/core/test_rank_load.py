@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -322,3 +323,32 @@ def test_a_reader_whose_checkpoint_was_replaced_has_no_manifest_to_give(tmp_path
         fastckpt.save({"other": np.zeros(1)}, tmp_path / "c")
         with pytest.raises(ReplacedCheckpointError):
             reader.manifest()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_spreads(saved, seed):
+    """Each tensor is spread in another way, some in two ways at once, and some are wanted by nobody."""
+    path, state = saved
+    dice = random.Random(seed)
+    ranks = dice.choice([2, 3, 4])
+    meshes = {2: [[2]], 3: [[3]], 4: [[4], [2, 2], [4, 1]]}[ranks]
+
+    def draw(shape):
+        kinds = ["replicate", "replicate", *(["shard", "strided"] if shape else [])]
+        sizes = dice.choice(meshes)
+        placements = [
+            (dice.choice(kinds), dice.randrange(len(shape)) if shape else 0, dice.choice([1, 2, 3])) for _ in sizes
+        ]
+        return dice.choice([mesh(sizes, *placements), mesh(sizes, *placements), whole(), whole([ranks - 1])])
+
+    names = dice.sample(list(state), len(state) * 2 // 3)
+    kind = dice.choice([{}, {"memory": transposed}, {"drain": True}])
+    job = Job(path, state, (ranks, draw), names=names, **kind)
+    reports = job.run()
+    assert not [report for report in reports if isinstance(report, BaseException)]
+    job.check()
+    total = sum(state[name].nbytes for name in names)
+    assert sum(report["storage"] for report in reports) <= total
+    assert sum(report["bytes"] for report in reports) == sum(
+        expected.nbytes for parts in job.parts for expected, _ in parts
+    )
