@@ -37,8 +37,6 @@ from fastckpt.exceptions import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastckpt import dcp as dcp
-    from fastckpt import distributed as distributed
     from fastckpt._api.in_flight import drain
     from fastckpt._api.probe import probe
     from fastckpt._background.guard import Guard, guard

@@ -13,9 +13,9 @@ import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from fastckpt.exceptions import CheckpointError
+from fastckpt.exceptions import CheckpointError, RankFailure, RanksError
 
-from .torch_distributed import DataGroup
+from .torch_distributed import AbsentError, DataGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,10 +61,12 @@ class Link:
 
     Args:
         group: who is in it.
+        host_of: the name of a rank's host, for errors.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, host_of: Callable[[int], str]) -> None:
         self.group = group
+        self.host_of = host_of
         self._name = ""
         self._data: DataGroup | None = None
 
@@ -85,12 +87,22 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The group that was agreed on; to make one, all ranks come here at about the same time."""
+        """The group that was agreed on; to make one, all ranks come here at about the same time.
+
+        Raises:
+            RanksError: another rank has not come for ``timeout`` seconds, or the operation has failed there.
+        """
         if not name:
             return None
         if name != self._name or self._data is None:
             self.drop()
-            self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
+            try:
+                self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
+            except AbsentError as error:
+                why = f"has not answered for {timeout:.1f} s (timeout=)"
+                failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
+                told = "; ".join(map(str, failures)) or str(error.__cause__)
+                raise RanksError(f"the gloo group for the exchange of bytes was not made: {told}", failures) from error
             self._name = name
         return self._data
 
@@ -193,7 +205,7 @@ class Exchange:
                     return
                 try:
                     begun.put(start(peer, address, nbytes, self.mail))
-                except RuntimeError as error:
+                except Exception as error:  # noqa: BLE001 - raised by who joins
                     self._fail(self._lost(lane, peer, error))
                     return
         finally:
@@ -206,7 +218,7 @@ class Exchange:
                 return
             try:
                 transfer.wait(self.limit)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - raised by who joins
                 self._fail(self._lost(lane, peer, error))
                 return
             try:
@@ -217,7 +229,10 @@ class Exchange:
             with self._lock:
                 self.moved += 1
 
-    def _lost(self, lane: Lane, peer: int, error: RuntimeError) -> LostError:
+    def _lost(self, lane: Lane, peer: int, error: Exception) -> Exception:
+        """What a failure of gloo's means: that the other side has gone."""
+        if not isinstance(error, RuntimeError):
+            return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
 
     def _fail(self, error: BaseException) -> None:

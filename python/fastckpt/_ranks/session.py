@@ -21,7 +21,7 @@ class Session:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.peers = Peers(group.rank, group.size, group.store, group.host)
-        self.link = Link(group)
+        self.link = Link(group, self.peers.host_of)
 
     def close(self) -> None:
         """The process group is gone."""

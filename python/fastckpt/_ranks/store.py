@@ -25,6 +25,10 @@ _CONNECTED, _FORGOTTEN = 5.0, 1.0
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
+#: What no key has: what a comparison with it returns where there is no key.
+_NO_VALUE = b"\0none"
+
+
 class _Task:
     """One call, and what came of it."""
 
@@ -227,11 +231,9 @@ def _answer(client: Any, request: Request) -> Any:
             client.set(key, value)
         return None
     if isinstance(request, Get):
-        keys = list(request.keys)
-        there = [True] * len(keys) if client.check(keys) else [len(keys) > 1 and client.check([key]) for key in keys]
-        found = [key for key, one in zip(keys, there, strict=True) if one]
-        values = dict(zip(found, _values(client, found), strict=True))
-        return [values.get(key) for key in keys]
+        # To get a key waits for it, and one that was there at a check may have been removed since. To compare does not.
+        values = [client.compare_set(key, _NO_VALUE, _NO_VALUE) for key in request.keys]
+        return [None if value == _NO_VALUE else value for value in values]
     if isinstance(request, Add):
         return client.add(request.key, request.amount)
     if isinstance(request, Swap):
@@ -242,9 +244,3 @@ def _answer(client: Any, request: Request) -> Any:
                 client.delete_key(key)
         return None
     raise TypeError(request)
-
-
-def _values(client: Any, keys: list[str]) -> list[bytes]:
-    if len(keys) > 1 and client.has_extended_api():
-        return list(client.multi_get(keys))
-    return [client.get(key) for key in keys]

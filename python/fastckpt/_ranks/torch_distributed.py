@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
 import sys
@@ -33,6 +34,8 @@ _T = TypeVar("_T", bound=_Kept)
 _CONNECT_ALL = 32
 #: A tag that no message has, see :meth:`DataGroup.end`.
 _NO_TAG = 2**31 - 1
+#: How many ranks that have not come are named.
+_NAMED = 16
 #: How a transfer waits that is to end at once: 0 would mean the group's own deadline.
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -156,6 +159,18 @@ class Transfer:
         self._work.wait(timedelta(seconds=seconds))
 
 
+class AbsentError(RuntimeError):
+    """A group was not made.
+
+    Attributes:
+        ranks: those that have not come, the first of them; empty where all have.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"ranks have not come: {ranks}")
+        self.ranks = ranks
+
+
 class DataGroup:
     """A gloo group of our own: between host memories, beside training, unknown to ``torch.distributed``'s own list.
 
@@ -163,6 +178,9 @@ class DataGroup:
         group: who is in it.
         name: what no other group made with the same store is called.
         timeout: seconds after which to make it fails because another rank has not come.
+
+    Raises:
+        AbsentError: ranks have not come.
     """
 
     def __init__(self, group: Group, name: str, timeout: float) -> None:
@@ -173,7 +191,14 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
-        self._gloo = _new_gloo(store, group.rank, group.size, timedelta(seconds=timeout))
+        # They stay: who is late must not find that another has come and gone.
+        here = [f"here/{rank}" for rank in range(group.size)]
+        store.set(here[group.rank], "")
+        try:
+            self._gloo = _new_gloo(store, group.rank, group.size, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            absent = (rank for rank, key in enumerate(here) if not store.check([key]))
+            raise AbsentError(list(itertools.islice(absent, _NAMED))) from error
 
     def send(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
         """Begin to send memory, which ``owner`` keeps alive, to another rank."""

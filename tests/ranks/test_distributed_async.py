@@ -1,0 +1,170 @@
+"""Asynchronous saves of all ranks: what the caller may do meanwhile, failures, order, and the end of the process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fastckpt
+from fastckpt import distributed
+from harness.groups import Strike
+from harness.parallel import dist, torch
+
+
+def state(value):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.full((60, 5000), float(value))
+    return {
+        "spread": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None),
+        "turned": torch.full((50, 40), float(value)).t(),
+        "step": value,
+    }
+
+
+def check(path, value):
+    found = fastckpt.load(path)
+    assert found["step"] == value
+    assert bool((found["spread"] == value).all())
+    assert bool((found["turned"] == value).all())
+
+
+def save_twice(path):
+    """The second save waits for the first; the state changes as soon as the calls return."""
+    handles = []
+    for value in (1, 2):
+        mine = state(value)
+        handles.append(distributed.save_async(mine, path, per_rank={"own": torch.full((9,), dist.get_rank() + value)}))
+        handles[-1].wait_staged()
+        mine["spread"].to_local().fill_(9)
+        mine["turned"].fill_(9)
+    second = handles[1].result(60)
+    first = handles[0].result(0)
+    phases = list(second.phases)
+    return handles[0].done(), handles[1].progress().phase, first.bytes_total, second.bytes_total, phases, second.staged
+
+
+def test_the_state_may_change_when_the_call_returns(forge, tmp_path):
+    with forge.group(3) as group:
+        for done, phase, first, second, phases, staged in group.run(save_twice, tmp_path / "c"):
+            assert (done, phase) == (True, "done")
+            assert first == second
+            assert phases[:2] == ["wait", "stage"]
+            assert "commit" in phases
+            assert staged > 0
+    check(tmp_path / "c", 2)
+    assert distributed.load_per_rank(tmp_path / "c", rank=1)["own"].tolist() == [3] * 9
+
+
+def mix(path):
+    """Asynchronous and other operations of one group keep their order on all ranks."""
+    pending = distributed.save_async(state(1), f"{path}-1")
+    distributed.save(state(2), f"{path}-2")
+    assert pending.done()
+    later = distributed.save_async(state(3), f"{path}-3")
+    found = distributed.load(f"{path}-1", into=state(0))
+    assert later.done()
+    fastckpt.drain()
+    return float(found["spread"].to_local().sum()) / found["spread"].to_local().numel()
+
+
+def test_operations_keep_their_order(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(mix, tmp_path / "c") == [1.0, 1.0]
+    for number in (1, 2, 3):
+        check(f"{tmp_path}/c-{number}", number)
+
+
+def save_and_ask(path, *, ask=True, on_error="raise"):
+    pending = distributed.save_async(state(1), path, timeout=10, on_error=on_error)
+    if ask:
+        pending.result()
+
+
+def test_a_failure_in_the_background_reaches_all_ranks(forge, tmp_path):
+    strike = Strike(1, "fastckpt._ranks.exchange:Exchange.join", signal=OSError(28, "No space left on device"))
+    with forge.group(3) as group:
+        group.start(save_and_ask, tmp_path / "c", strike=strike)
+        outcomes = group.outcomes()
+        assert outcomes[1].raised.errno == 28
+        assert all(outcomes[rank].raised.failures[0][0] == 1 for rank in (0, 2)), outcomes
+        assert list(tmp_path.iterdir()) == []
+        group.run(save_and_ask, tmp_path / "c")
+    check(tmp_path / "c", 1)
+
+
+def fail_and_save_again(path):
+    rank = dist.get_rank()
+    told = []
+    mine = {"w": torch.ones(3)} if rank else {"w": object()}
+    try:
+        pending = distributed.save_async(mine, path, timeout=10)
+        error = pending.exception()
+        told.append(type(error).__name__)
+    except fastckpt.UnsupportedTypeError as error:
+        told.append(type(error).__name__)
+    distributed.save_async({"w": torch.ones(3)}, path).result()
+    return told
+
+
+def test_a_call_that_fails_on_one_rank_fails_the_save_of_all(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(fail_and_save_again, tmp_path / "c") == [["UnsupportedTypeError"], ["RanksError"]]
+    assert fastckpt.load(tmp_path / "c")["w"].tolist() == [1.0] * 3
+
+
+def fail_unasked(path, other):
+    distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, timeout=10)
+    try:
+        distributed.save_async({"w": torch.ones(3)}, other)
+    except (fastckpt.RanksError, ValueError) as error:
+        error.pending_save.result()
+        return str(error)
+    raise AssertionError("nobody was told")
+
+
+def test_the_next_save_raises_what_nobody_asked_for(forge, tmp_path):
+    with forge.group(2) as group:
+        assert all("step" in text for text in group.run(fail_unasked, tmp_path / "c", tmp_path / "d"))
+    assert fastckpt.load(tmp_path / "d")["w"].tolist() == [1.0] * 3
+
+
+def cancel(path):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        # The other rank comes later, so nothing is durable before.
+        pending = distributed.save_async(state(1), path, timeout=20)
+        pending._cancelled = True
+        time.sleep(0.2)
+        dist.barrier()
+        return pending.cancel(), pending.cancelled()
+    dist.barrier()
+    pending = distributed.save_async(state(1), path, timeout=20)
+    return type(pending.exception()).__name__, pending.cancelled()
+
+
+def test_to_cancel_on_one_rank_fails_it_on_all(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(cancel, tmp_path / "c") == [(True, True), ("RanksError", False)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_does_not_end_before_the_checkpoint_is_durable(tmp_path):
+    program = """
+        import sys, torch
+        from fastckpt import distributed
+        distributed.save_async({"w": torch.ones(1_000_000)}, sys.argv[1])
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), tmp_path / "c"], check=True, env={**os.environ})
+    assert fastckpt.load(tmp_path / "c")["w"].sum() == 1_000_000
+
+
+@pytest.mark.parametrize("on_error", ["never", 3])
+def test_on_error_is_checked(tmp_path, on_error):
+    with pytest.raises(ValueError, match="on_error must be"):
+        distributed.save_async({"w": 1}, tmp_path / "c", on_error=on_error)
+    assert distributed.save({"w": 1}, tmp_path / "c").ranks == 1
