@@ -121,6 +121,14 @@ def test_a_tensor_of_another_dtype_is_converted(tmp_path, dtype, strided):
     assert torch.equal(target, value.to(dtype))
 
 
+def test_a_tensor_whose_rows_interleave_in_memory_is_filled(tmp_path):
+    value = torch.arange(6, dtype=torch.float32).view(2, 3)
+    dcp.save({"w": value}, storage_writer=Writer(tmp_path / "c"))
+    target = torch.zeros(8).as_strided((2, 3), (3, 2))
+    dcp.load({"w": target}, storage_reader=Reader(tmp_path / "c"))
+    assert torch.equal(target, value)
+
+
 def test_a_tensor_of_other_sizes_is_refused(tmp_path):
     dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):

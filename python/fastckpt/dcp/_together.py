@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
+from fastckpt._api import in_flight
 from fastckpt._api.progress import ticker
 from fastckpt._ranks.save import Portion, Texts, write_checkpoint
 from fastckpt._ranks.session import session
@@ -52,6 +53,7 @@ def save_together(
     # The turn is taken before anything can fail: all ranks count the same ones.
     with here.peers.operation("save", wishes.path, wishes.timeout) as operation:
         taken = take(plan, planner, types)
+        in_flight.wait_for_path(wishes.path)
         answer = operation.round(
             "tables",
             [[here.group.rank, taken.table()]],
