@@ -38,6 +38,7 @@ def load(path, into, **options):
     if agreement.is_open(verdict):
         answer = agreement.unite(combine_offers(gathered(agreement.offer(verdict))))
     agreed = agreement.settle(verdict, answer)
+    assert len({request[:2] for request in agreed.requests}) == len(agreed.requests)
     assert len(set(map(repr, gathered((agreed.wanted, agreed.spreads))))) == 1
     with fastckpt.open(path) as checkpoint:
         for index, request in enumerate(agreed.requests):

@@ -356,8 +356,13 @@ def _asynchronous() -> None:
     rank = dist.get_rank()
     waiting = funcol.all_reduce(torch.full((2, 3), float(rank)), "sum", mesh)
     assert type(waiting).__name__ == "AsyncCollectiveTensor"
-    value = DTensor.from_local(waiting, mesh, [Shard(0)], run_check=False)
+    value = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
+    value._local_tensor = waiting
+    waited = []
+    wait = type(waiting).wait
+    type(waiting).wait = lambda self: waited.append(self) or wait(self)
     flat = describe({"w": value}, rank, [0, 1]).flat
+    assert any(each is waiting for each in waited)
     assert torch.equal(flat.keep[0], torch.ones(2, 3))
     assert flat.tensors[0].address == flat.keep[0].data_ptr()
 
