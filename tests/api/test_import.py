@@ -89,7 +89,18 @@ def test_public_names():
                 "NotACheckpointError",
             ),
             *("UnsupportedTypeError", "FormatVersionError", "StructureMismatchError", "ReplacedCheckpointError"),
-            *("plan", "Plan", "doctor", "Diagnosis", "Finding", "probe", "Probe", "Origin"),
+            *(
+                "RanksError",
+                "RankFailure",
+                "plan",
+                "Plan",
+                "doctor",
+                "Diagnosis",
+                "Finding",
+                "probe",
+                "Probe",
+                "Origin",
+            ),
         ]
     )
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
