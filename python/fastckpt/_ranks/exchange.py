@@ -36,6 +36,9 @@ _ENDING = 5.0
 class LostError(CheckpointError):
     """The exchange broke off: the cause is at another rank, or between the two."""
 
+    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks says more.
+    of_others = True
+
 
 class Lane(NamedTuple):
     """One direction.
@@ -85,12 +88,19 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The group that was agreed on; to make one, all ranks come here at about the same time."""
+        """The group that was agreed on; to make one, all ranks come here at about the same time.
+
+        Raises:
+            LostError: they did not.
+        """
         if not name:
             return None
         if name != self._name or self._data is None:
             self.drop()
-            self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
+            try:
+                self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
+            except RuntimeError as error:
+                raise LostError(f"not all ranks came to make the group that bytes travel in: {_text(error)}") from error
             self._name = name
         return self._data
 
