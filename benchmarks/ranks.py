@@ -211,7 +211,7 @@ def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list
 def main() -> int:
     """Measure, print, and say whether the bars are met."""
     if "--simulate" in sys.argv[1:]:
-        return int(importlib.import_module("bench.ranks_simulated").main())
+        return int(importlib.import_module("bench.ranks_simulation").main())
     chosen = parse_options()
     with options.working_directory(chosen, "ranks") as directory:
         about = report.machine(directory)

@@ -349,11 +349,9 @@ def test_a_store_of_another_kind_that_hangs():
     hangs = threading.Event()
 
     class Hanging:
-        def check(self, _):
+        def compare_set(self, *_):
             hangs.wait(30)
-            return True
-
-        get = has_extended_api = check
+            return b"value"
 
     transport = Transport(Hanging())
     began = time.monotonic()

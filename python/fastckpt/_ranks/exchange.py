@@ -36,6 +36,9 @@ _ENDING = 5.0
 class LostError(CheckpointError):
     """The exchange broke off: the cause is at another rank, or between the two."""
 
+    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks says more.
+    of_others = True
+
 
 class Lane(NamedTuple):
     """One direction.

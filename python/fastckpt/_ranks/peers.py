@@ -200,5 +200,8 @@ class Operation:
             return
         if isinstance(error, StopError):
             raise verdict from None
+        if getattr(error, "of_others", False):
+            # This rank has not failed, it has met the failure of another one, which the verdict names.
+            raise verdict from error
         if error is not None and sys.version_info >= (3, 11):
             error.add_note(str(verdict))
