@@ -22,7 +22,7 @@ from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
-from .agreement import Agreement
+from .agreement import PER_RANK, Agreement
 from .attention import Attention
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried
@@ -168,7 +168,9 @@ def save_order(
         offer = agreement.offer(verdict)
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
-    options = _core.SaveOptions(model_prefix=agreed.prefix, **order.settings)
+    options = _core.SaveOptions(
+        model_prefix=agreed.prefix, training_prefix=PER_RANK if agreed.has_extras else "", **order.settings
+    )
     share = _core.Share.to_save(
         agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
     )
