@@ -283,5 +283,7 @@ class Forge:
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
     """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
-    with zygote.running(*prefix, env={**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}) as parent:
+    with zygote.running(
+        *prefix, env={**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
+    ) as parent:
         yield Forge(parent)
