@@ -242,7 +242,7 @@ def test_planners_of_ones_own_are_obeyed(tmp_path):
 class Blunt(DefaultSavePlanner):
     """Makes bytes of its own of values."""
 
-    def transform_object(self, write_item, object):  # noqa: A002 - torch's interface
+    def transform_object(self, write_item, object):  # noqa: A002, ARG002 - torch's interface
         return object if isinstance(object, torch.Tensor) else io.BytesIO(b"my own")
 
 
@@ -315,10 +315,10 @@ def test_keys_that_become_one_are_refused(tmp_path):
     with pytest.raises(dcp.api.CheckpointException, match="duplicated flatten key"):
         dcp.save({"a.b": 1, "a": {"b": 2}}, storage_writer=Writer(tmp_path / "c"))
     fastckpt.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "own")
-    with pytest.raises(dcp.api.CheckpointException, match="two entries of the checkpoint have the key 'a.b'"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"two entries of the checkpoint have the key 'a\.b'"):
         dcp.load({"a": {"b": 0}}, storage_reader=Reader(tmp_path / "own"))
     fastckpt.save([torch.ones(2)], tmp_path / "list")
-    with pytest.raises(dcp.api.CheckpointException, match="use fastckpt.load"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"use fastckpt\.load"):
         dcp.load({"a": 0}, storage_reader=Reader(tmp_path / "list"))
 
 
