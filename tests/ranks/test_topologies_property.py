@@ -70,6 +70,8 @@ def whole(drawn: Drawn) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
+    if not tensor.numel():
+        return b""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

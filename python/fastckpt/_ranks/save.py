@@ -8,6 +8,7 @@ outcomes of the ranks.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import time
@@ -257,7 +258,7 @@ def write_checkpoint(
             decide=lambda offer: [_create(engine, path, early), Link.agree(offer)],
         )
         if session.group.rank:
-            engine.join(path, name)
+            _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
         group = session.link.meet(meeting, timeout, attention)
@@ -286,6 +287,18 @@ def write_checkpoint(
             exchange.end("the save has failed")
             session.link.drop()
         engine.close(committed=whole)
+
+
+def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> None:
+    """Open the directory that the coordinator has made: the proof that this rank sees the same file system."""
+    try:
+        engine.join(path, name)
+    except FileNotFoundError as error:
+        text = (
+            f"save: {path} is not on a file system shared with {session.name(0)}: {session.name(session.group.rank)} "
+            "does not see what was made there: give a path that leads to one directory on all hosts"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, name) from error
 
 
 def _write(
