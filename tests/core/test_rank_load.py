@@ -365,7 +365,7 @@ def large(tmp_path_factory):
     return path, state
 
 
-BY_ROWS = [(ranks, lambda shape, ranks=ranks: mesh([ranks], ("shard", 0, 0))) for ranks in (2, 3, 4)]
+BY_ROWS = [(ranks, lambda _, ranks=ranks: mesh([ranks], ("shard", 0, 0))) for ranks in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("layout", BY_ROWS, ids=["2", "3", "4"])
