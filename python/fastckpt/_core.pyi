@@ -83,6 +83,8 @@ class LoadedReport(Report):
     storage: int
     peers: int
     sent: int
+    pieces: bytes
+    """Checksums of what it read of blocks of which other ranks read the rest."""
 
 @type_check_only
 class Saved(TypedDict):
@@ -552,15 +554,28 @@ class Share:
         """
     @staticmethod
     def to_load(
-        reader: Reader, wanted: Sequence[tuple[int, Sequence[int]]], spreads: Sequence[Spread], ranks: int
+        reader: Reader,
+        wanted: Sequence[tuple[int, Sequence[int]]],
+        spreads: Sequence[Spread],
+        ranks: int,
+        *,
+        apart: bool = False,
     ) -> Share:
         """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
+
+        With ``apart``, ranks that want parts of a block, each another one, read these parts themselves where they are
+        long; the ``pieces`` that :meth:`RankLoad.read` reports of them must be brought together for :meth:`compare`.
 
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.
         """
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
+    def compare(self, reader: Reader, pieces: bytes) -> None:
+        """Compare the checksums of all ranks of what they read apart; CorruptCheckpointError where they differ.
+
+        ValueError where a part is missing.
+        """
     def part_nbytes(self, rank: int, tensor: int, part: int) -> int:
         """Bytes of a part that a rank has of a tensor; ValueError if it has no such part."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:

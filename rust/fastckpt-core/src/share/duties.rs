@@ -45,6 +45,8 @@ pub struct Duties {
     pub ranges: Vec<FileRange>,
     /// Bytes in `ranges` that it has or wants itself, in order.
     pub local: Vec<Item>,
+    /// Likewise, but these are parts of extents whose other parts other ranks read ([`Share::read_apart`]).
+    pub apart: Vec<Item>,
     /// Messages with bytes in `ranges` that others have or want.
     pub io: Vec<Message>,
     /// Messages with bytes that it has or wants itself, and that others read or write.
@@ -82,6 +84,7 @@ impl Share {
         Ok(Duties {
             ranges: work.ranges,
             local: work.local,
+            apart: work.apart,
             io: work.io.finish(),
             boxes: work.boxes.finish(),
         })
@@ -176,6 +179,7 @@ struct Work<'a> {
     places: Places,
     ranges: Vec<FileRange>,
     local: Vec<Item>,
+    apart: Vec<Item>,
     io: Mailbox,
     boxes: Mailbox,
 }
@@ -184,7 +188,8 @@ impl<'a> Work<'a> {
     fn new(share: &'a Share, rank: u32, strides: Strides) -> Self {
         let (io, boxes) = Default::default();
         let places = Places::new(strides);
-        Self { share, rank, own: HashMap::new(), places, ranges: Vec::new(), local: Vec::new(), io, boxes }
+        let (ranges, local, apart) = (Vec::new(), Vec::new(), Vec::new());
+        Self { share, rank, own: HashMap::new(), places, ranges, local, apart, io, boxes }
     }
 
     fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
@@ -322,12 +327,21 @@ impl<'a> Work<'a> {
         for &tensor in tensors {
             let held = Held::new(self.share, tensor)?;
             let own = self.own(&held);
-            let (mut done, mut reader) = (0, (u64::MAX, None));
+            let (mut done, mut reader, mut apart) = (0, (u64::MAX, None), false);
             for &interval in &own.intervals {
                 for stretch in held.cut(interval, held.interval(interval), false) {
                     let extent = held.extent(stretch.start);
                     if reader.0 != extent.start {
                         reader = (extent.start, held.reader(stretch.start));
+                        apart = self.share.apart && held.is_apart(&extent);
+                    }
+                    if apart {
+                        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
+                            self.range(held.shard, stretch.start, stretch.end);
+                            let item = self.item(&held, &stretch, tile, part, true);
+                            self.apart.extend(item);
+                        }
+                        continue;
                     }
                     let Some(reader) = reader.1 else { continue };
                     if reader != self.rank {

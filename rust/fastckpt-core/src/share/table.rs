@@ -40,6 +40,8 @@ pub struct Share {
     pub(super) order: Vec<Vec<usize>>,
     /// The cover of each tensor.
     pub(super) class: Vec<usize>,
+    /// See [`Self::read_apart`].
+    pub(super) apart: bool,
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -92,7 +94,15 @@ impl Share {
             }
         }
         let spreads = spreads.into_iter().map(|spread| Groups::new(spread, ranks)).collect::<Result<_>>()?;
-        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, covers: classes })
+        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, apart: false, covers: classes })
+    }
+
+    /// The same, but an extent that several ranks want in long parts, each rank another one, is read by them in these
+    /// parts. Nothing of it travels but checksums: put together ([`Self::merge`]), they are compared with that of the
+    /// extent.
+    #[must_use]
+    pub fn read_apart(self) -> Self {
+        Self { apart: true, ..self }
     }
 
     /// The number of ranks.
