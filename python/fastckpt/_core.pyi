@@ -569,6 +569,8 @@ class Share:
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.
         """
+    def digest(self) -> int:
+        """A number that is the same on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:
@@ -613,7 +615,7 @@ class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
     Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
-    save is over: the coordinator's workspace is gone, and the mail is stopped.
+    save is over, and the mail is stopped; the coordinator's workspace is gone with ``close`` at the latest.
     """
 
     def __new__(
@@ -630,7 +632,7 @@ class RankSave:
             share: made by :meth:`Share.to_save`.
             rank: the rank.
             held: tensor, part, address and bytes of the memory of each part, in which its elements lie one after
-                another. The caller keeps it alive and unchanged until ``close`` has returned and nobody calls the mail.
+                another. The caller keeps it alive and unchanged until ``close`` has returned.
             fill: where the address is 0, ``fill(index in held, start, address, nbytes)`` copies the bytes ``[start,
                 start + nbytes)`` of the part to ``address``; the threads of ``write`` and of the mail call it.
             options: I/O, ``overwrite``, ``files`` and ``step``.
@@ -675,7 +677,8 @@ class RankSave:
     def close(self, *, committed: bool = False) -> None:
         """End the save; may be called at any time, by any thread, and again.
 
-        What runs in other threads is stopped, and so is the mail. A workspace that was not committed goes.
+        What runs in other threads is stopped, and so is the mail; it waits for what still reads the memory of this
+        rank. A workspace that was not committed goes.
         ``committed`` says whether the coordinator has committed, for fastckpt-top.
         """
 

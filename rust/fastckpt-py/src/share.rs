@@ -149,6 +149,10 @@ impl Share {
         }))
     }
 
+    fn digest(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.core().digest())
+    }
+
     fn merge<'py>(&self, py: Python<'py>, pieces: Vec<PyBackedBytes>) -> PyResult<Bound<'py, PyBytes>> {
         let merged = py.detach(|| {
             let mut all = Vec::new();

@@ -167,7 +167,8 @@ impl RankLoad {
         let (taken, caller) = (AtomicU64::new(0), thread::current());
         let stop = || self.mail.stop("this rank cannot read what it reads for the others");
         let alone = sent + peers == 0;
-        let mut read = Err(Error::Interrupted);
+        // Until it has begun: another failure is the cause then.
+        let mut read = Err(Error::Stopped("it was not begun".to_owned()));
         let outcome = thread::scope(|scope| {
             let unpacker = (peers > 0).then(|| {
                 let body = || {

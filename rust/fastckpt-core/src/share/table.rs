@@ -1,6 +1,7 @@
 //! The tensors of a job: their places in the files, and who has which bytes of them. Pure.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -11,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
 /// A tensor of the job.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Tensor {
     /// Its name, for messages.
     pub name: String,
@@ -103,6 +104,15 @@ impl Share {
     #[must_use]
     pub fn read_apart(self) -> Self {
         Self { apart: true, ..self }
+    }
+
+    /// A number that is the same for all ranks that made the same share.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.files, self.block_size, &self.tensors, self.ranks).hash(&mut hasher);
+        self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
+        hasher.finish()
     }
 
     /// The number of ranks.
