@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import secrets
@@ -42,6 +43,8 @@ class Peers:
         self._turns = threading.Condition()
         self._ended: set[int] = set()
         self._next = 0
+        #: The threads that are in a turn, or wait for theirs.
+        self._threads: dict[int, int] = {}
         self._shown = False
 
     @property
@@ -106,11 +109,19 @@ class Peers:
         return whom
 
     def _enter(self, number: int) -> None:
+        thread = threading.get_ident()
         with self._turns:
+            if thread in self._threads.values():
+                raise RuntimeError(
+                    "this thread is in a save or load of the same process group, which has to end first (a signal "
+                    "handler that interrupts one sets a flag, or calls save_async)"
+                )
+            self._threads[number] = thread
             self._turns.wait_for(lambda: self._next >= number)
 
     def _leave(self, number: int) -> None:
         with self._turns:
+            self._threads.pop(number, None)
             self._ended.add(number)
             while self._next in self._ended:
                 self._ended.remove(self._next)
@@ -130,7 +141,16 @@ class Operation:
         self._looked = float("-inf")
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
-        self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        try:
+            self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        except BaseException as error:
+            # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
+            try:
+                with contextlib.suppress(RanksError):
+                    self._run(self._turn.quit(error), _HURRY)
+            finally:
+                self._peers._leave(self._turn.number)  # noqa: SLF001
+            raise
         return self
 
     def __exit__(

@@ -442,8 +442,7 @@ class Turn:
         if error is None:
             yield from self.leave()
         elif not isinstance(error, Exception):
-            # The user wants to get away: nobody waits for anybody.
-            yield from self.abandon(self.member.failure(words.told(error)))
+            yield from self.quit(error)
         else:
             failure = self.member.failure(words.told(error))
             if isinstance(error, StopError):
@@ -453,6 +452,11 @@ class Turn:
             except RanksError as verdict:
                 return verdict
         return None
+
+    def quit(self, error: BaseException) -> Steps:
+        """Leave because the user wants to get away: nobody waits for anybody."""
+        if self.member.size > 1:
+            yield from self.abandon(self.member.failure(words.told(error)))
 
     def abandon(self, failure: RankFailure) -> Steps:
         """Leave without a verdict, so that the others have one at once."""
