@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import secrets
 import sys
 import threading
@@ -22,6 +23,8 @@ from fastckpt.exceptions import RanksError
 
 #: Seconds that the store may take when the user has interrupted the program.
 _HURRY = 5.0
+#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
+_PARTING, _LOOK = 2.0, 0.01
 
 __all__ = ["LAST", "Operation", "Peers"]
 
@@ -38,6 +41,7 @@ class Peers:
 
     def __init__(self, rank: int, size: int, store: Any, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
+        self._process = os.getpid()
         self._member = Member(rank, size, host, secrets.token_hex(8))
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
@@ -71,9 +75,19 @@ class Peers:
             return Operation(self, Turn(self._member, kind, path, timeout))
 
     def close(self) -> None:
-        """End the threads of the store."""
-        if self._transport is not None:
-            self._transport.close()
+        """End the threads of the store.
+
+        The store may go with the process of rank 0, which lets the others read the last verdict before.
+        """
+        if self._transport is None or self._process != os.getpid():
+            return
+        turn = self._member.left
+        if turn is not None and self.rank == 0:
+            until = time.monotonic() + _PARTING
+            with contextlib.suppress(UnreachableError):
+                while self._run(turn.is_awaited(), _PARTING) and time.monotonic() < until:
+                    time.sleep(_LOOK)
+        self._transport.close()
 
     def _run(self, steps: Steps, timeout: float) -> Any:
         """Serve the requests of a generator, and return what it returns."""

@@ -432,8 +432,14 @@ class Turn:
                 verdicts = [key for one in rounds if one > 0 for key in (self._register(one), self._bell(one))]
                 parts = chain.from_iterable(self._answers.values())
                 yield Remove((self._key("left"), self._abort, *dict.fromkeys([*verdicts, *parts])))
+            else:
+                member.left = self
         except UnreachableError:
             return  # the verdict is known; keys that stay hurt nobody
+
+    def is_awaited(self) -> Steps:
+        """Return whether ranks have not left that may still have to read the verdict."""
+        return (yield from value_of(self._key("left"))) is not None
 
     def end(self, error: BaseException | None) -> Steps:
         """End the body of the operation, which may have raised; return the verdict where that is a failure."""
