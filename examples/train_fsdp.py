@@ -75,7 +75,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks have together: DTensors, and values that are equal everywhere."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        return {"model": model, "optimizer": optimizer, "step": self.step, "ranks": self.ranks}
 
     def random_state(self) -> dict[str, Any]:
         """Return what only this rank has."""
@@ -102,12 +102,12 @@ class Training:
             self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
         )
         self.step = loaded["step"]
-        states = fastckpt.distributed.load_per_rank(path)
         # With another number of ranks there is no state of a generator to go on with: each begins a new one.
-        if len(states) == self.ranks:
-            torch.set_rng_state(states[self.rank]["cpu"])
+        if loaded["ranks"] == self.ranks:
+            own = fastckpt.distributed.load_per_rank(path)
+            torch.set_rng_state(own["cpu"])
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(states[self.rank]["device"], self.device)
+                torch.cuda.set_rng_state(own["device"], self.device)
         if self.rank == 0:
             print(f"resumed from {path} with {self.ranks} ranks", flush=True)
 

@@ -104,6 +104,7 @@ class SaveOptions:
     """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
 
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
+    Names that begin with ``training_prefix`` are not the model's, unless it is empty.
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
     """
 
@@ -112,6 +113,7 @@ class SaveOptions:
         *,
         shard_size: int,
         model_prefix: str = "",
+        training_prefix: str = "",
         overwrite: bool = True,
         files: Sequence[tuple[str, bytes]] = ...,
         io: str = "auto",

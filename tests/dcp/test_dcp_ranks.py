@@ -36,9 +36,9 @@ def reference(forge, tmp_path_factory):
     return path
 
 
-def save(topology, path, how="sync"):
+def save(topology, path, how="sync", timeout=60):
     state = parallel.state(topology)
-    writer = Writer(timeout=60)
+    writer = Writer(timeout=timeout)
     if how == "sync":
         dcp.save(state, checkpoint_id=path, storage_writer=writer)
     else:
@@ -274,7 +274,7 @@ def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
     fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
     with forge.group(3) as group:
         strike = Strike(1, "fastckpt.dcp._together:write_checkpoint")
-        group.start(save, "fsdp", tmp_path / "c", strike=strike)
+        group.start(save, "fsdp", tmp_path / "c", timeout=10, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1, 2], timeout=120)
     assert outcomes[1].kind == "died"
     assert outcomes[0].kind == outcomes[2].kind == "raised"

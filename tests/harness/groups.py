@@ -283,5 +283,6 @@ class Forge:
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
     """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
-    with zygote.running(*prefix, env={**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}) as parent:
+    variables = {**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
+    with zygote.running(*prefix, env=variables) as parent:
         yield Forge(parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from harness import groups, needs
 
 NAMES = ("node-a", "node-b")
+_numbers = itertools.count()
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
@@ -39,7 +41,8 @@ def two(hidden: Path | None = None) -> Iterator[Hosts]:
     """Two hosts for as long as the block lasts. They share all files but for ``hidden``: there the second has an empty
     directory of its own."""
     needs.network_namespaces()
-    spaces = [f"fastckpt-{os.getpid()}-{name}" for name in NAMES]
+    number = next(_numbers)
+    spaces = [f"fastckpt-{os.getpid()}-{number}-{name}" for name in NAMES]
     with contextlib.ExitStack() as undo:
         for space in spaces:
             _ip("netns", "add", space)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastckpt
 import fastckpt.distributed
-from harness import groups
+from harness import groups  # noqa: TC001
 
 WORLD = 8
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex128", "bool", "int16", "float64", "uint8")
@@ -70,6 +70,8 @@ def whole(drawn: Drawn) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
+    if not tensor.numel():
+        return b""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -97,7 +99,8 @@ def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.
     for at, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
         if not isinstance(placement, Replicate):
             pieces, _ = placement._split_tensor(part, count, with_padding=False)
-            part = pieces[mesh.get_coordinate()[at]]
+            # Collectives deal parts out by the ranks of a line's group, which ascend, also where a mesh is turned.
+            part = pieces[mesh.get_local_rank(at)]
     return part.clone().view(full.dtype)
 
 

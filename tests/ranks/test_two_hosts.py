@@ -111,8 +111,8 @@ def test_two_hosts_write_what_one_process_writes(two, shared, tmp_path):
         names = [name for name, *_ in group.run(_where, str(shared))]
         assert names == ["node-a", "node-a", "node-b", "node-b"]
         sent = group.run(_save, str(shared / "c"), 1)
-        # Columns travel, so bytes have crossed between the hosts.
-        assert all(sent)
+        # Columns travel, so bytes have crossed between the hosts; so small a file is one block, which rank 0 writes.
+        assert all(sent[1:])
         assert digests(shared / "c") == digests(tmp_path / "one")
         assert group.run(_load, str(shared / "c")) == [True] * RANKS
 

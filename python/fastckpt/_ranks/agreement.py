@@ -57,6 +57,10 @@ class Holding(NamedTuple):
     nbytes: int
 
 
+#: What the names of the tensors of ``per_rank`` start with.
+PER_RANK = "per_rank."
+
+
 class Agreed:
     """What all ranks agree on, and what this one holds of it.
 
@@ -65,6 +69,7 @@ class Agreed:
         spreads: what their numbers stand for.
         held: the memories of this rank.
         prefix: what the names of the model's tensors start with.
+        has_extras: whether there are tensors of ``per_rank``, which are never the model's.
         structure: on the coordinator, the tokens of the state, JSON text.
         metadata: likewise, of the metadata.
         per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
@@ -74,6 +79,7 @@ class Agreed:
         self.tensors = tensors
         self.spreads = spreads
         self.prefix = prefix
+        self.has_extras = False
         self.held: list[Holding] = []
         self.structure: str | None = None
         self.metadata: str | None = None
@@ -296,7 +302,8 @@ class Agreement:
             agreed.spreads.append(Spread((rank,)))
             mine = (len(agreed.spreads) - 1,)
             for name, dtype, shape, logical in tensors[by_rank[rank]]:
-                whole = _unique(f"per_rank.{rank}.{name}", taken)
+                agreed.has_extras = True
+                whole = _unique(f"{PER_RANK}{rank}.{name}", taken)
                 agreed.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
         local = self.local
         if local.extra is not None:

@@ -8,6 +8,7 @@ outcomes of the ranks.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import time
@@ -22,7 +23,7 @@ from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
-from .agreement import Agreement
+from .agreement import PER_RANK, Agreement
 from .attention import Attention
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried
@@ -168,18 +169,17 @@ def save_order(
         offer = agreement.offer(verdict)
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
-    options = _core.SaveOptions(model_prefix=agreed.prefix, **order.settings)
+    options = _core.SaveOptions(
+        model_prefix=agreed.prefix, training_prefix=PER_RANK if agreed.has_extras else "", **order.settings
+    )
     share = _core.Share.to_save(
         agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
     )
     portion = Portion(share, agreed.held, agreed.fill if agreed.needs_fill else None, options)
 
-    def texts(_: list[Any]) -> Texts:
-        assert agreed.structure is not None  # noqa: S101 - on the coordinator they are there
-        assert agreed.metadata is not None  # noqa: S101
-        return Texts(agreed.structure, agreed.metadata, agreed.per_rank)
-
-    return write_checkpoint(session, operation, path, portion, texts, timeout=timeout, tick=tick)
+    # Only the coordinator has them.
+    said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
+    return write_checkpoint(session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick)
 
 
 def core_spread(spread: Spread) -> _core.Spread:
@@ -221,6 +221,7 @@ def write_checkpoint(
     *,
     timeout: float,
     value: Any = None,
+    early: Texts | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write a checkpoint together: the rounds ``created``, ``joined`` and ``done``. Every rank calls it.
@@ -237,6 +238,8 @@ def write_checkpoint(
             order: the texts of the checkpoint. What it raises fails the save on all ranks.
         timeout: that of the operation, in seconds.
         value: what this rank gives ``texts``; anything that a round of the protocol takes.
+        early: the texts, where the coordinator has them now: a checkpoint that would be too large is refused before a
+            byte is written.
         tick: called with bytes written and bytes to write by this rank.
 
     Raises:
@@ -252,10 +255,10 @@ def write_checkpoint(
             "created",
             session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
             combine=Link.combine,
-            decide=lambda offer: [engine.create(path), Link.agree(offer)],
+            decide=lambda offer: [_create(engine, path, early), Link.agree(offer)],
         )
         if session.group.rank:
-            engine.join(path, name)
+            _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
         group = session.link.meet(meeting, timeout, attention)
@@ -286,6 +289,18 @@ def write_checkpoint(
         engine.close(committed=whole)
 
 
+def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> None:
+    """Open the directory that the coordinator has made: the proof that this rank sees the same file system."""
+    try:
+        engine.join(path, name)
+    except FileNotFoundError as error:
+        text = (
+            f"save: {path} is not on a file system shared with {session.name(0)}: {session.name(session.group.rank)} "
+            "does not see what was made there: give a path that leads to one directory on all hosts"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, name) from error
+
+
 def _write(
     engine: _core.RankSave,
     exchange: Exchange | None,
@@ -301,6 +316,13 @@ def _write(
 
     with range_of("fastckpt.write"):
         return carried(lambda: dict(engine.write(each)), exchange, attention)
+
+
+def _create(engine: _core.RankSave, path: str, early: Texts | None) -> str:
+    """At the coordinator: make the workspace, and return its name."""
+    if early is not None:
+        engine.check(*early)
+    return engine.create(path)
 
 
 def _nothing(_: list[Any]) -> None:

@@ -80,13 +80,14 @@ impl SaveOptions {
 #[pymethods]
 impl SaveOptions {
     #[new]
-    #[pyo3(signature = (*, shard_size, model_prefix="", overwrite=true, files=Vec::new(), io="auto", threads=None,
+    #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto", threads=None,
         bandwidth_limit=None, nice=None, io_priority=None, step=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
         shard_size: u64,
         model_prefix: &str,
+        training_prefix: &str,
         overwrite: bool,
         files: Vec<(String, PyBackedBytes)>,
         io: &str,
@@ -98,7 +99,7 @@ impl SaveOptions {
     ) -> PyResult<Self> {
         let priority = priority(nice, io_priority)?;
         let core = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
-        Ok(Self { groups: groups::of(model_prefix), shard_size, overwrite, files, core })
+        Ok(Self { groups: groups::beside(model_prefix, training_prefix), shard_size, overwrite, files, core })
     }
 }
 
