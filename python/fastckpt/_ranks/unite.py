@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
-_EQUAL = "make them equal on all ranks that have them, or give what belongs to one rank alone as per_rank="
+_EQUAL = "make values equal on all ranks that have them"
+_TENSORS = (
+    "make plain tensors equal on all ranks that have them (statistics, as BatchNorm's: SyncBatchNorm, or broadcast "
+    "those of one rank before the save; stages of a pipeline: names of their own, for optimizers by torch's "
+    "get_optimizer_state_dict)"
+)
+_PER_RANK = "give what belongs to one rank alone as per_rank="
 
 
 class Variant(NamedTuple):
@@ -230,7 +236,8 @@ class _Union:
         if type(first) is not type(token):
             return False
         if type(first) is not list:
-            return bool(first == token)
+            # By their text: 0.0 equals -0.0.
+            return bool(first == token and (first or repr(first) == repr(token)))
         if first[0] != token[0] or is_tensor(first) != is_tensor(token):
             return False
         return is_tensor(first) or first[0] in MAPPINGS or first == token
@@ -321,13 +328,13 @@ class _Union:
                 sides = [
                     (self.ranks[one], _described(self.tables[one], at)) for one, at in ((first, own), (which, index))
                 ]
-                self.differences.texts(path, sides, _EQUAL)
+                self.differences.texts(path, sides, _TENSORS, _PER_RANK)
                 break
             mine = self._checks[which][index]
             if mine != NO_CHECK:
                 if check not in {NO_CHECK, mine}:
                     sides = [(self.ranks[checked], "a tensor"), (self.ranks[which], "one of other values")]
-                    self.differences.texts(path, sides, _EQUAL)
+                    self.differences.texts(path, sides, _TENSORS, _PER_RANK)
                     break
                 check, checked = mine, which
         self.out.append([token[0], self.number(path, found), *token[2:]])
@@ -375,7 +382,7 @@ class _Union:
             token = self.tokens[which][position]
             text = _described(self.tables[which], token[1]) if is_tensor(token) else short(token)
             sides.append((self.ranks[which], text))
-        self.differences.texts(path, sides, _EQUAL)
+        self.differences.texts(path, sides, _EQUAL, _PER_RANK)
 
     def finish(self, structure: list[Any], metadata: list[Any]) -> United:
         """The union, once everything has been walked."""
@@ -392,8 +399,9 @@ class _Union:
             missing = self.lists.without.get(found)
             if missing is not None:
                 spread, absent = missing
-                sides = [(spread.ranks, "spread"), (absent, "not there")]
-                self.differences.texts(self.paths[number], sides, "save on every rank what a mesh of it holds")
+                self.differences.absent(
+                    self.paths[number], spread.ranks, absent, "save on every rank what a mesh of it holds"
+                )
             lists.append(found)
         self.differences.raise_any()
         outer: dict[Any, bool] = {}
