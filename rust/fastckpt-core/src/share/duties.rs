@@ -310,7 +310,7 @@ impl<'a> Work<'a> {
                     if apart {
                         for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
                             self.range(held.shard, stretch.start, stretch.end);
-                            let item = self.item(&held, &stretch, tile, part, true);
+                            let item = self.item(&held, &stretch, tile, part);
                             self.apart.extend(item);
                         }
                         continue;
