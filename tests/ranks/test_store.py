@@ -263,22 +263,25 @@ def test_a_process_that_hosts_the_store_ends_well():
 
 
 PARTING = """
-import sys, time
+import os, sys, time
 import torch.distributed as dist
+from fastckpt._ranks import peers as module
 from fastckpt._ranks.peers import Peers
 from fastckpt._ranks.protocol import Turn
+module._PARTING = 30.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
 print(store.port, flush=True)
 peers = Peers(rank, 2, store, "here")
 awaits = Turn._await
 def late(turn):
-    time.sleep(0.5)
+    time.sleep(1)
     return (yield from awaits(turn))
 Turn._await = late
 with peers.operation("save", "/checkpoint", 20.0) as operation:
     print(operation.round("done", rank), flush=True)
 peers.close()
+os._exit(0)
 """
 
 
