@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastckpt import UnsupportedTypeError
 from fastckpt._ranks.agreement import Agreement
@@ -441,6 +441,14 @@ def _not_all_of_a_mesh() -> None:
         _rounds(agreement)
 
 
+def _shapes_that_from_local_guessed() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,))
+    value = DTensor.from_local(torch.ones(1 if rank == 3 else 2, 3), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match=r"need shape= and stride=.*\n  \['w'\]: .*\[8, 3\] on .*\[4, 3\] on rank 3$"):
+        _rounds(Agreement(describe({"w": value}, rank, range(4))))
+
+
 def _stages_with_meshes() -> None:
     """Pipeline over FSDP, with the states that torch makes of modules and optimizers."""
     from torch.distributed.fsdp import fully_shard
@@ -479,7 +487,9 @@ def _stages_with_meshes() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [_beside, _not_all_of_a_mesh, _stages_with_meshes], ids=lambda case: case.__name__.strip("_")
+    "case",
+    [_beside, _not_all_of_a_mesh, _shapes_that_from_local_guessed, _stages_with_meshes],
+    ids=lambda case: case.__name__.strip("_"),
 )
 def test_meshes(forge, case):
     with forge.group(4) as group:

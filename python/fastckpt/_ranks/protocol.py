@@ -494,7 +494,7 @@ class Turn:
 
     def error(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> RanksError:
         """Return the error that tells what failed, and what that means for the checkpoint."""
-        ending = words.ending(self.kind, unknown=unknown, committed=self._committed)
+        ending = self._ending(unknown=unknown)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
@@ -502,8 +502,11 @@ class Turn:
     def unreachable(self, error: UnreachableError) -> RanksError:
         """Leave because the store does not answer, and return the error that says so."""
         self.owe(f"gave up: {error}")
-        ending = words.ending(self.kind, unknown=self._unknown, committed=self._committed)
-        return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
+        return RanksError(f"{self.kind}: {self.path}: {error}: {self._ending(unknown=self._unknown)}")
+
+    def _ending(self, *, unknown: bool) -> str:
+        agreeing = self.inside and self.name != LAST
+        return words.ending(self.kind, agreeing=agreeing, unknown=unknown, committed=self._committed)
 
     # Values of any size.
 

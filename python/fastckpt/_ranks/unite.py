@@ -21,7 +21,7 @@ from fastckpt._tensors.spread import Spread
 
 from .describe import outer_of
 from .differences import Differences, Path, short
-from .table import NO_CHECK, Table
+from .table import NO_CHECK, Kind, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +32,9 @@ _TENSORS = (
     "make plain tensors equal on all ranks that have them (statistics, as BatchNorm's: SyncBatchNorm, or broadcast "
     "those of one rank before the save; stages of a pipeline: names of their own, for optimizers by torch's "
     "get_optimizer_state_dict)"
+)
+_DTENSORS = (
+    "give DTensors the same dtype and global shape on all ranks (of uneven parts, from_local needs shape= and stride=)"
 )
 _PER_RANK = "give what belongs to one rank alone as per_rank="
 
@@ -328,7 +331,8 @@ class _Union:
                 sides = [
                     (self.ranks[one], _described(self.tables[one], at)) for one, at in ((first, own), (which, index))
                 ]
-                self.differences.texts(path, sides, _TENSORS, _PER_RANK)
+                spread = self.kind(first, own).spread or self.kind(which, index).spread
+                self.differences.texts(path, sides, _DTENSORS if spread else _TENSORS, _PER_RANK)
                 break
             mine = self._checks[which][index]
             if mine != NO_CHECK:
@@ -357,13 +361,17 @@ class _Union:
             sources = {}
             self.sources.append(sources)
             self.paths.append(path)
-            kind = self.tables[which].kinds[self.tables[which].kind[index]]
+            kind = self.kind(which, index)
             self.flat.tensors.append(Tensor(self.unique(name), kind.dtype, kind.shape, 0, 0, kind.logical))
         for which, _, index in found:
             if which not in sources:
                 sources[which] = index
                 self.numbers[which][index].append(number)
         return number
+
+    def kind(self, which: int, index: int) -> Kind:
+        table = self.tables[which]
+        return table.kinds[int(table.kind[index])]
 
     def unique(self, name: str) -> str:
         taken = self._taken.get(name)
