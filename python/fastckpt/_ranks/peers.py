@@ -41,7 +41,7 @@ class Peers:
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
         self._ended: set[int] = set()
-        self._next = 0
+        self._taken = self._next = 0
         self._shown = False
 
     @property
@@ -53,7 +53,7 @@ class Peers:
         """Return the name of a rank's host; empty where this rank has not heard of it."""
         return self._member.hosts.get(rank, "")
 
-    def operation(self, kind: str, path: str, timeout: float) -> Operation:
+    def operation(self, kind: str, path: str, timeout: float, label: str | None = None) -> Operation:
         """Take the next turn: an operation that all ranks begin in the same order.
 
         It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
@@ -63,9 +63,11 @@ class Peers:
             kind: ``save`` or ``load``.
             path: to what, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
+            label: what the ranks know this operation by, where they cannot count: one that is never used again.
         """
         with self._turns:
-            return Operation(self, Turn(self._member, kind, path, timeout))
+            self._taken += 1
+            return Operation(self, Turn(self._member, kind, path, timeout, label), self._taken - 1)
 
     def close(self) -> None:
         """End the threads of the store."""
@@ -105,13 +107,13 @@ class Peers:
         _core.wait_for(whom)
         return whom
 
-    def _enter(self, number: int) -> None:
+    def _enter(self, place: int) -> None:
         with self._turns:
-            self._turns.wait_for(lambda: self._next >= number)
+            self._turns.wait_for(lambda: self._next >= place)
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, place: int) -> None:
         with self._turns:
-            self._ended.add(number)
+            self._ended.add(place)
             while self._next in self._ended:
                 self._ended.remove(self._next)
                 self._next += 1
@@ -125,12 +127,12 @@ class Operation:
     The round ``done`` is the last: a body that has had its answer cannot fail for others.
     """
 
-    def __init__(self, peers: Peers, turn: Turn) -> None:
-        self._peers, self._turn = peers, turn
+    def __init__(self, peers: Peers, turn: Turn, place: int) -> None:
+        self._peers, self._turn, self._place = peers, turn, place
         self._looked = float("-inf")
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
-        self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        self._peers._enter(self._place)  # noqa: SLF001 - they are one
         return self
 
     def __exit__(
@@ -139,7 +141,7 @@ class Operation:
         try:
             self._end(error)
         finally:
-            self._peers._leave(self._turn.number)  # noqa: SLF001 - they are one
+            self._peers._leave(self._place)  # noqa: SLF001 - they are one
 
     def round(
         self,

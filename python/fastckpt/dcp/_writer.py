@@ -22,6 +22,7 @@ from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._arguments import check_timeout
+from ._label import forget, label_of, labelled
 from ._stager import Stager
 from ._take import take
 from ._together import Wishes, save_together
@@ -133,6 +134,7 @@ class Writer(_torch.StorageWriter):
             )
         if self._path is None:
             raise CheckpointError("dcp.save: give the Writer a path, or dcp.save a checkpoint_id")
+        forget()
         self._coordinates = bool(is_coordinator)
         self._alone = self._written = False
         self.report = None
@@ -148,7 +150,7 @@ class Writer(_torch.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
-        """The plans as they are; their number says how many ranks save.
+        """The plans, with a label where several ranks save.
 
         Raises:
             ValueError: the process group of this writer has another size.
@@ -160,13 +162,13 @@ class Writer(_torch.StorageWriter):
                 "Writer(process_group=) the one that dcp.save has"
             )
         self._alone = len(plans) == 1
-        return plans
+        return plans if self._alone else labelled(plans)
 
     def write_data(self, plan: _torch.SavePlan, planner: _torch.SavePlanner) -> _torch.Future[list[_torch.WriteResult]]:
         """Write this rank's part, and commit the checkpoint once all ranks have written theirs.
 
         Raises:
-            CheckpointError: not all of a tensor is there.
+            CheckpointError: not all of a tensor is there, or the plan has not come from the coordinator of a save.
             OSError: the storage failed; what was there before is untouched.
             RanksError: another rank failed, or does not answer.
             UnsupportedTypeError: something cannot be stored; the message names it.
@@ -175,20 +177,30 @@ class Writer(_torch.StorageWriter):
         assert self._path is not None  # noqa: S101 - set_up_storage_writer has checked
         began = time.perf_counter()
         types = Types("dcp.save", self._registry)
-        about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
         if self._coordinates and self._alone:
-            report = self._save_alone(self._path, plan, planner, types, about)
+            report = self._save_alone(self._path, plan, planner, types)
             self.report = conclude(SaveReport, self._path, began, report)
         else:
-            wishes = Wishes(self._path, self._group, self._timeout, self._model_key, self._options)
-            report = save_together(wishes, plan, planner, types, about.structure())
+            label = label_of(plan)
+            if label is None:
+                raise CheckpointError(
+                    "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
+                )
+
+            def metadata() -> str:
+                return self._about(types).structure()
+
+            wishes = Wishes(self._path, label, self._group, self._timeout, self._model_key, self._options, metadata)
+            report = save_together(wishes, plan, planner, types)
             self.report = conclude(RankSaveReport, self._path, began, report)
         self._written = True
         return _torch.done([_result(item) for item in plan.items])
 
-    def _save_alone(
-        self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, about: Flat
-    ) -> Any:
+    def _about(self, types: Types) -> Flat:
+        return flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+
+    def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
+        about = self._about(types)
         taken = take(plan, planner, types)
         warn_of_unnamed("dcp.save", about)
         united = unite([taken.table()], self._model_key)
