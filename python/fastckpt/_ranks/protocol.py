@@ -100,12 +100,13 @@ class Turn:
         kind: what it does, as ``save``.
         path: to what.
         timeout: seconds of silence after which a rank is taken to be gone.
+        label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
     """
 
-    def __init__(self, member: Member, kind: str, path: str, timeout: float) -> None:
+    def __init__(self, member: Member, kind: str, path: str, timeout: float, label: str | None = None) -> None:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
-        self.number = member.turn
-        member.turn += 1
+        self.number: int | str = member.turn if label is None else label
+        member.turn += label is None
         self.name = ""
         #: Rounds that it has begun.
         self.rounds = 0
