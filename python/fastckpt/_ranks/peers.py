@@ -206,7 +206,7 @@ class Operation:
             self._run(self._turn.alive())
 
     def check(self) -> None:
-        """Raise if another rank has failed, so that a long body ends early. Cheap: at most one look a second.
+        """Raise if another rank has failed or is silent, so that a long body ends. Cheap: at most one look a second.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.

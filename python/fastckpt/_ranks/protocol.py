@@ -14,8 +14,9 @@ was deciding the last round leaves an unknown outcome, which is a verdict too. A
 key that appears after the verdict, to wake those who wait; it may also ring for nothing.
 
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
-rank listens to those below until it has their messages, and to the coordinator until it has the verdict. The beats of a
-rank that has posted are not needed: if its message was lost, it is silent.
+rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
+works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
+beats of a rank that has posted are not needed: if its message was lost, it is silent.
 
 **A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
 message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
@@ -119,6 +120,9 @@ class Turn:
         self.slice = min(self.long_slice, 1.0)
         self._grace = min(GRACE, timeout)
         self._beaten: float | None = None
+        #: Whom this rank listens to while it works: of each the count of its beats, and since when it has been that.
+        self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
+        self._heard: dict[int, tuple[bytes | None, float]] = {}
         #: Somebody has failed, and all can know.
         self._aborted = False
         #: This rank has said that it succeeded, and does not know the outcome.
@@ -135,8 +139,8 @@ class Turn:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("fastckpt", self.member.session, self.number, *parts)))
 
-    def _up(self, rank: int) -> str:
-        return self._key(self.rounds, "up", rank)
+    def _up(self, rank: int, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "up", rank)
 
     def _beat_of(self, rank: int) -> str:
         return self._key("beat", rank)
@@ -172,14 +176,33 @@ class Turn:
         return not self.over and self.member.size > 1 and bool(self.member.session)
 
     def look(self) -> Steps:
-        """Raise ``StopError`` if a rank has failed in this turn."""
+        """Raise ``StopError`` if a rank has failed in this turn, or one that this rank listens to is silent."""
         if not self._working():
             return
-        told = yield from value_of(self._abort)
+        watched = self._watched if self.rounds and not self.inside else ()
+        told, *beats = yield Get((self._abort, *map(self._beat_of, watched)))
         if told is not None:
             self._aborted = True
             failure = RankFailure(*json.loads(told))
-            raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
+        else:
+            silent = yield from self._silent_of(dict(zip(watched, beats, strict=True)))
+            if silent is None:
+                return
+            failure = self.member.silent(silent, self.timeout)
+            yield from self._tell(failure)
+        raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
+
+    def _silent_of(self, beats: dict[int, bytes | None]) -> Steps:
+        """Remember beats, and return a rank that has neither beaten for ``timeout`` nor posted, or None."""
+        now = yield Now()
+        for rank, beat in beats.items():
+            before, since = self._heard.setdefault(rank, (beat, now))
+            if beat == before and now - since >= self.timeout:
+                if not rank or (yield from value_of(self._up(rank, self.rounds + 1))) is None:
+                    return rank
+                since = now
+            self._heard[rank] = (beat, since if beat == before else now)
+        return None
 
     # One round.
 
@@ -227,6 +250,7 @@ class Turn:
             verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
         answer = yield from self._take(verdict)
         self.inside = self._unknown = False
+        self._heard.clear()
         return answer
 
     def _alone(
@@ -265,6 +289,8 @@ class Turn:
         state.heard = dict.fromkeys(state.waiting, (None, now))
         if own.failures:
             state.fail()
+            # Who has been silent already is not waited for again.
+            state.heard |= {rank: heard for rank, heard in self._heard.items() if rank in state.waiting}
             yield from self._tell(own.failures[0])
         while state.waiting:
             keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
@@ -374,8 +400,13 @@ class Turn:
     def _await(self) -> Steps:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
         before, since = None, (yield Now())
+        pause = self.long_slice
+        if self._aborted:
+            # What this rank has heard while it worked still counts.
+            before, since = self._heard.get(0, (before, since))
+            pause = self.slice
         while True:
-            yield Wait((self._bell(),), self.long_slice, 0)
+            yield Wait((self._bell(),), pause, 0)
             # The coordinator may have gone between the verdict and the bell.
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):
