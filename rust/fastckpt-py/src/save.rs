@@ -80,8 +80,8 @@ impl SaveOptions {
 #[pymethods]
 impl SaveOptions {
     #[new]
-    #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto", threads=None,
-        bandwidth_limit=None, nice=None, io_priority=None, step=None))]
+    #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto",
+        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,

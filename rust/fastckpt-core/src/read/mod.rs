@@ -72,8 +72,8 @@ impl Checkpoint {
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
-    /// once. `verify` as in [`Self::read`]; also returns the checksums of those that are read apart. With `stop`, destinations may wait for other processes; it ends their waits
-    /// after a failure.
+    /// once. `verify` as in [`Self::read`]; also returns the checksums of those that are read apart. With `stop`,
+    /// destinations may wait for other processes; it ends their waits after a failure.
     pub fn read_ranges(
         &self,
         wanted: Vec<Wanted>,
@@ -114,13 +114,13 @@ impl Checkpoint {
             };
             if wanted != sum.crc {
                 let (found, wanted) = (checksum::to_hex(sum.crc), checksum::to_hex(wanted));
-                return Err(self.raised(Damage {
+                return Err(self.settle(self.raised(Damage {
                     file: self.body.shards[entry.shard].file.clone(),
                     offset: sum.offset,
                     len: sum.len,
                     tensor: Some(entry.name.clone()),
                     reason: format!("checksum is {found}, written was {wanted}"),
-                }));
+                })));
             }
         }
         Ok(())
