@@ -40,19 +40,13 @@ class Attention:
         Raises:
             RanksError: the operation has failed at another rank.
         """
-        self._attend(done, waits=self.exchange is not None and self.exchange.waits)
-
-    def waiting(self) -> None:
-        """The same where this rank waits for others in another way than by messages."""
-        self._attend(0, waits=True)
-
-    def _attend(self, done: int, *, waits: bool) -> None:
         now = time.monotonic()
         moved = 0 if self.exchange is None else self.exchange.moved
         progress = (max(done, self._progress[0]), moved)
+        waits = self.exchange is not None and self.exchange.waits
         if progress != self._progress:
             self._progress, self._moved = progress, now
             self.operation.alive()
         elif waits and now - self._moved < _PATIENCE * self.timeout:
             self.operation.alive()
-        self.operation.check(waits=waits)
+        self.operation.check()

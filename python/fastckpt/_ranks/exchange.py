@@ -306,9 +306,6 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: A
         RanksError: the operation has failed at another rank.
     """
     try:
-        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention.waiting)
-    except RanksError:
-        group.end()  # or it would wait on
-        raise
+        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention)
     except RuntimeError as error:
         raise LostError(f"the manifest was not passed on: {_text(error)}") from error

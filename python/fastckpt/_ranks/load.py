@@ -122,7 +122,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         combine=_combine_arrivals,
         decide=decide,
     )
-    group = session.link.meet(name, call.timeout, attention.waiting)
+    group = session.link.meet(name, call.timeout, attention)
     if group is not None:
         manifest = passed_on(group, readers[0].manifest() if readers else None, manifest, attention)
     reader = readers[0] if readers else _core.Reader(call.path, manifest=manifest)

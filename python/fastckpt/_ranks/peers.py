@@ -203,11 +203,8 @@ class Operation:
         if self._peers.size > 1 and not self._turn.over:
             self._run(self._turn.alive())
 
-    def check(self, *, waits: bool = False) -> None:
+    def check(self) -> None:
         """Raise if another rank has failed, so that a long body ends early. Cheap: at most one look a second.
-
-        Args:
-            waits: this rank waits for bytes of others, and so notices those that are silent.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
@@ -217,7 +214,7 @@ class Operation:
         now = time.monotonic()
         if now - self._looked >= max(self._turn.slice, self._peers.size / 1024):
             self._looked = now
-            self._run(self._turn.look(waits=waits))
+            self._run(self._turn.look())
 
     def _run(self, steps: Steps, limit: float = math.inf) -> Any:
         try:

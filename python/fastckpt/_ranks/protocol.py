@@ -124,8 +124,6 @@ class Turn:
         self._unknown = False
         #: The coordinator has done what the operation is for.
         self._committed = False
-        #: Of ranks that it has watched the count of their beats, and when that was new.
-        self._watched: dict[int, tuple[bytes | None, float]] = {}
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
         self._posted: list[str] = []
@@ -172,8 +170,8 @@ class Turn:
     def _working(self) -> bool:
         return not self.over and self.member.size > 1 and bool(self.member.session)
 
-    def look(self, *, waits: bool = False) -> Steps:
-        """Raise ``StopError`` if a rank has failed in this turn; one that waits for bytes of others listens to them."""
+    def look(self) -> Steps:
+        """Raise ``StopError`` if a rank has failed in this turn."""
         if not self._working():
             return
         told = yield from value_of(self._abort)
@@ -181,28 +179,6 @@ class Turn:
             self._aborted = True
             failure = RankFailure(*json.loads(told))
             raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
-        if waits:
-            yield from self._watch()
-
-    def _watch(self) -> Steps:
-        """Listen to the coordinator and to the ranks below, as in a round.
-
-        Nobody else may be in one: if all wait for the bytes of one that is gone, it has to be noticed here.
-        """
-        member = self.member
-        ranks = [rank for rank in (0, *tree.below(member.rank, member.size)) if rank != member.rank]
-        # Who has posted its message of the next round need not beat.
-        posted = [self._key(self.rounds + 1, "up", rank) for rank in ranks]
-        found = yield Get((*map(self._beat_of, ranks), *posted))
-        now = yield Now()
-        for rank, beat, message in zip(ranks, found, found[len(ranks) :], strict=False):
-            before, since = self._watched.setdefault(rank, (beat, now))
-            if beat != before or message is not None:
-                self._watched[rank] = (beat, now)
-            elif now - since >= self.timeout:
-                silent = member.silent(rank, self.timeout)
-                yield from self._tell(silent)
-                raise StopError(f"{self.kind}: {self.path}: {silent}", (silent,))
 
     # One round.
 
@@ -396,7 +372,7 @@ class Turn:
 
     def _await(self) -> Steps:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
-        before, since = self._watched.get(0, (None, (yield Now())))
+        before, since = None, (yield Now())
         while True:
             yield Wait((self._bell(),), self.long_slice, 0)
             # The coordinator may have gone between the verdict and the bell.

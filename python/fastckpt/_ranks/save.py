@@ -261,7 +261,7 @@ def write_checkpoint(
             _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
         attention = Attention(operation, timeout)
-        group = session.link.meet(meeting, timeout, attention.waiting)
+        group = session.link.meet(meeting, timeout, attention)
         if group is not None:
             exchange = Exchange(group, mail, session.name, attention.limit)
             attention.exchange = exchange

@@ -127,7 +127,7 @@ def _by_messages(
     exchange: Exchange | None = None
     engine: _core.RankLoad | None = None
     try:
-        group = here.link.meet(name, timeout, attention.waiting)
+        group = here.link.meet(name, timeout, attention)
         boxes = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in asked.requests]
         answer = operation.round("demands", [[rank, boxes]], combine=gathered, decide=_unite)
         wanted = _wanted(json.loads(answer))
