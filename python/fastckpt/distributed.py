@@ -69,8 +69,8 @@ def save(  # noqa: PLR0913 - all by name
     Args:
         state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Plain
             tensors and values that several ranks have must be equal on them; tensors of up to 64 KiB are compared,
-            larger ones are taken to be equal, and the ranks that have one share the work. Mappings may have keys that
-            only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
+            of larger ones three pieces of 4 KiB, and the ranks that have one share the work. Mappings may have keys
+            that only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
             one; where none was initialised, this process alone. It must have all ranks of the DTensors' meshes.

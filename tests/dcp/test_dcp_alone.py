@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -361,6 +362,30 @@ def test_a_state_may_change_once_it_is_staged(tmp_path):
     assert loaded["tied"] is loaded["w"]
     assert torch.equal(loaded["list"][1]["x"], torch.ones(2))
     assert loaded["plain"] == [1]
+
+
+class Held(DefaultSavePlanner):
+    """Lets its save go on once the next one has been asked for."""
+
+    def __init__(self, go):
+        super().__init__()
+        self.go = go
+
+    def create_local_plan(self):
+        assert self.go.wait(60)
+        return super().create_local_plan()
+
+
+def test_a_writer_may_be_given_the_next_save_while_one_is_under_way(tmp_path):
+    writer, go = Writer(), threading.Event()
+    saves = [
+        dcp.async_save({"step": step}, checkpoint_id=tmp_path / str(step), storage_writer=writer, planner=Held(go))
+        for step in range(3)
+    ]
+    go.set()
+    for save in saves:
+        save.result()
+    assert [fastckpt.load(tmp_path / str(step))["step"] for step in range(3)] == [0, 1, 2]
 
 
 def test_memory_of_a_stage_is_used_again_once_nobody_has_it():

@@ -250,6 +250,77 @@ def test_a_failure_of_one_rank_fails_all_and_the_old_checkpoint_stays(forge, tmp
     assert fastckpt.load(tmp_path / "c")["value"] == 1
 
 
+class Failing(DefaultSavePlanner):
+    """Fails on one rank where the others go on to the storage."""
+
+    def __init__(self, bad, *, caching):
+        super().__init__(enable_plan_caching=caching)
+        self.bad = bad
+
+    def finish_plan(self, new_plan):
+        if dist.get_rank() == self.bad:
+            raise RuntimeError("no plan")
+        return super().finish_plan(new_plan)
+
+
+class FailingToLoad(dcp.DefaultLoadPlanner):
+    """Fails on one rank where the others go on to the storage."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    def finish_plan(self, central_plan):
+        if dist.get_rank() == self.bad:
+            raise RuntimeError("no plan")
+        return super().finish_plan(central_plan)
+
+
+def save_and_load_with_failing_planners(path, *, bad, caching):
+    """Saves and loads, of which the middle one fails; what the last load gave."""
+    state = {"model": parallel.state("fsdp")["model"]}
+    told = []
+    for turn in range(3):
+        planner = Failing(bad if turn == 1 else None, caching=caching)
+        try:
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=3), planner=planner)
+        except dcp.api.CheckpointException as error:
+            told.append((turn, sorted(error.failures), "no plan" in str(error)))
+    for turn in range(3):
+        planner = FailingToLoad(bad if turn == 1 else None)
+        model, _ = parallel.build("fsdp", trained=False)
+        loaded = {"model": parallel.get_model_state_dict(model)}
+        try:
+            dcp.load(loaded, checkpoint_id=path, storage_reader=Reader(timeout=3, io="threads"), planner=planner)
+        except dcp.api.CheckpointException as error:
+            told.append((turn, sorted(error.failures), "no plan" in str(error)))
+    wanted = _flat(state)
+    return told, all(_equal(value, wanted[key]) for key, value in _flat(loaded).items())
+
+
+@pytest.mark.parametrize(("bad", "caching"), [(0, False), (1, False), (1, True)])
+def test_a_planner_that_fails_on_one_rank_fails_that_call_alone(forge, tmp_path, bad, caching):
+    with forge.group(2) as group:
+        outcomes = group.run(save_and_load_with_failing_planners, tmp_path / "c", bad=bad, caching=caching)
+    assert outcomes == [([(1, [0, 1], True)] * 2, True)] * 2
+
+
+def save_bad_metadata(path, *, bad):
+    metadata = dist if dist.get_rank() == bad else {"epoch": 3}
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(timeout=60, metadata=metadata))
+
+
+def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
+    with forge.group(2) as group:
+        group.start(save_bad_metadata, tmp_path / "c", bad=1)
+        outcomes = group.outcomes()
+        for each in outcomes:
+            assert "module is not supported" in each.raised.text
+            assert each.seconds < 30
+        group.run(save_bad_metadata, tmp_path / "c", bad=-1)
+    assert fastckpt.open(tmp_path / "c").metadata == {"epoch": 3}
+
+
 def save_async_bad(path, *, bad):
     state = {"w": torch.ones(3)}
     if dist.get_rank() == bad:

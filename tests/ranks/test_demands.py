@@ -211,7 +211,9 @@ def _mismatches(path) -> None:
     with pytest.raises(StructureMismatchError, match=r"\['s'\]"):
         load(path, {"s": value}, keys="s*")
     # A rank that leaves out what is spread over it.
-    with pytest.raises(ValueError, match=r"^load: .*\n  \['a'\]: spread on ranks 0, 1, not there on rank 1"):
+    with pytest.raises(
+        ValueError, match=r"^load: .*\n  \['a'\]: a DTensor over ranks 0, 1 on rank 0, no such on rank 1"
+    ):
         load(path, {"a": value} if dist.get_rank() == 0 else {"s": numbered(6, 2).to_sparse()}, strict=False)
     with pytest.raises(StructureMismatchError, match=r"fastckpt\.distributed\.load fills it"):
         fastckpt.load(path, into={"a": value}, keys="a")

@@ -224,6 +224,7 @@ def test_ranks_want_different_tensors(forge, tmp_path, io):
         told = [each.raised for each in group.outcomes()]
         assert "no rank has a place" in told[0].text
         assert all("c" in each.text for each in told)
+        assert told[1].text.endswith(": nothing was loaded")
         found = group.run(load_parts, tmp_path / "c", ["a", "b"], strict=False)
         assert [unexpected for _, unexpected in found] == [("c",), ("c",)]
         group.start(load_parts, tmp_path / "c", ["abc", "bcd"])
@@ -242,6 +243,7 @@ def test_where_there_is_nothing_all_are_told(forge, tmp_path):
     assert told[0].kind == "FileNotFoundError"
     assert told[1].kind == "RanksError"
     assert "none" in told[1].text
+    assert told[1].text.endswith(": nothing was loaded")
 
 
 def load_objects(path):

@@ -116,6 +116,35 @@ def test_a_rank_that_works_for_long_is_not_silent():
     one.check_success(0)
 
 
+@pytest.mark.parametrize("silent", [0, 1, 39])
+def test_a_rank_that_falls_silent_while_all_work_is_named_in_time(silent):
+    """They may be waiting for bytes of it, and then none of them comes to the round in which it would be missed."""
+
+    class Dying(protocol.Turn):
+        def look(self):
+            if self.member.rank == silent and one.world.now >= 100:
+                one.processes[silent].dead = True
+            yield from super().look()
+
+    one = job(40, turn=Dying)
+    one.work = {(0, rank): 1000.0 for rank in range(40)}
+    run(one)
+    assert [result.ended for result in one.outcomes(0).values() if not 125 < result.ended < 100 + 30 + 5] == []
+    for told in errors(one).values():
+        assert [failure.rank for failure in told.failures] == [silent]
+        assert "has not answered for 30.0 s" in str(told)
+
+
+@pytest.mark.parametrize("busy", [0, 1, 39])
+def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
+    """Those that have posted beat no more, and are not silent."""
+    one = job(40)
+    one.work = {(0, busy): 900.0}
+    run(one)
+    one.check_success(0)
+    assert max(result.ended for result in one.outcomes(0).values()) > 900
+
+
 def test_a_coordinator_that_dies_while_it_commits_leaves_an_unknown_outcome():
     class Dying(protocol.Turn):
         def _conclude(self, expected, verdict, number=None):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt._ranks.describe import COMPARED, describe
+from fastckpt._ranks.describe import COMPARED, describe, pieces
 from fastckpt._ranks.offers import Told, combine_offers, offer_of
 from fastckpt._ranks.table import (
     NO_CHECK,
@@ -55,7 +55,7 @@ def test_a_table_comes_back_as_it_was():
         "model.n\u00e4me": False,
         "7": True,
         "long": True,
-        "big": False,
+        "big": True,
     }
 
 
@@ -176,3 +176,15 @@ def test_tensors_of_devices_are_fetched_together():
     ]
     found = _torch.fetched([value for value, _ in cases])
     assert [data.tobytes() for data in found] == [array.tobytes() for _, array in cases]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.float8_e4m3fn])
+def test_of_large_tensors_of_devices_pieces_are_fetched(dtype):
+    """Those that are compared of tensors in host memory. (Here the device is that.)"""
+    count = (COMPARED + (8 << 10)) // dtype.itemsize + 1
+    tensor = torch.randint(0, 100, (count, 3)).to(dtype)[:, 1]
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    starts = pieces(len(data))
+    assert [starts[0], starts[-1]] == [0, len(data) - 4096]
+    (found,) = _torch.fetched([_torch.excerpt(tensor, starts, 4096)])
+    assert found.tobytes() == b"".join(data[start : start + 4096] for start in starts)

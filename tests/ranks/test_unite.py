@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import OrderedDict, defaultdict
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastckpt import UnsupportedTypeError
 from fastckpt._ranks.agreement import Agreement
@@ -221,7 +222,7 @@ def test_what_is_cut_apart_is_united(state, seed, size, fan):
         ({"a": [1, 2]}, {"a": [1]}, r"\['a'\]: a list of 2 on ranks 0, 1, a list of 1 on rank 2"),
         ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}, r"\['a'\]\[0\]\['b'\]: 1 on"),
         ({"a": (1,)}, {"a": [1]}, r"\['a'\]: a tuple of 1 on .* a list of 1 on"),
-        ({"a": {}}, {"a": OrderedDict()}, r"\['a'\]: a dict of 0 on .* a odict of 0 on"),
+        ({"a": {}}, {"a": OrderedDict()}, r"\['a'\]: a dict of 0 on .* an OrderedDict of 0 on"),
         ({"a": defaultdict(int)}, {"a": defaultdict(list)}, r"\['a'\]: 'int' on .* 'list' on"),
         ({"a": {1}}, {"a": {2}}, r"\['a'\]\[0\]: 1 on"),
         ({3: {"b": 1}}, {3: {"b": 2}}, r"\[3\]\['b'\]: 1 on"),
@@ -235,6 +236,14 @@ def test_what_is_cut_apart_is_united(state, seed, size, fan):
             {"a": torch.zeros(2)},
             r"\['a'\]: a tensor on ranks 0, 1, one of other values on rank 2",
         ),
+        ({"a": math.nan}, {"a": 0.5}, r"\['a'\]: nan on ranks 0, 1, 0\.5 on rank 2"),
+        ({"a": 0.0}, {"a": -0.0}, r"\['a'\]: 0\.0 on ranks 0, 1, -0\.0 on rank 2"),
+        ({"a": 2**53}, {"a": 2**53 + 1}, r"\['a'\]: 9007199254740992 on .*, 9007199254740993 on"),
+        ({"a": 1j}, {"a": 2j}, r"\['a'\]: 1j on ranks 0, 1, 2j on rank 2"),
+        ({"a": np.int8(1)}, {"a": np.int8(2)}, r"\['a'\]: .*1\)? on ranks 0, 1, .*2\)? on rank 2"),
+        ({"a": b"x"}, {"a": b"y"}, r"\['a'\]: b'x' on ranks 0, 1, b'y' on rank 2"),
+        ({"a": {1}}, {"a": frozenset({1})}, r"\['a'\]: a set of 1 on .* a frozenset of 1 on"),
+        ({"a": torch.Size([1])}, {"a": torch.Size([2])}, r"\['a'\]: \(1,\) on .* \(2,\) on"),
         ({"param_groups": [{"params": ["x", 1]}]}, {"param_groups": [{"params": ["x"]}]}, r"a list of 2 on"),
     ],
 )
@@ -257,12 +266,25 @@ def test_metadata_is_compared_too():
         agreements[0].unite(combine_offers([each.offer(verdict) for each in agreements]))
 
 
-def test_large_tensors_are_taken_to_be_equal():
-    size = COMPARED // 4
-    _, verdict = agree([{"a": torch.full((size + 1,), float(rank))} for rank in range(2)])
-    assert verdict == "equal"
-    with pytest.raises(ValueError, match="other values"):
-        agree([{"a": torch.full((size,), float(rank))} for rank in range(2)])
+@pytest.mark.parametrize("at", [0, COMPARED // 2, COMPARED + 7])
+def test_large_tensors_are_compared_by_pieces(at):
+    """As the moments of two stages of a pipeline are told apart that have one name and one shape."""
+
+    def state(value, gaps):
+        tensor = torch.zeros(COMPARED + 8, 2, dtype=torch.uint8)
+        tensor[at, 0] = value
+        return {"a": tensor[:, 0] if gaps else tensor[:, 0].contiguous()}
+
+    assert agree([state(1, gaps=False), state(1, gaps=True)])[1] == "equal"
+    for gaps in (False, True):
+        with pytest.raises(ValueError, match=r"BatchNorm(.*\n)*.*one of other values"):
+            agree([state(1, gaps=gaps), state(2, gaps=gaps)])
+
+
+def test_nan_equals_nan():
+    agreed, verdict = agree([{"a": math.nan, "b": 1}, {"a": math.nan, "c": 1}])
+    assert verdict == "tables"
+    assert math.isnan(state_of(agreed[0])["a"])
 
 
 def test_flags_are_those_of_the_first_rank():
@@ -413,8 +435,18 @@ def _not_all_of_a_mesh() -> None:
     rank = dist.get_rank()
     value = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
     agreement = Agreement(describe({"w": value} if rank != 2 else {}, rank, range(4)))
-    with pytest.raises(ValueError, match=r"\['w'\]: spread on ranks 0, 1, 2, 3, not there on rank 2"):
+    with pytest.raises(
+        ValueError, match=r"\['w'\]: a DTensor over ranks 0, 1, 2, 3 on ranks 0, 1, 3, no such on rank 2"
+    ):
         _rounds(agreement)
+
+
+def _shapes_that_from_local_guessed() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,))
+    value = DTensor.from_local(torch.ones(1 if rank == 3 else 2, 3), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match=r"need shape= and stride=.*\n  \['w'\]: .*\[8, 3\] on .*\[4, 3\] on rank 3$"):
+        _rounds(Agreement(describe({"w": value}, rank, range(4))))
 
 
 def _stages_with_meshes() -> None:
@@ -455,7 +487,9 @@ def _stages_with_meshes() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [_beside, _not_all_of_a_mesh, _stages_with_meshes], ids=lambda case: case.__name__.strip("_")
+    "case",
+    [_beside, _not_all_of_a_mesh, _shapes_that_from_local_guessed, _stages_with_meshes],
+    ids=lambda case: case.__name__.strip("_"),
 )
 def test_meshes(forge, case):
     with forge.group(4) as group:

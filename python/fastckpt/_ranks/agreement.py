@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastckpt._state.collector import paused
 from fastckpt._state.groups import split_model
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors.spread import Spread
@@ -172,11 +173,8 @@ class Agreement:
                 index = next(
                     i for i, kind in enumerate(variant.table.kind) if variant.table.kinds[kind].spread == number
                 )
-                differences.texts(
-                    Path(None, variant.table.names[index]),
-                    [(spread.ranks, "spread"), (absent, "not so")],
-                    "save on every rank what a mesh of it holds",
-                )
+                path = Path(None, variant.table.names[index])
+                differences.absent(path, spread.ranks, absent, "save on every rank what a mesh of it holds")
         differences.raise_any()
         return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
 
@@ -214,6 +212,7 @@ class Agreement:
         head = json.dumps([runs_of(ranks) for ranks in lists.values()])
         return [head.encode(), *(blobs[tensors] for tensors in lists)]
 
+    @paused()
     def settle(self, verdict: list[Any], answer: bytes | None) -> Agreed:
         """What all ranks agree on, once ``answer`` is there, where one was needed."""
         local = self.local

@@ -31,7 +31,7 @@ class Attention:
         self.timeout = timeout
         self.exchange: Exchange | None = None
         self.limit = (_PATIENCE + 1) * timeout
-        self._progress = (0, 0)
+        self._progress = (-1, 0)
         self._moved = time.monotonic()
 
     def __call__(self, done: int = 0) -> None:
@@ -49,4 +49,13 @@ class Attention:
             self.operation.alive()
         elif waits and now - self._moved < _PATIENCE * self.timeout:
             self.operation.alive()
+        self.operation.check()
+
+    def meanwhile(self) -> None:
+        """Called while this rank waits for others outside of the exchange, for a time that the wait itself limits.
+
+        Raises:
+            RanksError: the operation has failed at another rank.
+        """
+        self.operation.alive()
         self.operation.check()

@@ -25,6 +25,7 @@ import numpy as np
 
 from fastckpt._api.destinations import Targets, Whole
 from fastckpt._api.prepare import Prepared, Wishes, prepare
+from fastckpt._state.collector import paused
 from fastckpt._tensors.spreads import Spreads
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
@@ -345,11 +346,13 @@ class Wanting:
             if found in made.without:
                 spread, absent = made.without[found]
                 name = local.targets.stored[tensor].name
-                sides = [(spread.ranks, "spread"), (absent, "not there")]
-                differences.texts(Path(None, name), sides, "give each rank in into what a mesh of it holds")
+                differences.absent(
+                    Path(None, name), spread.ranks, absent, "give each rank in into what a mesh of it holds"
+                )
         differences.raise_any()
         return packed(compressed(_encode(lists, made.lists)), encode_spreads(made.spreads))
 
+    @paused()
     def settle(self, _: list[Any], answer: bytes | None) -> Shared:
         """What all ranks agree on, once ``answer`` is there, where one was needed."""
         local = self.local

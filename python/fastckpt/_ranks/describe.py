@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._tensors.spread import Spread
 
-#: Tensors that every rank has whole are compared up to this size. Larger ones are taken to be equal.
+#: Tensors that every rank has whole are compared: up to this size by all bytes, larger ones by three pieces of them.
 COMPARED = 64 << 10
+_PIECE = 4 << 10
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 #: Types of keys that can name the model.
 _KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
@@ -146,33 +147,49 @@ def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None
 
 
 def checks(flat: Flat) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A checksum of each small tensor that all ranks have whole."""
+    """A checksum of each tensor that all ranks have whole, or of pieces of it."""
     out = [NO_CHECK] * len(flat.tensors)
     spread = flat.spreads
     elsewhere = []
     for index, (_, _, _, address, nbytes, _) in enumerate(flat.tensors):
-        if not 0 < nbytes <= COMPARED or index in spread:
+        if not nbytes or index in spread:
             continue
-        if address:
+        if not address:
+            elsewhere.append(index)
+        elif nbytes <= COMPARED:
             out[index] = zlib.crc32(string_at(address, nbytes))
         else:
-            elsewhere.append(index)
+            out[index] = zlib.crc32(b"".join(string_at(address + start, _PIECE) for start in pieces(nbytes)))
     for index, data in zip(elsewhere, _fetched(flat, elsewhere), strict=True):
         out[index] = zlib.crc32(data.data)
     return np.array(out, np.uint64)
 
 
+def pieces(nbytes: int) -> tuple[int, ...]:
+    """Where the pieces of a larger tensor begin by which it is compared. Elements are whole in them."""
+    return 0, nbytes // 2 // _PIECE * _PIECE, nbytes - _PIECE
+
+
 def _fetched(flat: Flat, indices: Sequence[int]) -> list[_memory.Bytes]:
-    """The bytes of tensors without an address; those on devices come together."""
-    if not indices:
-        return []
-    out = [np.empty(flat.tensors[index].capacity, np.uint8) for index in indices]
-    afar = [at for at, index in enumerate(indices) if getattr(flat.keep[index], "is_cpu", True) is False]
+    """What is compared of tensors without an address; of those on devices it comes together."""
+    out: list[Any] = [None] * len(indices)
+    afar: list[int] = []
+    for at, index in enumerate(indices):
+        if getattr(flat.keep[index], "is_cpu", True) is False:
+            afar.append(at)
+            continue
+        nbytes = flat.tensors[index].capacity
+        parts = [(0, nbytes)] if nbytes <= COMPARED else [(start, _PIECE) for start in pieces(nbytes)]
+        data = out[at] = np.empty(sum(size for _, size in parts), np.uint8)
+        for number, (start, size) in enumerate(parts):
+            flat.movers[index](start, _memory.address_of(data) + number * _PIECE, size)
     if afar:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
 
-        for at, data in zip(afar, _torch.fetched([flat.keep[indices[at]] for at in afar]), strict=True):
+        chosen = []
+        for at in afar:
+            value, nbytes = flat.keep[indices[at]], flat.tensors[indices[at]].capacity
+            chosen.append(value if nbytes <= COMPARED else _torch.excerpt(value, pieces(nbytes), _PIECE))
+        for at, data in zip(afar, _torch.fetched(chosen), strict=True):
             out[at] = data
-    for at in set(range(len(indices))).difference(afar):
-        flat.movers[indices[at]](0, _memory.address_of(out[at]), out[at].nbytes)
     return out

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._state.builders import StateBuilder
 from fastckpt._state.flatten import canonical
 from fastckpt._state.key_paths import show, step_of
+from fastckpt._state.unflatten import unflatten
+from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +18,7 @@ _LISTED = 10
 #: Longer values are cut, and longer lists of ranks.
 _VALUE = 80
 _RANKS = 8
+_CONTAINERS = {"fset": "a frozenset", "odict": "an OrderedDict", "ddict": "a defaultdict"}
 
 
 class Path:
@@ -48,15 +52,17 @@ class Differences:
         self._count = 0
         self._remedies: dict[str, None] = {}
 
-    def values(self, path: Path, sides: Sequence[tuple[Sequence[int], Any]]) -> None:
-        """Two tokens that differ, each with the ranks that have it."""
-        self._note(path, [(ranks, short(token)) for ranks, token in sides])
-        self._remedies["give what belongs to one rank alone as per_rank="] = None
-
-    def texts(self, path: Path, sides: Sequence[tuple[Sequence[int], str]], remedy: str) -> None:
-        """Two things that differ, in words."""
+    def texts(self, path: Path, sides: Sequence[tuple[Sequence[int], str]], *remedies: str) -> None:
+        """Two things that differ, in words, each with the ranks that have it; of remedies the last is named last."""
         self._note(path, sides)
-        self._remedies[remedy] = None
+        for remedy in remedies:
+            self._remedies.pop(remedy, None)
+            self._remedies[remedy] = None
+
+    def absent(self, path: Path, ranks: Sequence[int], absent: Sequence[int], remedy: str) -> None:
+        """A tensor is spread over ``ranks``, and some of them do not say so."""
+        present = [rank for rank in ranks if rank not in absent]
+        self.texts(path, [(present, f"a DTensor over {named(ranks)}"), (absent, "no such")], remedy)
 
     def _note(self, path: Path, sides: Sequence[tuple[Sequence[int], str]]) -> None:
         self._count += 1
@@ -82,21 +88,14 @@ class Differences:
 
 def short(token: Any) -> str:
     """A token as the value that it stands for, as far as that is short."""
-    if type(token) is str:
-        text = repr(token)
-    elif type(token) is not list:
-        text = {True: "True", False: "False", None: "None"}.get(token, str(token)) if _is_word(token) else str(token)
-    elif len(token) == 2 and token[0] in {"int", "float"}:  # noqa: PLR2004 - a tag and a text
-        text = str(token[1])
-    elif len(token) == 2 and type(token[1]) is int:  # noqa: PLR2004 - a container and its size
-        text = f"a {token[0]} of {token[1]}"
+    if type(token) is list and len(token) == 2 and type(token[1]) is int:  # noqa: PLR2004 - a container and its size
+        text = f"{_CONTAINERS.get(token[0], f'a {token[0]}')} of {token[1]}"
     else:
-        text = canonical(token)
+        try:
+            text = repr(unflatten([token], StateBuilder("numpy", ())))
+        except CheckpointError:  # a token that only begins a value
+            text = canonical(token)
     return text if len(text) <= _VALUE else f"{text[: _VALUE // 2]}...{text[-_VALUE // 4 :]}"
-
-
-def _is_word(token: Any) -> bool:
-    return token is None or type(token) is bool
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -306,6 +306,6 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: A
         RanksError: the operation has failed at another rank.
     """
     try:
-        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention)
+        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention.meanwhile)
     except RuntimeError as error:
         raise LostError(f"the manifest was not passed on: {_text(error)}") from error

@@ -46,7 +46,7 @@ class Peers:
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
         self._ended: set[int] = set()
-        self._next = 0
+        self._taken = self._next = 0
         #: The threads that are in a turn, or wait for theirs.
         self._threads: dict[int, int] = {}
         self._shown = False
@@ -60,7 +60,7 @@ class Peers:
         """Return the name of a rank's host; empty where this rank has not heard of it."""
         return self._member.hosts.get(rank, "")
 
-    def operation(self, kind: str, path: str, timeout: float) -> Operation:
+    def operation(self, kind: str, path: str, timeout: float, label: str | None = None) -> Operation:
         """Take the next turn: an operation that all ranks begin in the same order.
 
         It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
@@ -70,9 +70,11 @@ class Peers:
             kind: ``save`` or ``load``.
             path: to what, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
+            label: what the ranks know this operation by, where they cannot count: one that is never used again.
         """
         with self._turns:
-            return Operation(self, Turn(self._member, kind, path, timeout))
+            self._taken += 1
+            return Operation(self, Turn(self._member, kind, path, timeout, label), self._taken - 1)
 
     def close(self) -> None:
         """End the threads of the store.
@@ -122,7 +124,7 @@ class Peers:
         _core.wait_for(whom)
         return whom
 
-    def _enter(self, number: int) -> None:
+    def _enter(self, place: int) -> None:
         thread = threading.get_ident()
         with self._turns:
             if thread in self._threads.values():
@@ -130,13 +132,13 @@ class Peers:
                     "this thread is in a save or load of the same process group, which has to end first (a signal "
                     "handler that interrupts one sets a flag, or calls save_async)"
                 )
-            self._threads[number] = thread
-            self._turns.wait_for(lambda: self._next >= number)
+            self._threads[place] = thread
+            self._turns.wait_for(lambda: self._next >= place)
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, place: int) -> None:
         with self._turns:
-            self._threads.pop(number, None)
-            self._ended.add(number)
+            self._threads.pop(place, None)
+            self._ended.add(place)
             while self._next in self._ended:
                 self._ended.remove(self._next)
                 self._next += 1
@@ -150,20 +152,20 @@ class Operation:
     The round ``done`` is the last: a body that has had its answer cannot fail for others.
     """
 
-    def __init__(self, peers: Peers, turn: Turn) -> None:
-        self._peers, self._turn = peers, turn
+    def __init__(self, peers: Peers, turn: Turn, place: int) -> None:
+        self._peers, self._turn, self._place = peers, turn, place
         self._looked = float("-inf")
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
         try:
-            self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+            self._peers._enter(self._place)  # noqa: SLF001 - they are one
         except BaseException as error:
             # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
             try:
                 with contextlib.suppress(RanksError):
                     self._run(self._turn.quit(error), _HURRY)
             finally:
-                self._peers._leave(self._turn.number)  # noqa: SLF001
+                self._peers._leave(self._place)  # noqa: SLF001
             raise
         return self
 
@@ -173,7 +175,7 @@ class Operation:
         try:
             self._end(error)
         finally:
-            self._peers._leave(self._turn.number)  # noqa: SLF001 - they are one
+            self._peers._leave(self._place)  # noqa: SLF001 - they are one
 
     def round(
         self,
@@ -204,7 +206,7 @@ class Operation:
             self._run(self._turn.alive())
 
     def check(self) -> None:
-        """Raise if another rank has failed, so that a long body ends early. Cheap: at most one look a second.
+        """Raise if another rank has failed or is silent, so that a long body ends. Cheap: at most one look a second.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.

@@ -14,8 +14,9 @@ was deciding the last round leaves an unknown outcome, which is a verdict too. A
 key that appears after the verdict, to wake those who wait; it may also ring for nothing.
 
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
-rank listens to those below until it has their messages, and to the coordinator until it has the verdict. The beats of a
-rank that has posted are not needed: if its message was lost, it is silent.
+rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
+works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
+beats of a rank that has posted are not needed: if its message was lost, it is silent.
 
 **A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
 message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
@@ -100,12 +101,13 @@ class Turn:
         kind: what it does, as ``save``.
         path: to what.
         timeout: seconds of silence after which a rank is taken to be gone.
+        label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
     """
 
-    def __init__(self, member: Member, kind: str, path: str, timeout: float) -> None:
+    def __init__(self, member: Member, kind: str, path: str, timeout: float, label: str | None = None) -> None:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
-        self.number = member.turn
-        member.turn += 1
+        self.number: int | str = member.turn if label is None else label
+        member.turn += label is None
         self.name = ""
         #: Rounds that it has begun.
         self.rounds = 0
@@ -118,6 +120,9 @@ class Turn:
         self.slice = min(self.long_slice, 1.0)
         self._grace = min(GRACE, timeout)
         self._beaten: float | None = None
+        #: Whom this rank listens to while it works: of each the count of its beats, and since when it has been that.
+        self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
+        self._heard: dict[int, tuple[bytes | None, float]] = {}
         #: Somebody has failed, and all can know.
         self._aborted = False
         #: This rank has said that it succeeded, and does not know the outcome.
@@ -134,8 +139,8 @@ class Turn:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("fastckpt", self.member.session, self.number, *parts)))
 
-    def _up(self, rank: int) -> str:
-        return self._key(self.rounds, "up", rank)
+    def _up(self, rank: int, number: int | None = None) -> str:
+        return self._key(number or self.rounds, "up", rank)
 
     def _beat_of(self, rank: int) -> str:
         return self._key("beat", rank)
@@ -171,14 +176,33 @@ class Turn:
         return not self.over and self.member.size > 1 and bool(self.member.session)
 
     def look(self) -> Steps:
-        """Raise ``StopError`` if a rank has failed in this turn."""
+        """Raise ``StopError`` if a rank has failed in this turn, or one that this rank listens to is silent."""
         if not self._working():
             return
-        told = yield from value_of(self._abort)
+        watched = self._watched if self.rounds and not self.inside else ()
+        told, *beats = yield Get((self._abort, *map(self._beat_of, watched)))
         if told is not None:
             self._aborted = True
             failure = RankFailure(*json.loads(told))
-            raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
+        else:
+            silent = yield from self._silent_of(dict(zip(watched, beats, strict=True)))
+            if silent is None:
+                return
+            failure = self.member.silent(silent, self.timeout)
+            yield from self._tell(failure)
+        raise StopError(f"{self.kind}: {self.path}: {failure}", (failure,))
+
+    def _silent_of(self, beats: dict[int, bytes | None]) -> Steps:
+        """Remember beats, and return a rank that has neither beaten for ``timeout`` nor posted, or None."""
+        now = yield Now()
+        for rank, beat in beats.items():
+            before, since = self._heard.setdefault(rank, (beat, now))
+            if beat == before and now - since >= self.timeout:
+                if not rank or (yield from value_of(self._up(rank, self.rounds + 1))) is None:
+                    return rank
+                since = now
+            self._heard[rank] = (beat, since if beat == before else now)
+        return None
 
     # One round.
 
@@ -226,6 +250,7 @@ class Turn:
             verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
         answer = yield from self._take(verdict)
         self.inside = self._unknown = False
+        self._heard.clear()
         return answer
 
     def _alone(
@@ -264,6 +289,8 @@ class Turn:
         state.heard = dict.fromkeys(state.waiting, (None, now))
         if own.failures:
             state.fail()
+            # Who has been silent already is not waited for again.
+            state.heard |= {rank: heard for rank, heard in self._heard.items() if rank in state.waiting}
             yield from self._tell(own.failures[0])
         while state.waiting:
             keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
@@ -373,8 +400,13 @@ class Turn:
     def _await(self) -> Steps:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
         before, since = None, (yield Now())
+        pause = self.long_slice
+        if self._aborted:
+            # What this rank has heard while it worked still counts.
+            before, since = self._heard.get(0, (before, since))
+            pause = self.slice
         while True:
-            yield Wait((self._bell(),), self.long_slice, 0)
+            yield Wait((self._bell(),), pause, 0)
             # The coordinator may have gone between the verdict and the bell.
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):
@@ -494,7 +526,7 @@ class Turn:
 
     def error(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> RanksError:
         """Return the error that tells what failed, and what that means for the checkpoint."""
-        ending = words.ending(self.kind, unknown=unknown, committed=self._committed)
+        ending = self._ending(unknown=unknown)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
@@ -502,8 +534,11 @@ class Turn:
     def unreachable(self, error: UnreachableError) -> RanksError:
         """Leave because the store does not answer, and return the error that says so."""
         self.owe(f"gave up: {error}")
-        ending = words.ending(self.kind, unknown=self._unknown, committed=self._committed)
-        return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
+        return RanksError(f"{self.kind}: {self.path}: {error}: {self._ending(unknown=self._unknown)}")
+
+    def _ending(self, *, unknown: bool) -> str:
+        agreeing = self.inside and self.name != LAST
+        return words.ending(self.kind, agreeing=agreeing, unknown=unknown, committed=self._committed)
 
     # Values of any size.
 

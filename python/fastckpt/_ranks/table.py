@@ -41,7 +41,7 @@ class Table(NamedTuple):
         names: of the tensors, by number.
         kinds: the different kinds.
         kind: for each tensor the number of its kind.
-        checks: for each tensor a checksum of its bytes, or :data:`NO_CHECK`.
+        checks: for each tensor a checksum of its bytes or of pieces of them, or :data:`NO_CHECK`.
         ties: number and name of each further place of a tensor.
         outer: kind and text of each key of the outer mapping, and whether it leads to a mapping; None without one.
         structure: the tokens of the state, JSON text.

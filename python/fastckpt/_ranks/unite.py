@@ -21,13 +21,22 @@ from fastckpt._tensors.spread import Spread
 
 from .describe import outer_of
 from .differences import Differences, Path, short
-from .table import NO_CHECK, Table
+from .table import NO_CHECK, Kind, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
-_EQUAL = "make them equal on all ranks that have them, or give what belongs to one rank alone as per_rank="
+_EQUAL = "make values equal on all ranks that have them"
+_TENSORS = (
+    "make plain tensors equal on all ranks that have them (statistics, as BatchNorm's: SyncBatchNorm, or broadcast "
+    "those of one rank before the save; stages of a pipeline: names of their own, for optimizers by torch's "
+    "get_optimizer_state_dict)"
+)
+_DTENSORS = (
+    "give DTensors the same dtype and global shape on all ranks (of uneven parts, from_local needs shape= and stride=)"
+)
+_PER_RANK = "give what belongs to one rank alone as per_rank="
 
 
 class Variant(NamedTuple):
@@ -230,7 +239,8 @@ class _Union:
         if type(first) is not type(token):
             return False
         if type(first) is not list:
-            return bool(first == token)
+            # By their text: 0.0 equals -0.0.
+            return bool(first == token and (first or repr(first) == repr(token)))
         if first[0] != token[0] or is_tensor(first) != is_tensor(token):
             return False
         return is_tensor(first) or first[0] in MAPPINGS or first == token
@@ -321,13 +331,14 @@ class _Union:
                 sides = [
                     (self.ranks[one], _described(self.tables[one], at)) for one, at in ((first, own), (which, index))
                 ]
-                self.differences.texts(path, sides, _EQUAL)
+                spread = self.kind(first, own).spread or self.kind(which, index).spread
+                self.differences.texts(path, sides, _DTENSORS if spread else _TENSORS, _PER_RANK)
                 break
             mine = self._checks[which][index]
             if mine != NO_CHECK:
                 if check not in {NO_CHECK, mine}:
                     sides = [(self.ranks[checked], "a tensor"), (self.ranks[which], "one of other values")]
-                    self.differences.texts(path, sides, _EQUAL)
+                    self.differences.texts(path, sides, _TENSORS, _PER_RANK)
                     break
                 check, checked = mine, which
         self.out.append([token[0], self.number(path, found), *token[2:]])
@@ -350,13 +361,17 @@ class _Union:
             sources = {}
             self.sources.append(sources)
             self.paths.append(path)
-            kind = self.tables[which].kinds[self.tables[which].kind[index]]
+            kind = self.kind(which, index)
             self.flat.tensors.append(Tensor(self.unique(name), kind.dtype, kind.shape, 0, 0, kind.logical))
         for which, _, index in found:
             if which not in sources:
                 sources[which] = index
                 self.numbers[which][index].append(number)
         return number
+
+    def kind(self, which: int, index: int) -> Kind:
+        table = self.tables[which]
+        return table.kinds[int(table.kind[index])]
 
     def unique(self, name: str) -> str:
         taken = self._taken.get(name)
@@ -375,7 +390,7 @@ class _Union:
             token = self.tokens[which][position]
             text = _described(self.tables[which], token[1]) if is_tensor(token) else short(token)
             sides.append((self.ranks[which], text))
-        self.differences.texts(path, sides, _EQUAL)
+        self.differences.texts(path, sides, _EQUAL, _PER_RANK)
 
     def finish(self, structure: list[Any], metadata: list[Any]) -> United:
         """The union, once everything has been walked."""
@@ -392,8 +407,9 @@ class _Union:
             missing = self.lists.without.get(found)
             if missing is not None:
                 spread, absent = missing
-                sides = [(spread.ranks, "spread"), (absent, "not there")]
-                self.differences.texts(self.paths[number], sides, "save on every rank what a mesh of it holds")
+                self.differences.absent(
+                    self.paths[number], spread.ranks, absent, "save on every rank what a mesh of it holds"
+                )
             lists.append(found)
         self.differences.raise_any()
         outer: dict[Any, bool] = {}

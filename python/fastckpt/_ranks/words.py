@@ -78,10 +78,10 @@ def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def ending(kind: str, *, unknown: bool, committed: bool) -> str:
-    """Return what a failure means for the checkpoint."""
+def ending(kind: str, *, agreeing: bool, unknown: bool, committed: bool) -> str:
+    """Return what a failure means for the checkpoint; ``agreeing``: in a round before the last."""
     if kind != "save":
-        return "what it was to be loaded into may be filled in part"
+        return "nothing was loaded" if agreeing else "what it was to be loaded into may be filled in part"
     if committed:
         return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
     if unknown:

@@ -174,12 +174,6 @@ def _shown(placements: Sequence[Any]) -> str:
     return ", ".join(map(str, placements))
 
 
-def local_of(value: Any) -> Tensor:
-    """The memory of this rank of a DTensor."""
-    local = value._local_tensor
-    return local if type(local) is Tensor else _arrived(local)
-
-
 def _arrived(local: Any) -> Tensor:
     """The plain local tensor, once it is there."""
     if type(local).__name__ == "AsyncCollectiveTensor":

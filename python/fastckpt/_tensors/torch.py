@@ -466,6 +466,15 @@ def fetched(values: Sequence[Tensor]) -> list[Bytes]:
     return out
 
 
+def excerpt(value: Tensor, starts: Sequence[int], nbytes: int) -> Tensor:
+    """Pieces of so many bytes of a tensor, which begin at these bytes of it, as a new vector."""
+    value = value.detach().resolve_conj().resolve_neg()
+    size = value.element_size()
+    places = torch.cat([torch.arange(start // size, (start + nbytes) // size) for start in starts])
+    # Not all dtypes can be picked from, but their bits can.
+    return value.view(_RAW[size]).take(places.to(value.device))
+
+
 def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
     """Pin host memory for copies from ``device``; returns what undoes it."""
     return _device.pin(torch, device, address, nbytes)

@@ -57,6 +57,8 @@ class InstalledReader(Reader):
         """Passed on to torch's reader where that reads."""
         if self._torchs is not None:
             self._torchs.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        else:
+            super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Passed on to torch's reader where that reads."""

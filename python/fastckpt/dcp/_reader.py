@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import time
 import uuid
@@ -25,13 +24,11 @@ from . import _torch
 from ._arguments import check_timeout
 from ._entries import Entry, Known, entries_of
 from ._fill import Fill, Request
+from ._label import forget, label_of, labelled
 from ._shared import Asked, read_alone, read_together
 
 if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
-
-#: Of a plan: all ranks of the process group read.
-_TOGETHER = "fastckpt: together"
 
 
 class Reader(_torch.StorageReader):
@@ -120,17 +117,17 @@ class Reader(_torch.StorageReader):
             storage_meta=_torch.StorageMeta(checkpoint_id=path, load_id=self._load_id),
         )
 
-    def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's interface
-        """Nothing to do: what was read is kept."""
+    def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
+        """A load begins on this rank. What was read of the checkpoint is kept."""
+        forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
         """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans, with the word that ranks read together where all of the process group are there."""
-        together = len(plans) > 1 and _torch.group_size(self._group) == len(plans)
-        return [dataclasses.replace(plan, storage_data=_TOGETHER) for plan in plans] if together else plans
+        """The plans, with a label where all ranks of the process group are there, which then read together."""
+        return labelled(plans) if len(plans) > 1 and _torch.group_size(self._group) == len(plans) else plans
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
         """Read what the plan asks for, straight into the tensors that the planner gives.
@@ -145,6 +142,7 @@ class Reader(_torch.StorageReader):
         if opened is None or path is None:
             raise CheckpointError("load: read_data was called before read_metadata")
         began = time.perf_counter()
+        label = label_of(plan)
         work = _Work(opened, plan, planner)
         try:
             with ticker("load", path, shown=False) as tick:
@@ -154,8 +152,8 @@ class Reader(_torch.StorageReader):
                     drain = work.targets.drain if work.targets.movers else None
                     return Asked(opened.reader, path, requests, drain, self._verify, self._io, self._threads, tick)
 
-                if plan.storage_data == _TOGETHER:
-                    fields = read_together(asked, path, self._group, self._timeout)
+                if label is not None:
+                    fields = read_together(asked, path, self._group, self._timeout, label)
                     kind: type[LoadReport] = RankLoadReport
                 else:
                     fields = read_alone(asked()) | {"missing": (), "unexpected": ()}

@@ -67,7 +67,7 @@ def read_alone(asked: Asked, io: str | None = None) -> dict[str, Any]:
     )
 
 
-def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: float) -> dict[str, Any]:
+def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: float, label: str) -> dict[str, Any]:
     """Read boxes with the other ranks: every rank calls it.
 
     Args:
@@ -75,6 +75,7 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
         path: the checkpoint's directory.
         group: the process group.
         timeout: seconds of silence that are waited for.
+        label: of this load, the same on all ranks.
 
     Returns:
         What a report of this rank is made of.
@@ -84,8 +85,7 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
         ReplacedCheckpointError: ranks have opened different checkpoints.
     """
     here = session("dcp.load", group)
-    # The turn is taken before anything can fail: all ranks count the same ones.
-    with here.peers.operation("load", path, timeout) as operation:
+    with here.peers.operation("load", path, timeout, label) as operation:
         mine = asked()
         manifest = hashlib.sha256(mine.reader.manifest()).hexdigest()
         cached, name = operation.round(
@@ -127,7 +127,7 @@ def _by_messages(
     exchange: Exchange | None = None
     engine: _core.RankLoad | None = None
     try:
-        group = here.link.meet(name, timeout, attention)
+        group = here.link.meet(name, timeout, attention.meanwhile)
         boxes = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in asked.requests]
         answer = operation.round("demands", [[rank, boxes]], combine=gathered, decide=_unite)
         wanted = _wanted(json.loads(answer))

@@ -28,30 +28,32 @@ class Wishes(NamedTuple):
 
     Attributes:
         path: the checkpoint's directory, absolute.
+        label: of this save, the same on all ranks.
         group: the process group.
         timeout: seconds of silence that are waited for.
         model_key: see :func:`fastckpt.save`.
         options: how a state is saved whose model has the names that begin with a prefix.
+        metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
     """
 
     path: str
+    label: str
     group: Any
     timeout: float
     model_key: str | None
     options: Callable[[str], _core.SaveOptions]
+    metadata: Callable[[], str]
 
 
-def save_together(
-    wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, metadata: str
-) -> Any:
+def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
     """Write this rank's part of a checkpoint, and commit it with the others: every rank calls it.
 
     Returns:
         The core's report of this rank.
     """
     here = session("dcp.save", wishes.group)
-    # The turn is taken before anything can fail: all ranks count the same ones.
-    with here.peers.operation("save", wishes.path, wishes.timeout) as operation:
+    with here.peers.operation("save", wishes.path, wishes.timeout, wishes.label) as operation:
+        metadata = wishes.metadata()
         taken = take(plan, planner, types)
         in_flight.wait_for_path(wishes.path)
         answer = operation.round(

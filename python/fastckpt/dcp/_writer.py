@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._arguments import check_timeout
+from ._label import forget, label_of, labelled
 from ._stager import Stager
 from ._take import take
 from ._together import Wishes, save_together
@@ -29,6 +31,15 @@ from ._unite import memories_of, unite
 from ._whole import whole
 
 _TORCHS_OWN = ".metadata"
+
+
+class _Now(threading.local):
+    """The save of a thread: while one is under way behind ``async_save``, the next one begins in another thread."""
+
+    path: str | None = None
+    coordinates = True
+    alone = False
+    written = False
 
 
 class Writer(_torch.StorageWriter):
@@ -98,24 +109,22 @@ class Writer(_torch.StorageWriter):
         self._io = io
         self._threads = threads
         self._limit = check_bandwidth("dcp.save", bandwidth_limit)
-        self._coordinates = True
-        self._alone = False
-        self._written = False
+        self._now = _Now()
         self._stager: Stager | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint's directory, absolute."""
-        return self._path
+        return self._now.path or self._path
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """A new save begins, to ``checkpoint_id`` where one is given."""
         if checkpoint_id is not None:
-            self._path = path_of("dcp.save", checkpoint_id)
+            self._path = self._now.path = path_of("dcp.save", checkpoint_id)
 
     def storage_meta(self) -> _torch.StorageMeta | None:
         """The path, for torch's log."""
-        return _torch.StorageMeta(checkpoint_id=self._path)
+        return _torch.StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
         """A save begins on this rank.
@@ -131,24 +140,26 @@ class Writer(_torch.StorageWriter):
                 "of all ranks cannot be committed like that: leave it out, or save on each rank to a path of its own "
                 "with fastckpt.save"
             )
-        if self._path is None:
+        path = self._now.path = self.checkpoint_id
+        if path is None:
             raise CheckpointError("dcp.save: give the Writer a path, or dcp.save a checkpoint_id")
-        self._coordinates = bool(is_coordinator)
-        self._alone = self._written = False
+        forget()
+        self._now.coordinates = bool(is_coordinator)
+        self._now.alone = self._now.written = False
         self.report = None
         if is_coordinator:
-            if os.path.lexists(os.path.join(self._path, _TORCHS_OWN)):  # noqa: PTH118
+            if os.path.lexists(os.path.join(path, _TORCHS_OWN)):  # noqa: PTH118
                 raise FileExistsError(
-                    f"dcp.save: {self._path} holds a checkpoint of torch's own: choose another path, or move it away"
+                    f"dcp.save: {path} holds a checkpoint of torch's own: choose another path, or move it away"
                 )
-            _core.check_target(self._path, self._overwrite)
+            _core.check_target(path, self._overwrite)
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
         """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
-        """The plans as they are; their number says how many ranks save.
+        """The plans, with a label where several ranks save.
 
         Raises:
             ValueError: the process group of this writer has another size.
@@ -159,36 +170,47 @@ class Writer(_torch.StorageWriter):
                 f"dcp.save: {len(plans)} ranks save, and the process group of the Writer has {size}: give "
                 "Writer(process_group=) the one that dcp.save has"
             )
-        self._alone = len(plans) == 1
-        return plans
+        self._now.alone = len(plans) == 1
+        return plans if self._now.alone else labelled(plans)
 
     def write_data(self, plan: _torch.SavePlan, planner: _torch.SavePlanner) -> _torch.Future[list[_torch.WriteResult]]:
         """Write this rank's part, and commit the checkpoint once all ranks have written theirs.
 
         Raises:
-            CheckpointError: not all of a tensor is there.
+            CheckpointError: not all of a tensor is there, or the plan has not come from the coordinator of a save.
             OSError: the storage failed; what was there before is untouched.
             RanksError: another rank failed, or does not answer.
             UnsupportedTypeError: something cannot be stored; the message names it.
             ValueError: the plans do not fit together.
         """
-        assert self._path is not None  # noqa: S101 - set_up_storage_writer has checked
+        path = self._now.path
+        assert path is not None  # noqa: S101 - set_up_storage_writer has checked
         began = time.perf_counter()
         types = Types("dcp.save", self._registry)
-        about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
-        if self._coordinates and self._alone:
-            report = self._save_alone(self._path, plan, planner, types, about)
-            self.report = conclude(SaveReport, self._path, began, report)
+        if self._now.coordinates and self._now.alone:
+            report = self._save_alone(path, plan, planner, types)
+            self.report = conclude(SaveReport, path, began, report)
         else:
-            wishes = Wishes(self._path, self._group, self._timeout, self._model_key, self._options)
-            report = save_together(wishes, plan, planner, types, about.structure())
-            self.report = conclude(RankSaveReport, self._path, began, report)
-        self._written = True
+            label = label_of(plan)
+            if label is None:
+                raise CheckpointError(
+                    "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
+                )
+
+            def metadata() -> str:
+                return self._about(types).structure()
+
+            wishes = Wishes(path, label, self._group, self._timeout, self._model_key, self._options, metadata)
+            report = save_together(wishes, plan, planner, types)
+            self.report = conclude(RankSaveReport, path, began, report)
+        self._now.written = True
         return _torch.done([_result(item) for item in plan.items])
 
-    def _save_alone(
-        self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, about: Flat
-    ) -> Any:
+    def _about(self, types: Types) -> Flat:
+        return flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+
+    def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
+        about = self._about(types)
         taken = take(plan, planner, types)
         warn_of_unnamed("dcp.save", about)
         united = unite([taken.table()], self._model_key)
@@ -222,7 +244,7 @@ class Writer(_torch.StorageWriter):
         Raises:
             CheckpointError: no checkpoint was written by this writer.
         """
-        if not self._written:
+        if not self._now.written:
             raise CheckpointError("dcp.save: finish was called, and write_data has not written a checkpoint")
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
@@ -262,7 +284,11 @@ class Writer(_torch.StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The process of async_save has the process group as its default one.
-        return {**self.__dict__, "_group": None, "_stager": None, "report": None}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
+        return {**kept, "_path": self.checkpoint_id, "_group": None, "_stager": None, "report": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _now=_Now())
 
 
 def _result(item: _torch.WriteItem) -> _torch.WriteResult:
