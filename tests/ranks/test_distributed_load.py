@@ -1,6 +1,7 @@
 """What ranks load of a checkpoint, however it was written, and how often they read it."""
 
 import os
+import signal
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,7 @@ import fastckpt
 from fastckpt import _core, distributed
 from fastckpt._ranks.residency import is_resident
 from harness import needs, parallel
+from harness.groups import Strike
 from harness.parallel import dist, torch
 
 # Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
@@ -298,3 +300,29 @@ def test_each_rank_gets_its_own_state_back(forge, tmp_path):
         distributed.load_per_rank(tmp_path / "c", rank=3)
     # The state itself does not have them.
     assert fastckpt.load(tmp_path / "c").keys() == {"w"}
+
+
+def load_and_tell(path):
+    try:
+        distributed.load(path, timeout=2.0, io="threads")
+    except fastckpt.RanksError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped_while_the_manifest_is_passed_on_is_named_in_time(forge, tmp_path, rank):
+    """Nobody is in a round: who waits for the manifest has to notice it, and is not silent itself."""
+    fastckpt.save({"w": torch.ones(100)}, tmp_path / "c")
+    strike = Strike(rank, "fastckpt._ranks.torch_distributed:DataGroup.broadcast", signal.SIGSTOP)
+    with forge.group(3) as group:
+        group.start(load_and_tell, tmp_path / "c", strike=strike)
+        outcomes = group.outcomes(30)
+    assert group.struck is not None
+    for each in outcomes:
+        if each.rank == rank:
+            assert each.kind == "stopped"
+        else:
+            assert f"rank {rank}" in each.value
+            assert f"rank {2 - rank}" not in each.value
+            assert each.ended - group.struck < 2.0 + 5.0
