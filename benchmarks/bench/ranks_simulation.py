@@ -8,6 +8,7 @@ what torch.distributed.checkpoint's default planner does on its coordinator, as 
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import resource
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import report
 from fastckpt import _core
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.offers import Told, combine_arrivals
@@ -36,6 +38,8 @@ POINTS = (
 STATE = 140e9
 #: Items of all ranks together up to which torch's planner is run: it needs about 2 KB and 25 us for each.
 PEER_ITEMS = 600_000
+#: The bars: CPU seconds and bytes of memory of the coordinator, with up to so many tensors.
+SECONDS, MEMORY, TENSORS = 2.0, 1 << 30, 500
 PAGE = 4096
 PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<u8")])
 
@@ -359,21 +363,17 @@ def draw(path: Path, points: list[dict[str, Any]]) -> None:
 
     theirs = [(one["ranks"], one["peer"]["received"] / 1e3) for one in by_ranks if one["peer"]]
     traffic = {("fastckpt", who): received(who) for who in ("coordinator", "leaf")}
-    plot.curves(
-        path,
-        [
-            {"title": "500 tensors", "x": "ranks", "y": "CPU s", "log": "xy", "lines": cpu(by_ranks, "ranks")},
-            {
-                "title": "500 tensors: received",
-                "x": "ranks",
-                "y": "KB",
-                "log": "xy",
-                "lines": {**traffic, ("torch", "coordinator"): theirs},
-            },
-            {"title": "512 ranks", "x": "tensors", "y": "CPU s", "log": "xy", "lines": cpu(by_tensors, "tensors")},
-        ],
-        "Agreement, layout and commit of one save without its bytes, simulated in one process",
-    )
+    panels = [
+        ("500 tensors", "ranks", "CPU s", cpu(by_ranks, "ranks")),
+        ("500 tensors: received", "ranks", "KB", {**traffic, ("torch", "coordinator"): theirs}),
+        ("512 ranks", "tensors", "CPU s", cpu(by_tensors, "tensors")),
+    ]
+    drawn = []
+    for title, x, y, every in panels:
+        curves = {key: points for key, points in every.items() if points}
+        if curves:
+            drawn.append({"title": title, "x": x, "y": y, "log": "xy", "lines": curves})
+    plot.curves(path, drawn, "Agreement, layout and commit of one save without its bytes, simulated in one process")
 
 
 def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None) -> list[dict[str, Any]]:
@@ -388,5 +388,30 @@ def run(points: list[tuple[int, int]] | None = None, picture: Path | None = None
     return found
 
 
-if __name__ == "__main__":
-    run()
+def main() -> int:
+    """Simulate what the command line asks for; 1 when a bar is checked and missed."""
+    parser = argparse.ArgumentParser(prog="ranks.py --simulate", description=__doc__)
+    parser.add_argument("--simulate", action="store_true", help="this")
+    parser.add_argument(
+        "--points", type=_points, help="ranks x tensors, as in 8x500,16384x500 (default: all that the guide names)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
+    chosen = parser.parse_args()
+    found = run(chosen.points, chosen.plot)
+    report.write_json(chosen.json, {"points": found})
+    heavy = [one for one in found if one["tensors"] <= TENSORS and not _is_light(one)]
+    for one in heavy:
+        print(f"MISSED  {one['ranks']:,} ranks x {one['tensors']:,} tensors: at most {SECONDS:g} s and 1 GiB")
+    return int(chosen.check and bool(heavy))
+
+
+def _is_light(point: dict[str, Any]) -> bool:
+    """Whether the coordinator keeps within its bars."""
+    return point["coordinator_cpu"] < SECONDS and point["memory"] < MEMORY
+
+
+def _points(text: str) -> list[tuple[int, int]]:
+    pairs = [part.split("x") for part in text.split(",")]
+    return [(int(ranks), int(tensors)) for ranks, tensors in pairs]

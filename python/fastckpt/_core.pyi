@@ -83,6 +83,8 @@ class LoadedReport(Report):
     storage: int
     peers: int
     sent: int
+    pieces: bytes
+    """Checksums of what it read of blocks of which other ranks read the rest."""
 
 @type_check_only
 class Saved(TypedDict):
@@ -552,15 +554,30 @@ class Share:
         """
     @staticmethod
     def to_load(
-        reader: Reader, wanted: Sequence[tuple[int, Sequence[int]]], spreads: Sequence[Spread], ranks: int
+        reader: Reader,
+        wanted: Sequence[tuple[int, Sequence[int]]],
+        spreads: Sequence[Spread],
+        ranks: int,
+        *,
+        apart: bool = False,
     ) -> Share:
         """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
+
+        With ``apart``, ranks that want parts of a block, each another one, read these parts themselves where they are
+        long; the ``pieces`` that :meth:`RankLoad.read` reports of them must be brought together for :meth:`compare`.
 
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.
         """
+    def digest(self) -> int:
+        """A number that is the same on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
+    def compare(self, reader: Reader, pieces: bytes) -> None:
+        """Compare the checksums of all ranks of what they read apart; CorruptCheckpointError where they differ.
+
+        ValueError where a part is missing.
+        """
     def part_nbytes(self, rank: int, tensor: int, part: int) -> int:
         """Bytes of a part that a rank has of a tensor; ValueError if it has no such part."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
@@ -598,7 +615,7 @@ class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
     Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
-    save is over: the coordinator's workspace is gone, and the mail is stopped.
+    save is over, and the mail is stopped; the coordinator's workspace is gone with ``close`` at the latest.
     """
 
     def __new__(
@@ -615,7 +632,7 @@ class RankSave:
             share: made by :meth:`Share.to_save`.
             rank: the rank.
             held: tensor, part, address and bytes of the memory of each part, in which its elements lie one after
-                another. The caller keeps it alive and unchanged until ``close`` has returned and nobody calls the mail.
+                another. The caller keeps it alive and unchanged until ``close`` has returned.
             fill: where the address is 0, ``fill(index in held, start, address, nbytes)`` copies the bytes ``[start,
                 start + nbytes)`` of the part to ``address``; the threads of ``write`` and of the mail call it.
             options: I/O, ``overwrite``, ``files`` and ``step``.
@@ -660,7 +677,8 @@ class RankSave:
     def close(self, *, committed: bool = False) -> None:
         """End the save; may be called at any time, by any thread, and again.
 
-        What runs in other threads is stopped, and so is the mail. A workspace that was not committed goes.
+        What runs in other threads is stopped, and so is the mail; it waits for what still reads the memory of this
+        rank. A workspace that was not committed goes.
         ``committed`` says whether the coordinator has committed, for fastckpt-top.
         """
 

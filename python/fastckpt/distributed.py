@@ -104,6 +104,8 @@ def save(  # noqa: PLR0913 - all by name
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``process_group`` is none.
+        RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
+            was forked from a rank.
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.save`.
@@ -197,6 +199,7 @@ def save_async(  # noqa: PLR0913 - all by name
         Exception: an earlier asynchronous save failed, and its result was never asked for, as for
             :func:`fastckpt.save_async`.
         TypeError: ``process_group`` is none.
+        RuntimeError: this process was forked from a rank.
         ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
 
     Warns:
@@ -343,6 +346,8 @@ def load(  # noqa: PLR0913 - all by name
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         Exception: whatever :func:`fastckpt.load` raises, on this rank.
         TypeError: ``process_group`` is none.
+        RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
+            was forked from a rank.
         ValueError: an argument is out of range, or this process is not in ``process_group``.
 
     Warns:

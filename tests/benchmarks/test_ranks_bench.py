@@ -54,3 +54,15 @@ def test_ranks_names_the_rank_that_fails(tmp_path):
     done, _ = run(tmp_path, "--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
     assert done.returncode != 0
     assert "nobody" in done.stderr
+
+
+@pytest.mark.slow
+def test_many_ranks_are_simulated_and_drawn(tmp_path):
+    picture, out = tmp_path / "ranks.svg", tmp_path / "out.json"
+    options = ("--simulate", "--points", "8x500,40x20", "--plot", picture, "--json", out, "--check")
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    points = json.loads(out.read_text(encoding="ascii"))["points"]
+    assert [(point["ranks"], point["tensors"]) for point in points] == [(8, 500), (40, 20)]
+    assert all(point["peer"]["coordinator_cpu"] > point["coordinator_cpu"] > 0 for point in points)
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")

@@ -57,6 +57,7 @@ class Job:
         names: Iterable[str] | None = None,
         verify: bool = True,
         io: str = "auto",
+        apart: bool = False,
     ) -> None:
         self.ranks, spread = layout
         self.between = queues(self.ranks)
@@ -65,7 +66,7 @@ class Job:
         wanted = list(state if names is None else names)
         spreads = [spread(state[name].shape) for name in wanted]
         numbers = [(self.stored[name], [at]) for at, name in enumerate(wanted)]
-        self.share = _core.Share.to_load(self.reader, numbers, [one.core for one in spreads], self.ranks)
+        self.share = _core.Share.to_load(self.reader, numbers, [one.core for one in spreads], self.ranks, apart=apart)
         #: By rank: what it is to have of each tensor, and its memory for it.
         self.parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self.loads: list[_core.RankLoad] = []
@@ -352,3 +353,59 @@ def test_drawn_spreads(saved, seed):
     assert sum(report["bytes"] for report in reports) == sum(
         expected.nbytes for parts in job.parts for expected, _ in parts
     )
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Tensors of several blocks of 4 MiB, which ranks cut elsewhere, and some small ones."""
+    path, random_bytes = tmp_path_factory.mktemp("apart") / "c", np.random.default_rng(0)
+    shapes = {"a": (3001, 1000), "b": (1500, 1003), "c": (7, 11), "d": (2, 100_000)}
+    state = {name: random_bytes.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    fastckpt.save(state, path, shard_size=15_000_000)
+    return path, state
+
+
+BY_ROWS = [(ranks, lambda _, ranks=ranks: mesh([ranks], ("shard", 0, 0))) for ranks in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("layout", BY_ROWS, ids=["2", "3", "4"])
+def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layout):
+    path, state = large
+    job = Job(path, state, layout, apart=True)
+    outcomes = job.run()
+    job.check()
+    total = sum(array.nbytes for array in state.values())
+    assert sum(outcome["storage"] for outcome in outcomes) == total
+    # What is short still travels: the rows of the small tensors.
+    assert sum(outcome["peers"] for outcome in outcomes) <= state["c"].nbytes + state["d"].nbytes
+    whole = Job(path, state, layout)
+    assert sum(outcome["peers"] for outcome in whole.run()) > 2_000_000
+    pieces = [outcome["pieces"] for outcome in outcomes]
+    assert all(pieces)
+    job.share.compare(job.reader, job.share.merge(pieces))
+    with pytest.raises(ValueError, match="read in part"):
+        job.share.compare(job.reader, job.share.merge(pieces[1:]))
+
+
+def test_damage_in_a_block_that_ranks_share_is_found_when_they_compare(large, tmp_path):
+    path, state = large
+    copy = tmp_path / "c"
+    shutil.copytree(path, copy)
+    tensor = next(one for one in _core.Reader(os.fspath(path)).tensors() if one.name == "a")
+    cut = tensor.offset + 1501 * 4000
+    for at in (cut - 5, cut + 5):
+        file = copy / _core.Reader(os.fspath(path)).shards()[tensor.shard].file
+        content = bytearray((path / file.name).read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        job = Job(copy, state, BY_ROWS[0], apart=True)
+        pieces = job.share.merge([outcome["pieces"] for outcome in job.run()])
+        with pytest.raises(CorruptCheckpointError, match=r"tensor `a`.*checksum is"):
+            job.share.compare(job.reader, pieces)
+
+
+def test_what_is_not_verified_has_no_checksums(large):
+    path, state = large
+    job = Job(path, state, BY_ROWS[0], apart=True, verify=False)
+    assert [outcome["pieces"] for outcome in job.run()] == [b"", b""]
+    job.check()

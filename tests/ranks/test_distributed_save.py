@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -156,6 +157,8 @@ def save_different(path, what):
         options["shard_size"] = 1000 + rank
     elif what == "files":
         options["files"] = {"a.txt": str(rank)}
+    elif what == "environment":
+        os.environ["FASTCKPT_BLOCK_SIZE"] = str(4096 << rank)
     elif what == "path":
         path = f"{path}-{rank}"
     distributed.save(state, path, timeout=30, **options)
@@ -163,7 +166,16 @@ def save_different(path, what):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("value", "step"), ("option", "shard_size="), ("files", "files="), ("path", "all ranks must make the same calls")],
+    [
+        ("value", "step"),
+        ("option", "shard_size="),
+        ("files", "files="),
+        (
+            "environment",
+            "ranks 0 and 1 would lay out its files differently: give the same shard_size=, the same FASTCKPT_",
+        ),
+        ("path", "all ranks must make the same calls"),
+    ],
 )
 def test_what_must_be_equal_and_is_not_is_named(forge, tmp_path, what, words):
     fastckpt.save({"old": 1}, tmp_path / "c")

@@ -262,6 +262,39 @@ def test_a_process_that_hosts_the_store_ends_well():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+PARTING = """
+import os, sys, time
+import torch.distributed as dist
+from fastckpt._ranks import peers as module
+from fastckpt._ranks.peers import Peers
+from fastckpt._ranks.protocol import Turn
+module._PARTING = 30.0
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+print(store.port, flush=True)
+peers = Peers(rank, 2, store, "here")
+awaits = Turn._await
+def late(turn):
+    time.sleep(1)
+    return (yield from awaits(turn))
+Turn._await = late
+with peers.operation("save", "/checkpoint", 20.0) as operation:
+    print(operation.round("done", rank), flush=True)
+peers.close()
+os._exit(0)
+"""
+
+
+def test_the_host_of_the_store_does_not_end_before_the_others_have_the_verdict():
+    with program(PARTING, 0, 0) as first:
+        port = int(first.stdout.readline())
+        with program(PARTING, 1, port) as second:
+            assert second.stdout.readline() == f"{port}\n"
+            for process in (first, second):
+                assert process.stdout.readline() == "[0, 1]\n", process.communicate()
+                assert process.wait(20) == 0
+
+
 def test_a_group_of_one_needs_no_store():
     peers = Peers(0, 1, None, "here")
     with peers.operation("save", "/checkpoint", 1.0) as operation:

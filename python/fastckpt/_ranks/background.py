@@ -49,6 +49,8 @@ class Job:
         self.memory: snapshot_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
+        #: Who takes what is in it finishes the save: the thread, or the call that could not start it.
+        self.unclaimed = [None]
         pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
 
     def _flats(self) -> Iterator[Flat]:
@@ -86,8 +88,18 @@ class Job:
         self.pending._copied = self.pending._total
         self.staging = time.perf_counter() - began
 
+    def claim(self) -> bool:
+        """Whether this caller, being the first, is to finish the save."""
+        try:
+            self.unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
     def run(self) -> None:
         """The life of the background thread."""
+        if not self.claim():
+            return
         pending = self.pending
         error: BaseException | None = None
         try:
@@ -159,6 +171,9 @@ def start(job: Job) -> None:
         else:
             thread.start()
     except BaseException:
+        # A signal handler may have raised it while the thread starts, which then goes on.
+        if not job.claim():
+            raise
         job.release()
         pending._abandon()
         with job.call.operation:

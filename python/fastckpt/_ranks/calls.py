@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath, path_of
@@ -12,6 +11,8 @@ if TYPE_CHECKING:
 
 #: For a call whose own timeout is none.
 _FALLBACK = 600.0
+#: Three years. Clocks, and what torch makes of seconds, end somewhere beyond.
+_LONGEST = 1e8
 
 
 class Call:
@@ -37,7 +38,7 @@ class Call:
         try:
             self.path = path_of(kind, path)
             self.timeout = _timeout(kind, timeout)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to be taken; `check` raises it
             self._problem = error
         self.operation = session.peers.operation(kind, self.path, self.timeout)
 
@@ -50,6 +51,6 @@ class Call:
 def _timeout(kind: str, timeout: Any) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"{kind}: timeout must be a number of seconds, not {type(timeout).__name__}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"{kind}: timeout must be a number of seconds above 0, not {timeout!r}")
+    if not 0 < timeout <= _LONGEST:
+        raise ValueError(f"{kind}: timeout must be above 0 and at most {_LONGEST:,.0f} seconds, not {timeout!r}")
     return float(timeout)

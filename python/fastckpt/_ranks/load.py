@@ -145,6 +145,8 @@ def _read(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Agree on what is wanted, and bring it; what the report is made of, and the names of what nobody wants."""
     agreement = Wanting(wanted)
+    share: _core.Share | None = None
+    outcome: dict[str, Any]
     verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
     unexpected = wanted.names_of(verdict[1])
 
@@ -154,19 +156,31 @@ def _read(
 
     try:
         if opened.cached or call.session.group.size == 1:
-            own = _through_cache(call.session, opened, wanted, each)
-            outcome: dict[str, Any] = {}
+            own, outcome = _through_cache(call.session, opened, wanted, each), {}
         else:
             answer = None
             if agreement.is_open(verdict):
                 offer = agreement.offer(verdict)
                 answer = operation.round("demands", offer, combine=combine_offers, decide=agreement.unite)
-            own, outcome = _through_messages(call, opened, wanted, agreement.settle(verdict, answer), attention, each)
+            agreed = agreement.settle(verdict, answer)
+            share = _core.Share.to_load(
+                opened.reader,
+                agreed.wanted,
+                [core_spread(each) for each in agreed.spreads],
+                call.session.group.size,
+                apart=True,
+            )
+            own, outcome = _through_messages(call, opened, wanted, (share, agreed), attention, each)
     finally:
         # Also after an error: a device must not write into memory that is somebody else's by then.
         if wanted.targets.movers:
             wanted.targets.settle()
-    operation.round("done", outcome, combine=_combine_outcomes, decide=_finish)
+    operation.round(
+        "done",
+        outcome,
+        combine=lambda outcomes: _combine_pieces(share, outcomes),
+        decide=lambda outcome: _compare(share, opened.reader, outcome),
+    )
     return own, unexpected
 
 
@@ -188,6 +202,21 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
 def _combine_outcomes(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     """The first of what several ranks say that says that an exchange broke off."""
     return next((outcome for outcome in outcomes if "lost" in outcome), {})
+
+
+def _combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Likewise, and the checksums of what several ranks read of blocks that they share."""
+    lost = _combine_outcomes(outcomes)
+    if lost or share is None:
+        return lost
+    return {"pieces": share.merge([outcome["pieces"] for outcome in outcomes])}
+
+
+def _compare(share: _core.Share | None, reader: _core.Reader, outcome: dict[str, Any]) -> None:
+    """At the coordinator, once all ranks have read: are those blocks what was written?"""
+    _finish(outcome)
+    if share is not None:
+        share.compare(reader, outcome["pieces"])
 
 
 def _finish(outcome: dict[str, Any]) -> None:
@@ -234,16 +263,14 @@ def _through_messages(
     call: Call,
     opened: Opened,
     wanted: Demands,
-    shared: Shared,
+    agreed: tuple[_core.Share, Shared],
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others."""
     session, wishes = call.session, wanted.prepared.wishes
     group = session.group
-    share = _core.Share.to_load(
-        opened.reader, shared.wanted, [core_spread(each) for each in shared.spreads], group.size
-    )
+    share, shared = agreed
     engine = _core.RankLoad(
         share,
         group.rank,
@@ -267,8 +294,8 @@ def _through_messages(
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
             return {}, {"lost": f"{session.name(group.rank)}: {error}"}
-        storage, peers, sent = (own.pop(name) for name in ("storage", "peers", "sent"))
-        return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {}
+        storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
+        return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {"pieces": pieces}
     finally:
         if exchange is not None:
             exchange.end("the load has failed")

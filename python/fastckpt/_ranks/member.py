@@ -47,6 +47,8 @@ class Member:
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
     owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
+    #: The last turn that it left before others did.
+    left: Turn | None = None
 
     def __post_init__(self) -> None:
         self.hosts[self.rank] = self.host

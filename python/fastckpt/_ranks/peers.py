@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import secrets
 import sys
 import threading
@@ -21,6 +23,8 @@ from fastckpt.exceptions import RanksError
 
 #: Seconds that the store may take when the user has interrupted the program.
 _HURRY = 5.0
+#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
+_PARTING, _LOOK = 2.0, 0.01
 
 __all__ = ["LAST", "Operation", "Peers"]
 
@@ -37,11 +41,14 @@ class Peers:
 
     def __init__(self, rank: int, size: int, store: Any, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
+        self._process = os.getpid()
         self._member = Member(rank, size, host, secrets.token_hex(8))
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
         self._ended: set[int] = set()
         self._next = 0
+        #: The threads that are in a turn, or wait for theirs.
+        self._threads: dict[int, int] = {}
         self._shown = False
 
     @property
@@ -68,9 +75,19 @@ class Peers:
             return Operation(self, Turn(self._member, kind, path, timeout))
 
     def close(self) -> None:
-        """End the threads of the store."""
-        if self._transport is not None:
-            self._transport.close()
+        """End the threads of the store.
+
+        The store may go with the process of rank 0, which lets the others read the last verdict before.
+        """
+        if self._transport is None or self._process != os.getpid():
+            return
+        turn = self._member.left
+        if turn is not None and self.rank == 0:
+            until = time.monotonic() + _PARTING
+            with contextlib.suppress(UnreachableError):
+                while self._run(turn.is_awaited(), _PARTING) and time.monotonic() < until:
+                    time.sleep(_LOOK)
+        self._transport.close()
 
     def _run(self, steps: Steps, timeout: float) -> Any:
         """Serve the requests of a generator, and return what it returns."""
@@ -106,11 +123,19 @@ class Peers:
         return whom
 
     def _enter(self, number: int) -> None:
+        thread = threading.get_ident()
         with self._turns:
+            if thread in self._threads.values():
+                raise RuntimeError(
+                    "this thread is in a save or load of the same process group, which has to end first (a signal "
+                    "handler that interrupts one sets a flag, or calls save_async)"
+                )
+            self._threads[number] = thread
             self._turns.wait_for(lambda: self._next >= number)
 
     def _leave(self, number: int) -> None:
         with self._turns:
+            self._threads.pop(number, None)
             self._ended.add(number)
             while self._next in self._ended:
                 self._ended.remove(self._next)
@@ -130,7 +155,16 @@ class Operation:
         self._looked = float("-inf")
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
-        self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        try:
+            self._peers._enter(self._turn.number)  # noqa: SLF001 - they are one
+        except BaseException as error:
+            # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
+            try:
+                with contextlib.suppress(RanksError):
+                    self._run(self._turn.quit(error), _HURRY)
+            finally:
+                self._peers._leave(self._turn.number)  # noqa: SLF001
+            raise
         return self
 
     def __exit__(

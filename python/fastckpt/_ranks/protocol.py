@@ -432,8 +432,14 @@ class Turn:
                 verdicts = [key for one in rounds if one > 0 for key in (self._register(one), self._bell(one))]
                 parts = chain.from_iterable(self._answers.values())
                 yield Remove((self._key("left"), self._abort, *dict.fromkeys([*verdicts, *parts])))
+            else:
+                member.left = self
         except UnreachableError:
             return  # the verdict is known; keys that stay hurt nobody
+
+    def is_awaited(self) -> Steps:
+        """Return whether ranks have not left that may still have to read the verdict."""
+        return (yield from value_of(self._key("left"))) is not None
 
     def end(self, error: BaseException | None) -> Steps:
         """End the body of the operation, which may have raised; return the verdict where that is a failure."""
@@ -442,8 +448,7 @@ class Turn:
         if error is None:
             yield from self.leave()
         elif not isinstance(error, Exception):
-            # The user wants to get away: nobody waits for anybody.
-            yield from self.abandon(self.member.failure(words.told(error)))
+            yield from self.quit(error)
         else:
             failure = self.member.failure(words.told(error))
             if isinstance(error, StopError):
@@ -453,6 +458,11 @@ class Turn:
             except RanksError as verdict:
                 return verdict
         return None
+
+    def quit(self, error: BaseException) -> Steps:
+        """Leave because the user wants to get away: nobody waits for anybody."""
+        if self.member.size > 1:
+            yield from self.abandon(self.member.failure(words.told(error)))
 
     def abandon(self, failure: RankFailure) -> Steps:
         """Leave without a verdict, so that the others have one at once."""

@@ -253,9 +253,12 @@ def write_checkpoint(
         mail = engine.mail
         name, meeting = operation.round(
             "created",
-            session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
-            combine=Link.combine,
-            decide=lambda offer: [_create(engine, path, early), Link.agree(offer)],
+            [
+                session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
+                [[session.group.rank, portion.share.digest()]],
+            ],
+            combine=_combine_created,
+            decide=lambda offered: _create(engine, path, offered, early),
         )
         if session.group.rank:
             _join(session, engine, path, name)
@@ -318,11 +321,26 @@ def _write(
         return carried(lambda: dict(engine.write(each)), exchange, attention)
 
 
-def _create(engine: _core.RankSave, path: str, early: Texts | None) -> str:
-    """At the coordinator: make the workspace, and return its name."""
+def _combine_created(offers: list[list[Any]]) -> list[Any]:
+    """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
+    shares: dict[int, int] = {}
+    for _, pairs in offers:
+        for rank, digest in pairs:
+            shares.setdefault(digest, rank)
+    return [Link.combine([offer for offer, _ in offers]), sorted([rank, digest] for digest, rank in shares.items())[:2]]
+
+
+def _create(engine: _core.RankSave, path: str, offered: list[Any], early: Texts | None) -> list[Any]:
+    """At the coordinator: the name of the workspace, and that of the gloo group to use."""
+    offer, shares = offered
+    if len(shares) > 1:
+        raise ValueError(
+            f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
+            "shard_size=, the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
+        )
     if early is not None:
         engine.check(*early)
-    return engine.create(path)
+    return [engine.create(path), Link.agree(offer)]
 
 
 def _nothing(_: list[Any]) -> None:

@@ -96,7 +96,8 @@ class Transport:
         #: Clients of a server: they have connections, which wait without looking again and again.
         self._remote = host is not None and hasattr(store, "clone")
         self._address = (host, root.port) if self._remote else None
-        self._lock = threading.Lock()
+        # Reentrant for signal handlers.
+        self._lock = threading.RLock()
         # Connections take a while to make: they are begun at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None

@@ -59,7 +59,8 @@ class Group(NamedTuple):
 
 
 _alone: list[Any] = []
-_kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+#: By process group: the process that made it, and what it made.
+_kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
@@ -74,6 +75,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     Raises:
         TypeError: ``process_group`` is no process group.
         ValueError: this process is not in the group.
+        RuntimeError: another process has used the group, and this one was forked from it.
     """
     distributed = sys.modules.get("torch.distributed")
     ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -87,9 +89,16 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
             f"{operation}: process_group is given, but torch.distributed is not initialised: call init_process_group"
         )
     group = _checked(operation, process_group)
-    known: _T | None = _kept.get(group)
+    known: _T | None
+    process, known = _kept.get(group, (os.getpid(), None))
+    if process != os.getpid():
+        raise RuntimeError(
+            f"{operation}: this process was forked from a rank of process_group, which goes on with it: call in the "
+            "rank itself"
+        )
     if known is None:
-        known = _kept[group] = make(_group_of(group))
+        known = make(_group_of(group))
+        _kept[group] = process, known
         # At the latest when the interpreter ends: threads of gloo's must not outlive it.
         finalize(group, known.close)
     return known

@@ -62,7 +62,11 @@ def decode(data: bytes) -> Any:
 
 def told(error: BaseException) -> str:
     """Return what other ranks are told of an exception."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - it is the user's, and the others have to hear of it all the same
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return f"failed: {text[:_MESSAGE]}"
 
 

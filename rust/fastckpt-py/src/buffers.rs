@@ -30,9 +30,9 @@ pub(crate) fn content(
     }
     if address != 0 || nbytes == 0 {
         // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
-        // alive, and tells its owner not to change it, until the call returns. No `Source` outlives the call. The core
-        // counts the bytes from dtype and shape. That count was compared with the size, so it cannot make the memory
-        // longer.
+        // alive, and tells its owner not to change it, until the call returns, or for a rank's save its `close`. No
+        // `Source` is read after that. The core counts the bytes from dtype and shape. That count was compared with the
+        // size, so it cannot make the memory longer.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let callback = Callback::new(index, fill, raised)?;
@@ -56,10 +56,7 @@ pub(crate) fn destination(
         return Err(misfit("read", index, taken, capacity));
     }
     if address == 0 && nbytes > 0 {
-        let callback = Callback::new(index, drain, raised)?;
-        let drain: Drain =
-            Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
-        return Ok(Destination::Push(drain));
+        return Ok(Destination::Push(pushed(index, drain, raised)?));
     }
     let Some(rows) = rows else {
         // SAFETY: the Python side passes the address of contiguous writable host memory and its real size in bytes,
@@ -95,10 +92,7 @@ pub(crate) fn place(
         return Err(misfit("read", index, taken, capacity));
     }
     if address == 0 && nbytes > 0 {
-        let callback = Callback::new(index, drain, raised)?;
-        let drain: Drain =
-            Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len()));
-        return Ok(Place::Push(drain));
+        return Ok(Place::Push(pushed(index, drain, raised)?));
     }
     if !rows.as_ref().is_none_or(Rows::is_nested) {
         return Err(overlapping(index));
@@ -110,6 +104,12 @@ pub(crate) fn place(
     // `close` returns, and gives no byte to two requests. The boxes that a load takes of it are those that the share has
     // of one part, which do not overlap.
     Ok(Place::Memory(unsafe { Array::new(base, nbytes, rows.map(Arc::new)) }))
+}
+
+/// What takes the bytes of request `index`.
+fn pushed(index: usize, drain: Option<&Arc<Py<PyAny>>>, raised: &Arc<Raised>) -> PyResult<Drain> {
+    let callback = Callback::new(index, drain, raised)?;
+    Ok(Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len())))
 }
 
 fn overlapping(index: usize) -> PyErr {

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use fastckpt_core::Options;
-use fastckpt_core::ranks::{self, Places};
+use fastckpt_core::ranks::{self, Places, pieces};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::buffers;
 use crate::error::{Raised, to_python};
@@ -82,6 +82,7 @@ impl RankLoad {
         dict.set_item("storage", loaded.storage)?;
         dict.set_item("peers", loaded.peers)?;
         dict.set_item("sent", loaded.sent)?;
+        dict.set_item("pieces", PyBytes::new(py, &pieces::encode(&loaded.pieces)))?;
         Ok(dict)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fastckpt_core::Error;
 use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::layout::{self, TensorSpec};
-use fastckpt_core::ranks::{Table, pieces};
+use fastckpt_core::ranks::{self, Table, pieces};
 use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
@@ -110,13 +110,14 @@ impl Share {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (reader, wanted, spreads, ranks))]
+    #[pyo3(signature = (reader, wanted, spreads, ranks, *, apart=false))]
     fn to_load(
         py: Python<'_>,
         reader: &Reader,
         wanted: Vec<(usize, Vec<u32>)>,
         spreads: Vec<Py<Spread>>,
         ranks: u32,
+        apart: bool,
     ) -> PyResult<Self> {
         let body = reader.checkpoint.body();
         let tensor = |entry: &fastckpt_core::format::manifest::TensorEntry| share::Tensor {
@@ -136,7 +137,20 @@ impl Share {
         let files = body.shards.iter().map(|shard| (shard.data_offset, shard.bytes)).collect();
         let spreads = self::spreads(&spreads);
         let share = py.detach(|| share::Share::new(files, body.block_size, tensors, spreads, ranks));
-        Ok(Self(Kind::Load(Arc::new(mapped(share)?))))
+        let share = mapped(share)?;
+        Ok(Self(Kind::Load(Arc::new(if apart { share.read_apart() } else { share }))))
+    }
+
+    fn compare(&self, py: Python<'_>, reader: &Reader, pieces: &[u8]) -> PyResult<()> {
+        mapped(py.detach(|| {
+            let mut all = Vec::new();
+            pieces::decode(pieces, &mut all)?;
+            ranks::compare(self.core(), &reader.checkpoint, all)
+        }))
+    }
+
+    fn digest(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.core().digest())
     }
 
     fn merge<'py>(&self, py: Python<'py>, pieces: Vec<PyBackedBytes>) -> PyResult<Bound<'py, PyBytes>> {

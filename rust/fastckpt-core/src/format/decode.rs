@@ -80,6 +80,10 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {
         return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
     }
+    let Body { created, saved, .. } = body;
+    if ![*created, saved.seconds, saved.gigabytes_per_second].iter().all(|number| number.is_finite()) {
+        return Err("a time in it is no number".to_owned());
+    }
     tokens::check("structure", body.structure.get())?;
     tokens::check("metadata", body.metadata.get())?;
     body.per_rank.as_ref().map_or(Ok(()), |text| tokens::check("per_rank", text.get()))?;

@@ -13,8 +13,8 @@ use crate::engine::job::{TICK, Tick};
 use crate::engine::options::Options;
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
-use crate::read::{Checkpoint, Stop, Wanted};
-use crate::share::{Grain, Item, Message, Share};
+use crate::read::{Checkpoint, Stop, Sum, Wanted};
+use crate::share::{Grain, Item, Message, Piece, Share};
 use crate::sys::thread::builder;
 use crate::telemetry::{self, Kind, Operation};
 
@@ -29,6 +29,24 @@ pub struct Loaded {
     pub peers: u64,
     /// Bytes that it read for others.
     pub sent: u64,
+    /// Checksums of extents that it read in part ([`Share::read_apart`]), to be put together and compared ([`compare`]).
+    pub pieces: Vec<Piece>,
+}
+
+/// Compares the checksums that all ranks found of extents that they read in parts with what was written.
+pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
+    let tensors = &checkpoint.body().tensors;
+    let mut places: Vec<(usize, u64, usize)> =
+        tensors.iter().enumerate().map(|(index, tensor)| (tensor.shard, tensor.offset, index)).collect();
+    places.sort_unstable();
+    let sum = |piece: Piece| {
+        // The last tensor that begins there: an empty one may begin at the same byte, before it.
+        let after = places.partition_point(|place| (place.0, place.1) <= (piece.shard as usize, piece.start));
+        let tensor = after.checked_sub(1).map_or(usize::MAX, |last| places[last].2);
+        Sum { tensor, offset: piece.start, len: piece.len, crc: piece.crc }
+    };
+    let sums: Vec<Sum> = share.merge(pieces)?.into_iter().map(sum).collect();
+    checkpoint.compare(&sums)
 }
 
 /// See the module.
@@ -77,20 +95,20 @@ impl RankLoad {
         let (outgoing, incoming) = (envelopes(&duties.io), envelopes(&duties.boxes));
         let mail = Arc::new(Mail::with_budget(outgoing, incoming, None, budget));
 
-        let own = duties.local.iter().map(|item| item.len).sum();
+        let read = || duties.local.iter().chain(&duties.apart);
+        let own = read().map(|item| item.len).sum();
         let received = duties.boxes.iter().flat_map(|message| &message.items);
-        let mut tensors: Vec<usize> =
-            duties.local.iter().chain(received.clone()).map(|item| item.tensor).collect();
+        let mut tensors: Vec<usize> = read().chain(received.clone()).map(|item| item.tensor).collect();
         tensors.sort_unstable();
         tensors.dedup();
-        let mut slots = places::slots(places, duties.local.iter().chain(received))?.into_iter();
-        let mut wanted: Vec<_> = duties
-            .local
-            .iter()
+        let mut slots = places::slots(places, read().chain(received))?.into_iter();
+        let whole = duties.local.len();
+        let mut wanted: Vec<_> = read()
             .zip(slots.by_ref())
-            .map(|(item, slot)| {
+            .enumerate()
+            .map(|(index, (item, slot))| {
                 let (range, destination) = slot.destination(item.bytes.clone());
-                Wanted { tensor: item.tensor, range, destination }
+                Wanted { tensor: item.tensor, range, destination, apart: index >= whole }
             })
             .collect();
         let incoming =
@@ -101,7 +119,8 @@ impl RankLoad {
             for item in message.items {
                 let (tensor, range, first) = (item.tensor, item.bytes.clone(), at);
                 at += item.len;
-                wanted.push(Wanted { tensor, range, destination: post(&mail, (number, first), item) });
+                let destination = post(&mail, (number, first), item);
+                wanted.push(Wanted { tensor, range, destination, apart: false });
             }
         }
         let tensors = tensors.len();
@@ -148,7 +167,8 @@ impl RankLoad {
         let (taken, caller) = (AtomicU64::new(0), thread::current());
         let stop = || self.mail.stop("this rank cannot read what it reads for the others");
         let alone = sent + peers == 0;
-        let mut read = Err(Error::Interrupted);
+        // Until it has begun: another failure is the cause then.
+        let mut read = Err(Error::Stopped("it was not begun".to_owned()));
         let outcome = thread::scope(|scope| {
             let unpacker = (peers > 0).then(|| {
                 let body = || {
@@ -172,7 +192,7 @@ impl RankLoad {
                 self.mail.stop(&error.to_string());
             }
             let Some(unpacker) = unpacker else { return Ok(0) };
-            let storage = read.as_ref().map_or(0, |report: &Report| report.bytes);
+            let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             let mut interrupted = false;
             while !unpacker.is_finished() {
                 thread::park_timeout(TICK);
@@ -187,11 +207,11 @@ impl RankLoad {
             if interrupted { Err(Error::Interrupted) } else { outcome }
         });
         // What stopped the mail is the cause of the other failure.
-        let (report, copied) = match (read, outcome) {
+        let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);
             }
-            (Ok(report), Ok(copied)) => (report, copied),
+            (Ok(read), Ok(copied)) => (read, copied),
         };
         let (storage, seconds) = (report.bytes, begin.elapsed().as_secs_f64());
         let mut report = Report { bytes: own + peers, seconds, tensors, ..report };
@@ -200,7 +220,11 @@ impl RankLoad {
         if !alone {
             report.phases.push(("exchange", (seconds - before).max(0.0)));
         }
-        Ok(Loaded { report, storage, peers, sent })
+        let piece = |sum: Sum| {
+            let shard = self.checkpoint.body().tensors[sum.tensor].shard as u32;
+            Piece { shard, start: sum.offset, len: sum.len, crc: sum.crc }
+        };
+        Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })
     }
 
     /// Takes all messages and gives their items to their places. Returns the number of bytes copied.

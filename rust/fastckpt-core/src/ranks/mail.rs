@@ -56,6 +56,8 @@ struct State {
     /// Bytes of buffers.
     outgoing_held: u64,
     incoming_held: u64,
+    /// Calls of the function that fills messages, while they run.
+    filling: usize,
     /// Bytes that went and came.
     sent: u64,
     received: u64,
@@ -113,6 +115,7 @@ impl Mail {
             demanded: 0,
             outgoing_held: 0,
             incoming_held: 0,
+            filling: 0,
             sent: 0,
             received: 0,
         };
@@ -152,6 +155,16 @@ impl Mail {
         self.changed.notify_all();
     }
 
+    /// Stops it and waits for the function that fills messages, which is not called again. So what that function reads is
+    /// free when this returns.
+    pub fn end(&self, why: &str) {
+        self.stop(why);
+        let mut state = lock(&self.state);
+        while state.filling > 0 {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// Waits until all bytes of an outgoing message are there. Returns the address of the first one. The bytes stay
     /// there until [`Mail::sent`].
     pub fn pack(&self, message: usize) -> Result<usize> {
@@ -169,7 +182,9 @@ impl Mail {
         }
         state.outgoing[message] = Out::Filling(0);
         state.outgoing_held += bytes;
+        state.filling += 1;
         drop(state);
+        let _filling = Filling(self);
         let mut buffer = lock(&outgoing.buffer);
         *buffer = self.buffer(bytes);
         fill(message, &mut buffer)?;
@@ -392,6 +407,16 @@ impl In {
     /// Whether it arrived.
     fn is_here(&self) -> bool {
         matches!(self, Self::Here(..) | Self::Taken)
+    }
+}
+
+/// A call of the function that fills messages.
+struct Filling<'a>(&'a Mail);
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.state).filling -= 1;
+        self.0.changed.notify_all();
     }
 }
 

@@ -10,7 +10,7 @@ mod table;
 mod work;
 
 pub use self::held::Held;
-pub use self::load::{Loaded, RankLoad};
+pub use self::load::{Loaded, RankLoad, compare};
 pub use self::places::{Place, Places};
 pub use self::save::{Commit, Committed, Figures, RankSave};
 pub use self::table::Table;

@@ -334,10 +334,10 @@ impl RankSave {
     }
 
     /// Ends the save: stops what still runs and the mail, and leaves the workspace; that of the coordinator goes, unless
-    /// it was committed. `committed` says whether the coordinator did, for the live counters.
+    /// it was committed. Nothing reads this rank's memory when this returns. `committed` says whether the coordinator did, for the live counters.
     pub fn close(&self, committed: bool) {
         self.closing.store(true, Ordering::Relaxed);
-        self.mail.stop("the save has ended");
+        self.mail.end("the save has ended");
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)
             && committed

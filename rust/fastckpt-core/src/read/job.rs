@@ -31,6 +31,19 @@ pub(super) enum Outcome {
     Collect(Mutex<Vec<Damage>>),
 }
 
+/// The checksum of a part of an extent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sum {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// First byte, counted in the file.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
+    /// Their CRC.
+    pub crc: u64,
+}
+
 /// Ends waits.
 pub type Stop<'a> = &'a (dyn Fn() + Sync);
 
@@ -45,6 +58,8 @@ pub(super) struct ReadJob<'a> {
     files: OpenFiles,
     pub(super) plan: Plan,
     pub(super) shards: Vec<usize>,
+    /// Checksums of parts of extents.
+    pub(super) sums: Mutex<Vec<Sum>>,
     /// Ends the waits of destinations, if they may wait for other processes.
     pub(super) stop: Option<Stop<'a>>,
 }
@@ -71,6 +86,7 @@ impl<'a> ReadJob<'a> {
             files: OpenFiles::new(counts),
             plan,
             shards,
+            sums: Mutex::default(),
             stop: None,
         }
     }
@@ -96,7 +112,7 @@ impl<'a> ReadJob<'a> {
     /// Gives a piece the bytes that lie in a staging buffer, either all of them or its edges, and compares what arrived
     /// with the checksum. Returns the number of bytes copied.
     fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, (parts, slab): (&[Part], &[u8])) -> Result<u64> {
-        let check = piece.crc.is_some();
+        let check = piece.crc.is_some() || piece.sum;
         let copy = |to: &mut Region, from: &[u8]| {
             if check {
                 return checksum::copy(to, from);
@@ -145,6 +161,10 @@ impl<'a> ReadJob<'a> {
     }
 
     fn compare(&self, shard: &ShardEntry, piece: &Piece, found: u64) -> Result<()> {
+        if piece.sum {
+            let sum = Sum { tensor: piece.tensor, offset: piece.offset, len: piece.len as u64, crc: found };
+            self.sums.lock().unwrap_or_else(PoisonError::into_inner).push(sum);
+        }
         match piece.crc {
             Some(wanted) if wanted != found => self.damaged(
                 shard,

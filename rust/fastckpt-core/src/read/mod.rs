@@ -9,19 +9,22 @@ mod plan;
 mod replaced;
 mod verify;
 
+use std::sync::PoisonError;
 use std::time::Instant;
 
 pub use self::checkpoint::Checkpoint;
-pub use self::job::Stop;
 use self::job::{Outcome, ReadJob};
+pub use self::job::{Stop, Sum};
 pub use self::map::Maps;
 pub use self::plan::{Request, Wanted};
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::{Io, Options};
-use crate::engine::report::Report;
+use crate::engine::report::{Damage, Report};
 use crate::engine::run::run;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::format::geometry;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
@@ -69,7 +72,7 @@ impl Checkpoint {
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
-    /// once. `verify` as in [`Self::read`]. With `stop`, destinations may wait for other processes; it ends their waits
+    /// once. `verify` as in [`Self::read`]; also returns the checksums of those that are read apart. With `stop`, destinations may wait for other processes; it ends their waits
     /// after a failure.
     pub fn read_ranges(
         &self,
@@ -78,7 +81,7 @@ impl Checkpoint {
         options: &Options,
         (operation, stop): (&Operation, Option<Stop<'_>>),
         tick: Tick<'_>,
-    ) -> Result<Report> {
+    ) -> Result<(Report, Vec<Sum>)> {
         let begin = Instant::now();
         let plan = plan::plan_ranges(&self.body, wanted, verify)?;
         let choice = Choice::new(options, plan.read);
@@ -90,7 +93,37 @@ impl Checkpoint {
             }
             self.run(&job, &choice, options, begin, operation, tick)
         };
-        read().map_err(|error| self.settle(error))
+        let report = read().map_err(|error| self.settle(error))?;
+        Ok((report, job.sums.into_inner().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Compares the checksums of whole extents with what was written.
+    pub fn compare(&self, sums: &[Sum]) -> Result<()> {
+        for sum in sums {
+            let entry = self.body.tensors.get(sum.tensor);
+            let extents = entry.map(|entry| (entry, entry.placement(sum.tensor)));
+            let found = extents.and_then(|(entry, place)| {
+                let size = self.body.block_size;
+                let extent = geometry::extent(&place, geometry::down(sum.offset, size), size)?;
+                let whole = (extent.offset, extent.len) == (sum.offset, sum.len);
+                Some((entry, entry.extent_crc(extent.index).filter(|_| whole)?))
+            });
+            let Some((entry, wanted)) = found else {
+                let what = format!("a block was read in part: {} bytes at byte {}", sum.len, sum.offset);
+                return Err(Error::Invalid(what));
+            };
+            if wanted != sum.crc {
+                let (found, wanted) = (checksum::to_hex(sum.crc), checksum::to_hex(wanted));
+                return Err(self.raised(Damage {
+                    file: self.body.shards[entry.shard].file.clone(),
+                    offset: sum.offset,
+                    len: sum.len,
+                    tensor: Some(entry.name.clone()),
+                    reason: format!("checksum is {found}, written was {wanted}"),
+                }));
+            }
+        }
+        Ok(())
     }
 
     fn run(

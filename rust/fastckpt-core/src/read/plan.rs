@@ -62,6 +62,9 @@ pub struct Wanted {
     pub range: Range<u64>,
     /// Where they go. It has room for exactly these bytes, or takes from them what it wants.
     pub destination: Destination,
+    /// Whether others read the rest of its extents: then no more than the range is read, and what is read of an extent
+    /// is summed instead of compared.
+    pub apart: bool,
 }
 
 impl Wanted {
@@ -89,6 +92,8 @@ pub(super) struct Piece {
     pub(super) len: usize,
     /// The expected checksum, if the piece must be verified.
     pub(super) crc: Option<u64>,
+    /// Whether it is a part of an extent, of which the checksum is wanted.
+    pub(super) sum: bool,
     pub(super) destination: PieceDestination,
 }
 
@@ -165,7 +170,8 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
         return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
     }
     let mut cut = Cut { body, verify, whole: true, pieces: Vec::with_capacity(wanted.len()) };
-    for Wanted { tensor, range: Range { start, end }, destination } in wanted {
+    for Wanted { tensor, range: Range { start, end }, destination, apart } in wanted {
+        cut.whole = !apart;
         match destination {
             Destination::Memory(mut region) => {
                 cut.range(tensor, start, end, |range| front(&mut region, &range));
@@ -320,8 +326,9 @@ impl Cut<'_> {
     ) {
         let entry = &self.body.tensors[tensor];
         for (extent, part) in geometry::extents(entry.placement(tensor), start..end, self.body.block_size) {
-            let crc = self.verify.then(|| entry.extent_crc(extent.index)).flatten();
             let len = (part.end - part.start) as usize;
+            let complete = self.whole || len as u64 == extent.len;
+            let crc = (self.verify && complete).then(|| entry.extent_crc(extent.index)).flatten();
             let destination = to(part.clone());
             let piece = |start: u64, len, destination| Piece {
                 tensor,
@@ -329,6 +336,7 @@ impl Cut<'_> {
                 start,
                 len,
                 crc,
+                sum: self.verify && !complete,
                 destination,
             };
             if !self.whole || len as u64 == extent.len {

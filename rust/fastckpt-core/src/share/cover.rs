@@ -176,6 +176,14 @@ impl Cover {
         self.tiles_of[from..=to].windows(2).map(|ends| &self.tiled[ends[0] as usize..ends[1] as usize])
     }
 
+    /// Whether a section is one tile, and no part of its lines is missing.
+    pub(super) fn is_one(&self, section: u32) -> bool {
+        let mut cells = self.cells(section);
+        let (Some(&[tile]), None) = (cells.next(), cells.next()) else { return false };
+        let sizes = &self.tiles.shape().sizes[self.level..];
+        self.tiles.bounds(tile)[self.level..].iter().zip(sizes).all(|(range, &size)| len(range) == size)
+    }
+
     /// The ranks that have something of a section, ascending.
     pub(super) fn team<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
         let ranks = |&tile: &u32| {

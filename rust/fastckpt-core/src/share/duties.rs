@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::cover::Cover;
 use super::messages::{Item, Mailbox, Message};
 use super::owners::Held;
-use super::place::{Places, Strides};
+use super::place::Places;
 use super::spread::Groups;
 use super::table::Share;
 use super::tiles::Whose;
@@ -45,6 +45,8 @@ pub struct Duties {
     pub ranges: Vec<FileRange>,
     /// Bytes in `ranges` that it has or wants itself, in order.
     pub local: Vec<Item>,
+    /// Likewise, but these are parts of extents whose other parts other ranks read ([`Share::read_apart`]).
+    pub apart: Vec<Item>,
     /// Messages with bytes in `ranges` that others have or want.
     pub io: Vec<Message>,
     /// Messages with bytes that it has or wants itself, and that others read or write.
@@ -52,27 +54,16 @@ pub struct Duties {
 }
 
 impl Share {
-    /// What `rank` does, if its parts lie in memory without gaps. Fails if a spread does not fit its tensor; with
+    /// What `rank` does. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; with
     /// [`Grain::Page`], also if nobody has some of the bytes.
     pub fn duties(&self, rank: u32, grain: Grain) -> Result<Duties> {
-        self.duties_in(rank, grain, Strides::new())
-    }
-
-    /// As [`Share::duties`], with `strides` of those parts of `rank` that lie otherwise: the rows of its own items are
-    /// those of its memory.
-    ///
-    /// Fails also if strides do not fit their part.
-    pub fn duties_in(&self, rank: u32, grain: Grain, strides: Strides) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
         }
         if grain == Grain::Page {
             self.check_held()?;
         }
-        for (&(tensor, part), strides) in &strides {
-            self.check_strides(rank, tensor, part, strides)?;
-        }
-        let mut work = Work::new(self, rank, strides);
+        let mut work = Work::new(self, rank);
         for (shard, tensors) in self.order.iter().enumerate() {
             match grain {
                 Grain::Page => work.pages(shard, tensors)?,
@@ -82,25 +73,10 @@ impl Share {
         Ok(Duties {
             ranges: work.ranges,
             local: work.local,
+            apart: work.apart,
             io: work.io.finish(),
             boxes: work.boxes.finish(),
         })
-    }
-
-    fn check_strides(&self, rank: u32, tensor: usize, part: u32, strides: &[i64]) -> Result<()> {
-        let shape = self.part_shape(rank, tensor, part)?.filter(|shape| shape.len() == strides.len());
-        let is_near = |shape: Vec<u64>| {
-            let ends = shape.iter().zip(strides);
-            let ends = ends.map(|(&size, &stride)| u128::from(size) * u128::from(stride.unsigned_abs()));
-            ends.sum::<u128>() <= i64::MAX as u128
-        };
-        let fits =
-            || Ok(strides.is_empty() || self.cover(tensor)?.tiles.shape().sizes.len() == strides.len());
-        if shape.is_some_and(is_near) && (self.tensors[tensor].stored == 0 || fits()?) {
-            return Ok(());
-        }
-        Err(self
-            .invalid(tensor, &format!("strides of {strides:?} bytes do not fit part {part} of rank {rank}")))
     }
 
     /// Fails if nobody has some of the bytes, or if a file has bytes that are of no tensor.
@@ -176,15 +152,24 @@ struct Work<'a> {
     places: Places,
     ranges: Vec<FileRange>,
     local: Vec<Item>,
+    apart: Vec<Item>,
     io: Mailbox,
     boxes: Mailbox,
 }
 
 impl<'a> Work<'a> {
-    fn new(share: &'a Share, rank: u32, strides: Strides) -> Self {
-        let (io, boxes) = Default::default();
-        let places = Places::new(strides);
-        Self { share, rank, own: HashMap::new(), places, ranges: Vec::new(), local: Vec::new(), io, boxes }
+    fn new(share: &'a Share, rank: u32) -> Self {
+        Self {
+            share,
+            rank,
+            own: HashMap::new(),
+            places: Places::default(),
+            ranges: Vec::new(),
+            local: Vec::new(),
+            apart: Vec::new(),
+            io: Mailbox::new(share.ranks),
+            boxes: Mailbox::new(share.ranks),
+        }
     }
 
     fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
@@ -202,17 +187,9 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// The item of `tile`, as part `part` of this rank if it is its own, in `stretch` of the file. `None` if it has no
-    /// bytes there.
-    fn item(
-        &mut self,
-        held: &Held<'_>,
-        stretch: &Range<u64>,
-        tile: u32,
-        part: u32,
-        own: bool,
-    ) -> Option<Item> {
-        let place = self.places.of(self.share.class[held.tensor], held, tile, (own, part));
+    /// The item of `tile`, of part `part` of a rank, in `stretch` of the file. `None` if it has no bytes there.
+    fn item(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, part: u32) -> Option<Item> {
+        let place = self.places.of(self.share.class[held.tensor], held, tile);
         let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
         let len = place.rows.bytes_in(&bytes);
         let (rows, base) = (Arc::clone(&place.rows), place.base);
@@ -222,7 +199,7 @@ impl<'a> Work<'a> {
     /// Adds what this rank does with `tile` of rank `peer` in a stretch that it reads or writes.
     fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
-        let Some(item) = self.item(held, stretch, tile, part, peer == self.rank) else { return false };
+        let Some(item) = self.item(held, stretch, tile, part) else { return false };
         if peer != self.rank {
             self.io.add(peer, (held.shard, stretch.start), item);
             return true;
@@ -291,7 +268,7 @@ impl<'a> Work<'a> {
                 let Some((giver, tile)) = tensor.giver(cell, owner) else { continue };
                 if giver == self.rank {
                     let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
-                    if let Some(item) = self.item(tensor, &stretch, tile, part, true) {
+                    if let Some(item) = self.item(tensor, &stretch, tile, part) {
                         self.boxes.add(owner, (tensor.shard, stretch.start), item);
                     }
                 }
@@ -322,17 +299,26 @@ impl<'a> Work<'a> {
         for &tensor in tensors {
             let held = Held::new(self.share, tensor)?;
             let own = self.own(&held);
-            let (mut done, mut reader) = (0, (u64::MAX, None));
+            let (mut done, mut reader, mut apart) = (0, (u64::MAX, None), false);
             for &interval in &own.intervals {
                 for stretch in held.cut(interval, held.interval(interval), false) {
                     let extent = held.extent(stretch.start);
                     if reader.0 != extent.start {
                         reader = (extent.start, held.reader(stretch.start));
+                        apart = self.share.apart && held.is_apart(&extent);
+                    }
+                    if apart {
+                        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
+                            self.range(held.shard, stretch.start, stretch.end);
+                            let item = self.item(&held, &stretch, tile, part);
+                            self.apart.extend(item);
+                        }
+                        continue;
                     }
                     let Some(reader) = reader.1 else { continue };
                     if reader != self.rank {
                         for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
-                            if let Some(item) = self.item(&held, &stretch, tile, part, true) {
+                            if let Some(item) = self.item(&held, &stretch, tile, part) {
                                 self.boxes.add(reader, (held.shard, stretch.start), item);
                             }
                         }

@@ -6,8 +6,12 @@ use std::sync::Arc;
 
 use crate::sys::strided::Rows;
 
-/// A message with this many bytes takes no more items.
+/// A message with this many bytes takes no more items, in a job of few ranks.
 const FULL: u64 = 1 << 20;
+/// The same in a job of any number of ranks.
+const LEAST: u64 = 64 << 10;
+/// Bytes of one message from each rank of a job, about: a block may need one from each at the same time.
+const OF_ALL: u64 = 64 << 20;
 /// A message takes no item that lies this many bytes or more after its first one in the file. So it does not hold
 /// memory for long on the side that reads or writes the file.
 const SPAN: u64 = 256 << 20;
@@ -41,8 +45,10 @@ pub struct Message {
 }
 
 /// The messages of one rank in one direction, while items are added.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Mailbox {
+    /// A message with this many bytes takes no more items.
+    full: u64,
     /// File and offset of the first item of each message.
     messages: Vec<((usize, u64), Message)>,
     /// The last message of each peer.
@@ -50,6 +56,12 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
+    /// No messages yet, in a job of this many ranks.
+    pub(super) fn new(ranks: u32) -> Self {
+        let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
+        Self { full, messages: Vec::new(), last: HashMap::new() }
+    }
+
     /// Adds an item, which lies at `place`: its file, and its offset there. Items come in the order of their places.
     /// Items of one pair of ranks must come in the same order on both sides.
     pub(super) fn add(&mut self, peer: u32, place: (usize, u64), item: Item) {
@@ -57,7 +69,7 @@ impl Mailbox {
         let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);
         match last {
             Some((first, message))
-                if message.bytes < FULL && first.0 == place.0 && place.1 - first.1 < SPAN =>
+                if message.bytes < self.full && first.0 == place.0 && place.1 - first.1 < SPAN =>
             {
                 message.bytes += len;
                 message.items.push(item);
@@ -82,7 +94,7 @@ mod tests {
     #[test]
     fn a_message_is_full_at_a_mebibyte_and_stays_near_its_first_item() {
         let rows = Arc::new(Rows::new(0, 1 << 30, std::iter::empty()));
-        let mut mailbox = Mailbox::default();
+        let mut mailbox = Mailbox::new(64);
         let mut add = |peer, shard, offset: u64, len| {
             let (bytes, rows) = (offset..offset + len, Arc::clone(&rows));
             mailbox.add(peer, (shard, offset), Item { tensor: 0, bytes, part: 0, rows, base: 0, len });
@@ -107,5 +119,19 @@ mod tests {
             (1, 3 * FULL + SPAN + 1, 1, 1),
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_block_with_bytes_of_all_ranks_needs_little_memory() {
+        let rows = Arc::new(Rows::new(0, 1 << 30, std::iter::empty()));
+        for (ranks, most) in [(1, FULL), (64, FULL), (256, OF_ALL / 256), (1024, LEAST), (100_000, LEAST)] {
+            let mut mailbox = Mailbox::new(ranks);
+            for at in (0..4 * FULL).step_by(4096) {
+                let (bytes, rows) = (at..at + 4096, Arc::clone(&rows));
+                mailbox.add(0, (0, at), Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096 });
+            }
+            let messages = mailbox.finish();
+            assert!(messages.iter().all(|message| message.bytes == most), "{ranks} ranks");
+        }
     }
 }

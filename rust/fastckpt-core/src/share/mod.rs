@@ -22,6 +22,5 @@ mod tiles;
 pub use self::duties::{Duties, FileRange, Grain};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
-pub use self::place::Strides;
 pub use self::spread::{Bounds, Placement, Spread};
 pub use self::table::{Share, Tensor};

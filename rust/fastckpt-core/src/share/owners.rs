@@ -6,7 +6,7 @@ use super::cover::Cover;
 use super::spread::Groups;
 use super::table::Share;
 use crate::error::Result;
-use crate::format::geometry::{PAGE, down};
+use crate::format::geometry::{PAGE, STRAIGHT, down};
 
 /// A tensor and who has it.
 #[derive(Debug, Clone)]
@@ -92,6 +92,18 @@ impl<'a> Held<'a> {
         let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
         let chosen = self.at(extent.start + chosen as u64);
         (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
+    }
+
+    /// Whether an extent is wanted in long parts, by one rank each, and by all of these ranks together whole.
+    pub(super) fn is_apart(&self, extent: &Range<u64>) -> bool {
+        let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
+        let has_one_reader = |interval: usize| {
+            let lines = self.interval(interval);
+            extent.end.min(lines.end) - extent.start.max(lines.start) >= STRAIGHT
+                && self.team(interval).len() == 1
+                && self.cover.is_one(self.cover.section(interval))
+        };
+        first != last && (first..=last).all(has_one_reader)
     }
 
     /// The rank that gives a cell to `owner`, and the tile that it has of it. It is the owner itself if that has the

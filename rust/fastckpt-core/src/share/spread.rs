@@ -111,6 +111,11 @@ impl Groups {
         Ok((members.into_iter().map(group).collect(), parts))
     }
 
+    /// The spread.
+    pub(super) const fn spread(&self) -> &Spread {
+        &self.spread
+    }
+
     /// The number of groups.
     pub(super) fn len(&self) -> usize {
         self.all.len()

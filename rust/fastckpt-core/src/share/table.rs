@@ -1,6 +1,7 @@
 //! The tensors of a job: their places in the files, and who has which bytes of them. Pure.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -11,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
 /// A tensor of the job.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Tensor {
     /// Its name, for messages.
     pub name: String,
@@ -40,6 +41,8 @@ pub struct Share {
     pub(super) order: Vec<Vec<usize>>,
     /// The cover of each tensor.
     pub(super) class: Vec<usize>,
+    /// See [`Self::read_apart`].
+    pub(super) apart: bool,
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -92,7 +95,24 @@ impl Share {
             }
         }
         let spreads = spreads.into_iter().map(|spread| Groups::new(spread, ranks)).collect::<Result<_>>()?;
-        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, covers: classes })
+        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, apart: false, covers: classes })
+    }
+
+    /// The same, but an extent that several ranks want in long parts, each rank another one, is read by them in these
+    /// parts. Nothing of it travels but checksums: put together ([`Self::merge`]), they are compared with that of the
+    /// extent.
+    #[must_use]
+    pub fn read_apart(self) -> Self {
+        Self { apart: true, ..self }
+    }
+
+    /// A number that is the same for all ranks that made the same share.
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.files, self.block_size, &self.tensors, self.ranks).hash(&mut hasher);
+        self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
+        hasher.finish()
     }
 
     /// The number of ranks.

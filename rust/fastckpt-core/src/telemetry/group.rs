@@ -4,7 +4,6 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::layout;
-use super::process::with_segment;
 
 /// What the segment has of the group, for a segment that is made later.
 struct Group {
@@ -21,19 +20,16 @@ static GROUP: Group = Group {
     waits_for: AtomicU64::new(0),
 };
 
-/// Tells the monitor that this process is `rank` of a group of `size` processes. `id` is the same in all of them and in
-/// no other group, and not 0.
-pub fn set_group(id: u64, rank: u32, size: u32) {
+/// Notes that this process is `rank` of a group of `size` processes.
+pub(super) fn set(id: u64, rank: u32, size: u32) {
     GROUP.id.store(id, Relaxed);
     GROUP.rank.store(rank, Relaxed);
     GROUP.size.store(size, Relaxed);
-    with_segment(|segment| fill(&segment.process));
 }
 
-/// Tells the monitor that this process waits for a rank of its group, or that it waits no more.
-pub fn wait_for(rank: Option<u32>) {
+/// Notes that this process waits for a rank of its group, or that it waits no more.
+pub(super) fn wait_for(rank: Option<u32>) {
     GROUP.waits_for.store(rank.map_or(0, |rank| u64::from(rank) + 1), Relaxed);
-    with_segment(|segment| fill(&segment.process));
 }
 
 /// Stores what is known of the group.

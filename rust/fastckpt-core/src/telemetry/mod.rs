@@ -13,10 +13,9 @@ mod target;
 mod tests;
 
 pub use codes::{Kind, Phase, State};
-pub use group::{set_group, wait_for};
 pub use lane::Lane;
 pub use operation::{Operation, Planned};
-pub use process::set_target;
+pub use process::{set_group, set_target, wait_for};
 pub use target::parse_targets;
 
 use crate::error::{Error, Result};

@@ -38,8 +38,21 @@ pub fn set_target(save: u64, load: u64) {
     });
 }
 
+/// Tells the monitor that this process is `rank` of a group of `size` processes. `id` is the same in all of them and in
+/// no other group, and not 0.
+pub fn set_group(id: u64, rank: u32, size: u32) {
+    group::set(id, rank, size);
+    with_segment(|segment| group::fill(&segment.process));
+}
+
+/// Tells the monitor that this process waits for a rank of its group, or that it waits no more.
+pub fn wait_for(rank: Option<u32>) {
+    group::wait_for(rank);
+    with_segment(|segment| group::fill(&segment.process));
+}
+
 /// Changes the segment of this process, if it has one.
-pub(super) fn with_segment(change: impl FnOnce(&Segment)) {
+fn with_segment(change: impl FnOnce(&Segment)) {
     let Some(guard) = lock() else { return };
     if let Some(process) = guard.as_ref().filter(|process| process.pid == std::process::id()) {
         change(process.segment);

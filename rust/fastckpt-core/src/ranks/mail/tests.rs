@@ -1,6 +1,8 @@
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::Weak;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{Scope, ScopedJoinHandle};
+use std::thread::{self, Scope, ScopedJoinHandle};
+use std::time::Duration;
 
 use super::*;
 use crate::sys::thread::builder;
@@ -60,7 +62,7 @@ pub(in crate::ranks) fn with_mail<T: Send>(
         ins.iter_mut().zip(senders).for_each(|(doors, door)| doors.push(door));
         outs.push(receivers);
     }
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let mut carriers = Vec::new();
         for ((rank, doors), out) in ins.into_iter().enumerate().zip(outs) {
             carriers.push(spawn(scope, move || send(mails[rank], &doors)));
@@ -95,7 +97,7 @@ fn a_message_is_complete_once_all_its_pieces_are_in() {
     out.put(0, 1, 3, |to| to.copy_from_slice(b"ess")).unwrap();
     misused(out.sent(0));
     misused(out.put(0, 5, 2, |_| unreachable!()));
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         // It waits for the last piece, or comes after it.
         let packed = spawn(scope, || out.pack(0));
         out.put(0, 0, 1, |to| to.copy_from_slice(b"m")).unwrap();
@@ -143,6 +145,34 @@ fn a_function_fills_a_message_when_it_is_packed() {
 }
 
 #[test]
+fn it_ends_when_nothing_is_being_filled() {
+    let (inside, entered) = channel();
+    let done = Arc::new(AtomicBool::new(false));
+    let out = Arc::new_cyclic(|mail: &Weak<Mail>| {
+        let (mail, done) = (Weak::clone(mail), Arc::clone(&done));
+        let fill: Fill = Box::new(move |_, _| {
+            inside.send(()).unwrap();
+            // It goes on for a while after the mail was stopped.
+            let mail = mail.upgrade().unwrap();
+            while mail.are_here([]).is_ok() {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(50));
+            done.store(true, Ordering::Relaxed);
+            Ok(())
+        });
+        Mail::new(vec![(1, 3), (1, 3)], vec![], Some(fill))
+    });
+    thread::scope(|scope| {
+        spawn(scope, || out.pack(0));
+        entered.recv().unwrap();
+        out.end("the end");
+        assert!(done.load(Ordering::Relaxed));
+    });
+    assert!(matches!(out.pack(1), Err(Error::Stopped(_))));
+}
+
+#[test]
 fn the_budget_holds_unless_all_would_wait_for_each_other() {
     let mail = Arc::new(Mail::with_budget(vec![(1, 8); 4], vec![(1, 8); 4], None, 16));
     let may_put = |message| lock(&mail.state).may_put(message, 8, 16);
@@ -162,7 +192,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
         mail.admit(message).unwrap();
     }
     assert!(!may_admit(2));
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let taken = spawn(scope, || mail.take(2, 0..8).map(|bytes| bytes.len()));
         mail.admit(2).unwrap(); // because it is waited for
         assert!(!may_admit(3));
@@ -187,7 +217,7 @@ fn stopping_ends_every_wait_with_the_first_reason() {
     put(&pieces, 0, 0).unwrap();
     filled.pack(0).unwrap();
     pieces.admit(0).unwrap();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let waits = [
             spawn(scope, || pieces.pack(1).map(drop)),
             spawn(scope, || put(&pieces, 2, 0)),
@@ -332,7 +362,7 @@ impl Traffic {
         let places: Vec<_> = (0..RANKS).map(|_| AtomicUsize::new(usize::MAX)).collect();
         let counters: Vec<_> = (0..2 * RANKS).map(|_| AtomicUsize::new(0)).collect();
         let (taken, arrived) = (AtomicU64::new(0), (Mutex::new(()), Condvar::new()));
-        let outcomes = std::thread::scope(|scope| {
+        let outcomes = thread::scope(|scope| {
             let mut threads = Vec::new();
             for rank in 0..RANKS {
                 let (places, counters, taken, arrived) = (&places, &counters, &taken, &arrived);
@@ -347,7 +377,7 @@ impl Traffic {
             }
             if let Some(enough) = stop {
                 while taken.load(Ordering::Relaxed) < enough {
-                    std::thread::yield_now();
+                    thread::yield_now();
                 }
                 self.mails.iter().for_each(|mail| mail.stop("enough"));
                 let _guard = lock(&arrived.0);

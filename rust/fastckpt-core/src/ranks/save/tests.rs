@@ -326,6 +326,16 @@ fn what_no_load_would_take_is_not_committed() {
     let whole = Commit { per_rank: "[[[[]]]]", ..commit(pieces(&ranks)) };
     assert!(ranks[0].commit(whole, &mut |_, _| true).unwrap_err().to_string().contains("per_rank"));
     assert_eq!(job.entries().len(), 0);
+    for seconds in [f64::NAN, f64::INFINITY] {
+        let ranks = job.ranks();
+        job.open(&ranks);
+        assert!(write(&ranks).iter().all(Result::is_ok));
+        let figures = Figures { seconds, ..Figures::default() };
+        let odd = Commit { figures, ..commit(pieces(&ranks)) };
+        let error = ranks[0].commit(odd, &mut |_, _| true).unwrap_err();
+        assert!(error.to_string().contains("a time in it is no number"), "{error}");
+        assert_eq!(job.entries().len(), 0);
+    }
     for (texts, word) in
         [(["1", "[]", ""], "structure"), (["[]", "{}", ""], "metadata"), (["[]", "[]", "1"], "per_rank")]
     {
