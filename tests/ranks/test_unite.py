@@ -445,7 +445,7 @@ def _shapes_that_from_local_guessed() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (4,))
     value = DTensor.from_local(torch.ones(1 if rank == 3 else 2, 3), mesh, [Shard(0)], run_check=False)
-    with pytest.raises(ValueError, match=r"need shape= and stride=.*\n  \['w'\]: .*\[8, 3\] on .*\[4, 3\] on rank 3$"):
+    with pytest.raises(ValueError, match=r"needs shape= and stride=.*\n  \['w'\]: .*\[8, 3\] on .*\[4, 3\] on rank 3$"):
         _rounds(Agreement(describe({"w": value}, rank, range(4))))
 
 
