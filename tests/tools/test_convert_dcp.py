@@ -148,6 +148,12 @@ def spoiled(path, how):
         info["w"].offset, info["w"].length = info["step"].offset, info["step"].length
     elif how == "extensions":
         info["w"].transform_descriptors = ["stream.zstd/1"]
+    elif how == "a list without an end":
+        metadata.planner_data["step"] = ("list", 1 << 40)
+    elif how == "a place before a list":
+        metadata.planner_data["step"] = ("list", -1)
+    elif how == "keys without an end":
+        metadata.planner_data["step"] = ("a",) * 5000
     elif how == "a table that is cut":
         table.write_bytes(pickle.dumps(metadata)[:100])
         return
@@ -161,6 +167,9 @@ SPOILED = {
     "a file elsewhere": (1, "no file beside it"),
     "a piece that is missing": (1, "are not the whole tensor"),
     "another tensor in its place": (1, "it is not the piece that the table lists"),
+    "a list without an end": (1, "lists of which nearly all is missing"),
+    "a place before a list": (1, "keys that lead to 'step'"),
+    "keys without an end": (1, "keys that lead to 'step'"),
     "extensions": (2, "written with extensions"),
     "a table that is cut": (2, ".metadata is damaged"),
 }

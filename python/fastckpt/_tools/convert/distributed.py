@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 _TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "BytesStorageMetadata"]
+#: Keys that lead to an entry, and members of lists that the table leaves out: torch does so with empty mappings.
+_DEPTH, _GAPS = 200, 1 << 20
 #: What reading a pickle or an archive that is damaged raises.
 _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, EOFError, ImportError, RecursionError, NotImplementedError),
@@ -97,6 +99,8 @@ class Directory:
             if not _covers(about.size, pieces):
                 raise ValueError(f"the pieces of {key!r} are not the whole tensor")
             found[key] = Item(path, dtype, about.size, pieces)
+        if _longest(found) > len(found) + _GAPS:
+            raise ValueError("lists of which nearly all is missing")
         return found
 
     def _piece(self, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
@@ -161,7 +165,18 @@ class Directory:
 
 
 def _leads(path: tuple[Any, ...]) -> bool:
-    return bool(path) and type(path[0]) is str and all(type(step) in (str, int) for step in path)
+    steps = all(type(step) is str or (type(step) is int and step >= 0) for step in path)
+    return 0 < len(path) <= _DEPTH and type(path[0]) is str and steps
+
+
+def _longest(items: dict[str, Item]) -> int:
+    """The members of all lists, by the last one of each that is there."""
+    lists: dict[tuple[str | int, ...], int] = {}
+    for item in items.values():
+        for at, step in enumerate(item.path):
+            if type(step) is int:
+                lists[item.path[:at]] = max(step, lists.get(item.path[:at], 0))
+    return sum(lists.values())
 
 
 def _covers(sizes: tuple[int, ...], pieces: list[Piece]) -> bool:
