@@ -4,6 +4,8 @@ import hashlib
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -350,6 +352,46 @@ def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
     assert outcomes[1].kind == "died"
     assert outcomes[0].kind == outcomes[2].kind == "raised"
     assert list(fastckpt.load(tmp_path / "c")) == ["old"]
+
+
+def cuts():
+    """Ways to cut a tensor of 10 by 4 for two ranks: by rows, several a rank, by columns, unequal."""
+    return [
+        ChunkShardingSpec(0, ["rank:0", "rank:1"]),
+        ChunkShardingSpec(0, ["rank:0", "rank:1", "rank:1", "rank:0"]),
+        ChunkShardingSpec(1, ["rank:1", "rank:0"]),
+        EnumerableShardingSpec([ShardMetadata([0, 0], [8, 4], "rank:1"), ShardMetadata([8, 0], [2, 4], "rank:0")]),
+    ]
+
+
+def save_sharded_tensors(path):
+    whole = torch.arange(40.0).view(10, 4)
+    state = {str(number): sharded_tensor.zeros(cut, 10, 4) for number, cut in enumerate(cuts())}
+    for value in state.values():
+        for shard in value.local_shards():
+            (top, left), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(whole[top : top + height, left : left + width])
+    dcp.async_save(state, checkpoint_id=path, storage_writer=Writer(timeout=60)).result()
+    different = []
+    for turn in range(len(state)):
+        loaded = {
+            str((number + turn) % len(state)): sharded_tensor.zeros(cut, 10, 4) for number, cut in enumerate(cuts())
+        }
+        dcp.load(loaded, checkpoint_id=path, storage_reader=Reader(timeout=60, io="threads"))
+        for key, value in loaded.items():
+            for shard in value.local_shards():
+                (top, left), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                if not torch.equal(shard.tensor, whole[top : top + height, left : left + width]):
+                    different.append((turn, key))
+    return different
+
+
+@pytest.mark.filterwarnings("ignore:.*Please use DTensor instead:FutureWarning")
+def test_sharded_tensors_load_into_any_other_cut(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(save_sharded_tensors, tmp_path / "c") == [[], []]
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(torch.equal(value, torch.arange(40.0).view(10, 4)) for value in loaded.values())
 
 
 def load_with_holes(path):

@@ -3,9 +3,10 @@
 Its methods are generators of requests; ``peers.py`` serves them from a store of torch's, the tests from a simulated
 one.
 
-**A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself: each call takes one,
-however it ends. It has **rounds**. In a round each rank posts one message for the rank above it, which waits for those
-of the ranks below it, joins them with its own, and posts the result; rank 0, the coordinator, makes the answer.
+**A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself (each call takes one,
+however it ends) or named by a label that its caller gives. It has **rounds**. In a round each rank posts one message
+for the rank above it, which waits for those of the ranks below it, joins them with its own, and posts the result; rank
+0, the coordinator, makes the answer.
 
 **The verdict** of a round stands in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to a
 failure, by compare-and-set alone; whoever finds a failure in it, or puts it there, has the same verdict as all others.
