@@ -59,6 +59,8 @@ from fastckpt.exceptions import RankFailure, RanksError
 LAST = "done"
 #: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
 VALUE = 4 << 20
+#: Seconds between two looks at who is silent, at most: two of them are what an error may come later than the timeout.
+_LOOK = 2.5
 #: Seconds that a rank waits for the others once it knows that the turn has failed.
 GRACE = 5.0
 #: Bytes of an answer that the register itself holds.
@@ -116,8 +118,9 @@ class Turn:
         self.inside = False
         #: It has the verdict of its last round, or has left without.
         self.over = False
-        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed.
-        self.long_slice = timeout / 20
+        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed. Large
+        #: groups look less often: one store serves them all.
+        self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
         self._grace = min(GRACE, timeout)
         self._beaten: float | None = None
