@@ -357,7 +357,7 @@ def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
 def test_a_full_disk_fails_before_a_byte_is_written(forge):
     """The coordinator allocates all files before anybody writes: it is the one that meets the end of the disk."""
     with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
-        (point / "other").write_bytes(bytes(700_000))
+        (point / "other").write_bytes(bytes(1_000_000))
         group.start(_save, str(point / "c"), 1, 30.0)
         told_of(group.outcomes(60), 0, errno.ENOSPC)
         assert [each.name for each in point.iterdir()] == ["other"]

@@ -72,7 +72,7 @@ def whole(drawn: Drawn) -> torch.Tensor:
 def _bits(tensor: torch.Tensor) -> bytes:
     if not tensor.numel():
         return b""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @functools.cache

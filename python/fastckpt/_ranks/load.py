@@ -178,8 +178,8 @@ def _read(
     operation.round(
         "done",
         outcome,
-        combine=lambda outcomes: _combine_pieces(share, outcomes),
-        decide=lambda outcome: _compare(share, opened.reader, outcome),
+        combine=lambda outcomes: combine_pieces(share, outcomes),
+        decide=lambda outcome: compare_pieces(share, opened.reader, outcome),
     )
     return own, unexpected
 
@@ -204,15 +204,15 @@ def _combine_outcomes(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     return next((outcome for outcome in outcomes if "lost" in outcome), {})
 
 
-def _combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Likewise, and the checksums of what several ranks read of blocks that they share."""
+def combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several ranks say at the end: that an exchange broke off, or checksums of their parts of shared blocks."""
     lost = _combine_outcomes(outcomes)
     if lost or share is None:
         return lost
     return {"pieces": share.merge([outcome["pieces"] for outcome in outcomes])}
 
 
-def _compare(share: _core.Share | None, reader: _core.Reader, outcome: dict[str, Any]) -> None:
+def compare_pieces(share: _core.Share | None, reader: _core.Reader, outcome: dict[str, Any]) -> None:
     """At the coordinator, once all ranks have read: are those blocks what was written?"""
     _finish(outcome)
     if share is not None:

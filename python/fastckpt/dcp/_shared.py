@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastckpt import _core
 from fastckpt._ranks.attention import Attention
 from fastckpt._ranks.exchange import Exchange, Link, LostError, carried
+from fastckpt._ranks.load import combine_pieces, compare_pieces
 from fastckpt._ranks.session import session
 from fastckpt.exceptions import ReplacedCheckpointError
 
@@ -98,7 +99,7 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
         more = {"rank": here.group.rank, "ranks": here.group.size, "missing": (), "unexpected": ()}
         if cached:
             own = read_alone(mine, "buffered")
-            operation.round("done", {}, combine=_lost, decide=_finish)
+            operation.round("done", None, combine=lambda _: None)
             return own | more | {"bytes_storage": own["bytes"], "bytes_peers": 0, "bytes_sent": 0}
         return _by_messages(here, operation, mine, name, attention, timeout) | more
 
@@ -131,7 +132,7 @@ def _by_messages(
         boxes = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in asked.requests]
         answer = operation.round("demands", [[rank, boxes]], combine=gathered, decide=_unite)
         wanted = _wanted(json.loads(answer))
-        share = _core.Share.to_load(asked.reader, *wanted, here.group.size)
+        share = _core.Share.to_load(asked.reader, *wanted, here.group.size, apart=True)
         # A rank's boxes of a tensor are its parts, in the order in which it asks for them.
         counts: Counter[int] = Counter()
         requests = []
@@ -154,10 +155,16 @@ def _by_messages(
 
         try:
             own = carried(lambda: dict(running.read(each)), exchange, attention)
+            outcome = {"pieces": own.pop("pieces")}
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
             outcome = {"lost": f"{here.name(rank)}: {error}"}
-        operation.round("done", outcome, combine=_lost, decide=_finish)
+        operation.round(
+            "done",
+            outcome,
+            combine=lambda outcomes: combine_pieces(share, outcomes),
+            decide=lambda outcome: compare_pieces(share, asked.reader, outcome),
+        )
         whole = True
     finally:
         if exchange is not None and not whole:
@@ -187,13 +194,3 @@ def _wanted(united: list[Any]) -> tuple[list[tuple[int, list[int]]], list[_core.
         boxes = tuple((holder, tuple((start, stop) for start, stop in box)) for holder, box in holders)
         wanted.append((tensor, [spreads.setdefault(boxes, len(spreads))]))
     return wanted, [_core.Spread.boxes(boxes) for boxes in spreads]
-
-
-def _lost(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first of what several ranks say that says that an exchange broke off."""
-    return next((outcome for outcome in outcomes if "lost" in outcome), {})
-
-
-def _finish(outcome: dict[str, Any]) -> None:
-    if "lost" in outcome:
-        raise LostError(outcome["lost"])
