@@ -285,7 +285,7 @@ def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
     fastckpt.save(whole(0), path)
     strike = groups.Strike(rank, f"{PEERS}:Operation.round", signal.SIGSTOP, match="done")
     with forge.group(2) as group:
-        group.start(_save, str(path), 1, 1.0, strike=strike)
+        group.start(_save, str(path), 1, 3.0, strike=strike)
         outcomes = group.outcomes(30)
         assert [each.kind for each in outcomes] == ["stopped" if each == rank else "raised" for each in range(2)]
         assert f"rank {rank}" in outcomes[1 - rank].raised.text
