@@ -102,7 +102,7 @@ class Training:
             self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
         )
         self.step = loaded["step"]
-        # With another number of ranks there is no state of a generator to go on with: each begins a new one.
+        # With another number of ranks, no saved generator fits a rank: each begins a new one.
         if loaded["ranks"] == self.ranks:
             own = fastckpt.distributed.load_per_rank(path)
             torch.set_rng_state(own["cpu"])

@@ -26,7 +26,7 @@ def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
     """The structure of each rank's own state; empty where nothing was saved so.
 
     Raises:
-        CorruptCheckpointError: what is there is no list of states.
+        CorruptCheckpointError: what is there is not a list of states.
     """
     text = reader.per_rank()
     if text is None:
@@ -34,7 +34,7 @@ def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
     tokens = parse(text)
     unflatten(tokens, Validator(reader.tensors(), strangers=True), operation=operation)
     if type(tokens[0]) is not list or tokens[0][0] != "list":
-        raise CorruptCheckpointError(f"{operation}: the states of ranks are no list")
+        raise CorruptCheckpointError(f"{operation}: the states of ranks are not a list")
     ends = ends_of(tokens)
     states, at = [], 1
     for _ in range(tokens[0][1]):

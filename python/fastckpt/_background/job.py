@@ -22,6 +22,7 @@ from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
 from . import snapshot_memory
+from .claim import Claim
 
 if TYPE_CHECKING:
     from fastckpt._state.flatten import Flat
@@ -49,7 +50,7 @@ class Job:
         self.progress = progress
         self.inline = False
         # Taken by the thread that begins, or by the caller who gives up before that.
-        self.unclaimed = [True]
+        self.claim = Claim()
         fill = flat.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
@@ -117,14 +118,6 @@ class Job:
             self.snapshot.stage(wanted, last=last, options=self.options)
         self.staging += time.perf_counter() - began
 
-    def claim(self) -> bool:
-        """Whether this caller, being the first, is to finish the save."""
-        try:
-            self.unclaimed.pop()
-        except IndexError:
-            return False
-        return True
-
     def start(self) -> bool:
         """Start the background thread; whether there is one."""
         if in_flight.is_exiting():
@@ -147,7 +140,7 @@ class Job:
 
     def run(self) -> None:
         """The life of the background thread: the rest of the copy, then the writing."""
-        if not self.claim():
+        if not self.claim.take():
             return
         pending = self.pending
         # Not before: a signal handler can interrupt the start of a thread, and must not wait for one it blocks.

@@ -179,7 +179,7 @@ def _launch(job: Job, max_in_flight: int) -> None:
             return
     except BaseException:
         # A signal handler may have raised it, even while the thread starts.
-        if job.claim():
+        if job.claim.take():
             job.release()
             pending._abandon()
         else:

@@ -128,7 +128,7 @@ def check(text: bytes) -> None:
 
 
 def _int(digits: str) -> int | float:
-    # -0 is no integer without a sign.
+    # -0 has a sign, and so is not such an integer.
     return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else _float(digits)
 
 

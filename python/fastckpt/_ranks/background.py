@@ -17,6 +17,7 @@ from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport
 from fastckpt._background import snapshot_memory
+from fastckpt._background.claim import Claim
 from fastckpt._tensors.ranges import range_of
 
 from .save import save_order
@@ -49,8 +50,7 @@ class Job:
         self.memory: snapshot_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
-        #: Who takes what is in it finishes the save: the thread, or the call that could not start it.
-        self.unclaimed = [None]
+        self.claim = Claim()
         pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
 
     def _flats(self) -> Iterator[Flat]:
@@ -88,17 +88,9 @@ class Job:
         self.pending._copied = self.pending._total
         self.staging = time.perf_counter() - began
 
-    def claim(self) -> bool:
-        """Whether this caller, being the first, is to finish the save."""
-        try:
-            self.unclaimed.pop()
-        except IndexError:
-            return False
-        return True
-
     def run(self) -> None:
         """The life of the background thread."""
-        if not self.claim():
+        if not self.claim.take():
             return
         pending = self.pending
         error: BaseException | None = None
@@ -172,7 +164,7 @@ def start(job: Job) -> None:
             thread.start()
     except BaseException:
         # A signal handler may have raised it while the thread starts, which then goes on.
-        if not job.claim():
+        if not job.claim.take():
             raise
         job.release()
         pending._abandon()

@@ -40,6 +40,22 @@ class LostError(CheckpointError):
     of_others = True
 
 
+def lost_by(name: str, error: LostError) -> dict[str, Any]:
+    """What a rank of this name says in the last round, in the place of its outcome: its exchange broke off."""
+    return {"lost": f"{name}: {error}"}
+
+
+def first_lost(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first of several outcomes that says so; empty if none does."""
+    return next((outcome for outcome in outcomes if "lost" in outcome), {})
+
+
+def raise_lost(outcome: dict[str, Any]) -> None:
+    """Raise :class:`LostError` if an outcome says so."""
+    if "lost" in outcome:
+        raise LostError(outcome["lost"])
+
+
 class Lane(NamedTuple):
     """One direction.
 

@@ -18,7 +18,7 @@ from fastckpt._tensors.ranges import range_of
 from .attention import Attention
 from .boxes import Boxed
 from .demands import Wanting, combine_wanted, demands
-from .exchange import Exchange, Link, LostError, carried, passed_on
+from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, passed_on, raise_lost
 from .offers import combine_offers
 from .residency import is_resident
 from .save import core_spread
@@ -78,7 +78,7 @@ def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel:
         try:
             opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(wishes.io, 0))
         except LostError as error:
-            _want(operation, {"lost": f"{session.name(session.group.rank)}: {error}"}, None)
+            _want(operation, lost_by(session.name(session.group.rank), error), None)
             raise
         wanted = demands(
             opened.reader, call.path, wishes, session.group.rank, session.group.ranks, stacklevel=stacklevel + 1
@@ -188,25 +188,20 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
     """The round ``wanted``. A rank that could not be passed the manifest says that: the cause is another one."""
 
     def combine(values: list[dict[str, Any]]) -> dict[str, Any]:
-        lost = _combine_outcomes(values)
+        lost = first_lost(values)
         return lost or {"wanted": combine_wanted([each["wanted"] for each in values])}
 
     def decide(combined: dict[str, Any]) -> Any:
-        _finish(combined)
+        raise_lost(combined)
         assert agreement is not None  # noqa: S101 - who has none has lost
         return agreement.decide(combined["wanted"])
 
     return operation.round("wanted", value, combine=combine, decide=decide)
 
 
-def _combine_outcomes(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first of what several ranks say that says that an exchange broke off."""
-    return next((outcome for outcome in outcomes if "lost" in outcome), {})
-
-
 def combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     """What several ranks say at the end: that an exchange broke off, or checksums of their parts of shared blocks."""
-    lost = _combine_outcomes(outcomes)
+    lost = first_lost(outcomes)
     if lost or share is None:
         return lost
     return {"pieces": share.merge([outcome["pieces"] for outcome in outcomes])}
@@ -214,14 +209,9 @@ def combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) ->
 
 def compare_pieces(share: _core.Share | None, reader: _core.Reader, outcome: dict[str, Any]) -> None:
     """At the coordinator, once all ranks have read: are those blocks what was written?"""
-    _finish(outcome)
+    raise_lost(outcome)
     if share is not None:
         share.compare(reader, outcome["pieces"])
-
-
-def _finish(outcome: dict[str, Any]) -> None:
-    if "lost" in outcome:
-        raise LostError(outcome["lost"])
 
 
 def _through_cache(
@@ -293,7 +283,7 @@ def _through_messages(
                 own = carried(lambda: dict(engine.read(tick)), exchange, attention)
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
-            return {}, {"lost": f"{session.name(group.rank)}: {error}"}
+            return {}, lost_by(session.name(group.rank), error)
         storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
         return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {"pieces": pieces}
     finally:

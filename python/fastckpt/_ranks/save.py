@@ -26,7 +26,7 @@ from fastckpt._units import bytes_of
 from .agreement import PER_RANK, Agreement
 from .attention import Attention
 from .describe import Local, describe
-from .exchange import Exchange, Link, LostError, carried
+from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def write_checkpoint(
             outcome |= {"pieces": engine.pieces(), "saved": figures(own)}
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
-            outcome = {"lost": f"{session.name(session.group.rank)}: {error}"}
+            outcome = lost_by(session.name(session.group.rank), error)
         done = time.perf_counter()
         answer = operation.round(
             "done",
@@ -404,8 +404,8 @@ def _sum(one: int, other: int) -> int:
 
 def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
     """The outcomes of a rank and of those below it as one."""
-    lost = next((outcome for outcome in outcomes if "lost" in outcome), None)
-    if lost is not None:
+    lost = first_lost(outcomes)
+    if lost:
         return lost
     return {
         "values": [value for outcome in outcomes for value in outcome["values"]],
@@ -421,8 +421,7 @@ def _commit(
     tick: Callable[[int, int], None],
 ) -> Mapping[str, Any]:
     """At the coordinator, once all ranks have written: seal and publish."""
-    if "lost" in outcome:
-        raise LostError(outcome["lost"])
+    raise_lost(outcome)
     values = [value for _, value in sorted(outcome["values"], key=lambda one: one[0])]
     said = texts(values)
     with range_of("fastckpt.commit"):

@@ -25,7 +25,7 @@ _CONNECTED, _FORGOTTEN = 5.0, 1.0
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: What no key has: what a comparison with it returns where there is no key.
+#: A value that no key has. A comparison with it returns it where there is no key.
 _NO_VALUE = b"\0none"
 
 

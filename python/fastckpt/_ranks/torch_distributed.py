@@ -73,7 +73,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
         make: called with the group; what it returns is closed when the group is gone.
 
     Raises:
-        TypeError: ``process_group`` is no process group.
+        TypeError: ``process_group`` is not a process group.
         ValueError: this process is not in the group.
         RuntimeError: another process has used the group, and this one was forked from it.
     """

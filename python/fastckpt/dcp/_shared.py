@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._ranks.attention import Attention
-from fastckpt._ranks.exchange import Exchange, Link, LostError, carried
+from fastckpt._ranks.exchange import Exchange, Link, LostError, carried, lost_by
 from fastckpt._ranks.load import combine_pieces, compare_pieces
 from fastckpt._ranks.session import session
 from fastckpt.exceptions import ReplacedCheckpointError
@@ -158,7 +158,7 @@ def _by_messages(
             outcome = {"pieces": own.pop("pieces")}
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
-            outcome = {"lost": f"{here.name(rank)}: {error}"}
+            outcome = lost_by(here.name(rank), error)
         operation.round(
             "done",
             outcome,

@@ -1,0 +1,20 @@
+"""Who finishes a save: the thread that was to, or the call that could not start it."""
+
+from __future__ import annotations
+
+
+class Claim:
+    """Something that only the first to ask for it gets. No lock: a signal handler may ask while the thread does."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = [None]
+
+    def take(self) -> bool:
+        """Whether this caller is the first."""
+        try:
+            self._left.pop()
+        except IndexError:
+            return False
+        return True
