@@ -33,6 +33,8 @@ AT_ONCE = 8
 
 PEERS, CORE, STORE = "fastckpt._ranks.peers", "fastckpt._core", "fastckpt._ranks.store:Transport.serve"
 BYTES = "fastckpt._ranks.torch_distributed:DataGroup"
+#: Where a rank that has said that it has come connects to the others.
+CONNECT = "fastckpt._ranks.torch_distributed:_new_gloo"
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
         points.append((f"{CORE}:RankSave.write", when, None, 1))
         # So small a checkpoint is one block, which rank 0 writes: the others send.
         points += [(f"{BYTES}.{method}", when, None, 1) for method in ("__init__", "send" if rank else "receive")]
+        points.append((CONNECT, when, None, 1))
         if rank == 0:
             points += [(f"{CORE}:RankSave.{method}", when, None, 1) for method in ("create", "commit")]
         else:

@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 _LOOK = 0.05
 #: Seconds for which threads may take to end once their transfers have been ended. Gloo ends them at once.
 _ENDING = 5.0
+#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol looks every 2.5 s.
+_FOUND = 4.0
 
 
 class LostError(CheckpointError):
@@ -118,6 +120,9 @@ class Link:
             try:
                 self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
             except AbsentError as error:
+                if not error.ranks:
+                    # All have come. If one has stopped since, its silence tells which, a moment before or after this.
+                    _attend_for(_FOUND, attend)
                 why = f"has not answered for {timeout:.1f} s (timeout=)"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
                 told = "; ".join(map(str, failures)) or str(error.__cause__)
@@ -288,6 +293,13 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
             raise cause from None
         raise
     return done
+
+
+def _attend_for(seconds: float, attend: Callable[[], None]) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(_LOOK)
+        attend()
 
 
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
