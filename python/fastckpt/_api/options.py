@@ -55,3 +55,18 @@ def check_bandwidth(operation: str, limit: Any) -> int | None:
     if limit is None:
         return None
     return bytes_of(f"{operation}: bandwidth_limit", limit.removesuffix("/s") if isinstance(limit, str) else limit)
+
+
+def check_pin(operation: str, pin: Any) -> int | None:
+    """``pin=``: the most bytes that may be pinned in this process; None for any number."""
+    if pin is True:
+        return None
+    if pin is False or (type(pin) is int and pin == 0):
+        return 0
+    try:
+        return bytes_of("pin", pin)
+    except ValueError:
+        raise ValueError(
+            f"{operation}: pin must be True, False, or the most bytes to pin in this process: an int, or a string such "
+            f"as '8GB' or '8GiB'; not {pin!r}"
+        ) from None

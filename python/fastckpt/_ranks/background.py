@@ -10,14 +10,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from fastckpt._api import in_flight
+from fastckpt._api import host_memory, in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport
-from fastckpt._background import snapshot_memory
 from fastckpt._background.claim import Claim
+from fastckpt._background.copies import Asked
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.ranges import range_of
 
 from .save import save_order
@@ -42,15 +44,25 @@ _MOST_THREADS = 4
 class Job:
     """What an asynchronous save of this rank does between the call and the durable checkpoint."""
 
-    def __init__(self, pending: PendingSave, call: Call, order: Order, *, progress: bool) -> None:
+    def __init__(self, pending: PendingSave, call: Call, order: Order, *, pin: int | None, progress: bool) -> None:
         self.pending = pending
         self.call = call
         self.order = order
+        self.pin = pin
         self.progress = progress
-        self.memory: snapshot_memory.Memory | None = None
+        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
         self.claim = Claim()
+        # All that this rank holds, with one number each. Now, for copies come after what streams were asked for so far.
+        movers = {}
+        first = 0
+        for flat in self._flats():
+            movers |= {first + index: mover for index, mover in flat.movers.items()}
+            first += len(flat.tensors)
+        self.movers = movers
+        self.sources = Sources("save_async", movers)
+        self.asked = Asked(self.sources)
         pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
 
     def _flats(self) -> Iterator[Flat]:
@@ -64,29 +76,41 @@ class Job:
         began = time.perf_counter()
         with range_of("fastckpt.stage"):
             sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
-            memory = self.memory = snapshot_memory.take(sum(sizes))
-            for device in {getattr(mover, "device", None) for flat in self._flats() for mover in flat.movers.values()}:
-                if device is not None:
-                    memory.pin(device)
-            pieces: list[tuple[int, int, int]] = []
-            address = memory.core.address
-            size_of = iter(sizes)
+            memory = self.memory = host_memory.take(sum(sizes))
+            if self.sources.devices:
+                memory.pin(self.sources.devices, self.pin)
+            places = list(accumulate(sizes, initial=memory.core.address))
+            self._copy(places, is_pinned=memory.is_pinned())
+            number = iter(places)
             for flat in self._flats():
-                for index, tensor in enumerate(flat.tensors):
-                    nbytes = tensor.capacity
-                    if nbytes:
-                        mover = flat.movers.get(index)
-                        if mover is not None:
-                            mover(0, address, nbytes)
-                        else:
-                            pieces += _cut(address, tensor.address, nbytes)
-                        flat.tensors[index] = tensor._replace(address=address)
-                    address += next(size_of)
+                flat.tensors[:] = [tensor._replace(address=next(number)) for tensor in flat.tensors]
                 flat.movers.clear()
-            _copy(pieces)
+            self.movers.clear()
             self.order.local.clear()
-        self.pending._copied = self.pending._total
         self.staging = time.perf_counter() - began
+
+    def _copy(self, places: list[int], *, is_pinned: bool) -> None:
+        """Copy everything to its place, devices and host at the same time where the memory is pinned."""
+        tensors = [tensor for flat in self._flats() for tensor in flat.tensors]
+        is_on_device = self.sources.is_on_device
+        afar = [(index, 0, places[index], tensors[index].capacity) for index in self.movers if is_on_device(index)]
+        if is_pinned:
+            self.asked.ask(afar)
+        pieces = []
+        for index, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
+            mover = self.movers.get(index)
+            if mover is None:
+                pieces += _cut(place, tensor.address, tensor.capacity)
+            elif not is_on_device(index):
+                mover(0, place, tensor.capacity)
+        _copy(pieces)
+        self.pending._copied = self.pending._total - sum(each[3] for each in afar)
+        if not is_pinned:
+            self.asked.ask(afar)
+        self.asked.wait(self._arrived)
+
+    def _arrived(self, nbytes: int) -> None:
+        self.pending._copied += nbytes
 
     def run(self) -> None:
         """The life of the background thread."""
@@ -121,6 +145,8 @@ class Job:
         pending = self.pending
         own = dict(written.own)
         pending._written = own["bytes"]
+        if self.memory is not None and self.memory.problem is not None:
+            own["warnings"] = [*own["warnings"], self.memory.problem]
         # What the core did not see counts as planning, but for what is known.
         own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
         own["seconds"] += self.waited + self.staging
@@ -129,16 +155,18 @@ class Job:
             pending.path,
             pending._began,
             own,
-            stall=pending._held,
+            stall=pending._stall(),
             staging=self.staging,
             staged=pending._total,
         )
 
     def release(self) -> None:
-        """Give the memory back."""
-        if self.memory is not None:
-            snapshot_memory.give(self.memory)
-            self.memory = None
+        """Give the memory back, once nothing is copied to it any more."""
+        memory, self.memory = self.memory, None
+        sound = self.asked.settle()
+        if memory is not None:
+            # What a broken device was writing to is no good for others.
+            (host_memory.give if sound else host_memory.Memory.close)(memory)
         self.order.local.clear()
 
 
@@ -154,7 +182,7 @@ def start(job: Job) -> None:
         job.waited = time.perf_counter() - began
         job.stage()
         pending._set_staged()
-        pending._held += time.perf_counter() - pending._began
+        pending._called += time.perf_counter() - pending._began
         pending.started = True
         # No daemon: the interpreter waits for it at its end, while everything still works.
         thread = threading.Thread(target=job.run, name="fastckpt-save", daemon=False)
