@@ -25,14 +25,18 @@ class Asked:
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
         self._left: list[tuple[Copies, int]] = []
+        #: Whether an exception has come while copies were being asked for, or before they were noted here.
+        self._lost = False
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
         """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
         made = []
         for part in _parts(sorted(ranges, key=lambda each: each[2])):
             go_on()
+            self._lost = True
             copies = self.sources.enqueue(part)
             self._left.append((copies, sum(each[3] for each in part)))
+            self._lost = False
             made.append(copies)
         return made
 
@@ -49,9 +53,20 @@ class Asked:
             arrived(nbytes)
 
     def settle(self) -> bool:
-        """Wait until nothing writes to the memory any more; whether all of it went well."""
-        self._left.clear()
-        return self.sources.settle()
+        """Wait until nothing writes to the memory any more; whether all that was waited for here went well."""
+        sound = True
+        while self._left:
+            copies, _ = self._left.pop()
+            try:
+                copies.wait()
+            except Exception:  # noqa: BLE001 - who waited first has raised it, or nobody wants the bytes
+                sound = False
+        if self._lost:
+            try:
+                self.sources.synchronize()
+            except Exception:  # noqa: BLE001
+                sound = False
+        return sound
 
 
 def _parts(ranges: list[Range]) -> Iterator[list[Range]]:

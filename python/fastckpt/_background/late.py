@@ -40,10 +40,14 @@ class Late:
         return self._verdicts[0]
 
     def hold_step(self) -> None:
-        """Have the streams of the calling thread wait for the copies."""
-        self.changed()
+        """Have the streams of the calling thread wait for the copies.
+
+        Raises:
+            RuntimeError: such a stream is being captured into a CUDA graph. The step must not go on.
+        """
         for copies in self.copies:
             copies.hold_streams()
+        self.changed()
 
     def forget(self) -> None:
         """Let go of the tensors; the verdict stays."""
