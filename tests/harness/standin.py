@@ -210,7 +210,9 @@ class _Worker:
     """Does one thing after the other, in a thread of its own, which takes its time to begin."""
 
     def __init__(self) -> None:
+        #: What failed, and whether a host knows: nothing is done after it.
         self.error: BaseException | None = None
+        self.is_told = False
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name=NAME).start()
 
@@ -321,6 +323,7 @@ def _wait(done: threading.Event, stream: Stream | None) -> None:
     if not done.wait(_PATIENCE):
         raise AssertionError("an event never came")
     if stream is not None and stream.worker.error is not None:
+        stream.worker.is_told = True
         raise stream.worker.error
 
 
@@ -340,7 +343,7 @@ def current_stream(device: Any = None) -> Stream:
 def forget_errors() -> None:
     """Streams in which something failed go on."""
     for stream in tuple(_streams.values()):
-        stream.worker.error = None
+        stream.worker.error, stream.worker.is_told = None, False
 
 
 @contextmanager
@@ -417,7 +420,7 @@ class _Module:
     def synchronize(self, device: Any = None) -> None:
         index = _index(device)
         for stream in tuple(_streams.values()):
-            if stream.device_index == index:
+            if stream.device_index == index and not stream.worker.is_told:
                 stream.synchronize()
 
 
