@@ -1,0 +1,284 @@
+"""A training loop of matrix products on a device, and what an asynchronous save takes from it.
+
+The loop is AdamW over square matrices; its state is three times the parameters. A **window** is a number of steps,
+begun and ended with the device idle. In the windows with a save, the save is asked for after two steps that the device
+has yet to do: a call that waits for the device shows.
+
+- **call**: seconds until ``save_async`` returns; **held**: seconds that the next step's hooks hold the host.
+- **lost**: seconds that a window with a save takes longer than one without.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fastckpt
+from bench import GB
+from bench.measure import grown, reset_peak, status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bench.gpu_device import Device
+
+#: Steps that are queued when a save is asked for.
+QUEUED = 2
+#: Seconds of a window, at least, and steps in it, at most.
+WINDOW, MOST = 1.0, 400
+
+
+class Training:
+    """Layers, an optimizer, and steps.
+
+    Args:
+        device: where.
+        size: bytes of the state, roughly: parameters and two moments, in float32.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device = device
+        # At least four layers.
+        self.width = next((width for width in (8192, 4096, 2048, 1024, 256) if size >= 48 * width * width), 64)
+        layers = max(1, round(size / (12 * self.width**2)))
+        torch.backends.cuda.matmul.allow_tf32 = True
+        where = device.device
+        self.weights = [
+            torch.nn.Parameter(torch.randn(self.width, self.width, device=where) / self.width**0.5)
+            for _ in range(layers)
+        ]
+        self.inputs = torch.randn(4096 if device.is_gpu else 64, self.width, device=where)
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-6, foreach=True)
+        self.step()
+        device.synchronize()
+
+    def forward_backward(self) -> None:
+        """Everything of a step but the update."""
+        self.optimizer.zero_grad()
+        x = self.inputs
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        x.sum().backward()
+
+    def step(self) -> None:
+        """Do one step; the device may not have done it yet."""
+        self.forward_backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return what is saved."""
+        return {
+            "model": {f"layers.{index}.weight": weight.detach() for index, weight in enumerate(self.weights)},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def timed(self, run: Callable[[], None], rounds: int = 3) -> float:
+        """Return the median of the seconds that the device needs for it."""
+        seconds = []
+        for _ in range(rounds):
+            self.device.synchronize()
+            began = time.perf_counter()
+            run()
+            self.device.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+
+class Hooks:
+    """Two hooks of all optimizers, one before fastckpt's own and one behind: what lies between them held the host."""
+
+    def __init__(self) -> None:
+        self.entered = 0.0
+        self.held = 0.0
+        self.handles: list[Any] = []
+
+    def first(self) -> None:
+        """Put the first one on: before the first lazy save."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def enter(*_: object) -> None:
+            self.entered = time.perf_counter()
+
+        self.handles.append(register_optimizer_step_pre_hook(enter))
+
+    def last(self) -> None:
+        """Put the last one on: after the first lazy save."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def leave(*_: object) -> None:
+            self.held += time.perf_counter() - self.entered
+
+        self.handles.append(register_optimizer_step_pre_hook(leave))
+
+    def remove(self) -> None:
+        """Take both off."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class Saves:
+    """The ways of saving: each starts a save of the state to a path and returns how to wait until it is durable."""
+
+    def __init__(self) -> None:
+        self.stager: Any = None
+
+    def plain(self, state: Any, path: Path) -> Callable[[], Any]:
+        return fastckpt.save_async(state, path).result
+
+    def lazy(self, state: Any, path: Path) -> Callable[[], Any]:
+        return fastckpt.save_async(state, path, lazy=True).result
+
+    def dcp(self, state: Any, path: Path) -> Callable[[], Any]:
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        if self.stager is None:
+            pin = torch.cuda.is_available()
+            self.stager = DefaultStager(StagingOptions(pin, False, pin, pin))
+        writer = checkpoint.FileSystemWriter(path, thread_count=2, sync_files=True)
+        future = checkpoint.async_save(state, storage_writer=writer, async_stager=self.stager, no_dist=True)
+        return lambda: getattr(future, "upload_completion", future).result() and None
+
+
+def window(
+    training: Training, steps: int, save: Callable[[], Callable[[], Any]] | None
+) -> tuple[float, float, Callable[[], Any]]:
+    """Return the seconds of a window, those of the call, and how to wait for what was begun."""
+    training.device.synchronize()
+    began = time.perf_counter()
+    for _ in range(QUEUED):
+        training.step()
+    asked = time.perf_counter()
+    wait = save() if save else (lambda: None)
+    call = time.perf_counter() - asked
+    for _ in range(steps - QUEUED):
+        training.step()
+    training.device.synchronize()
+    return time.perf_counter() - began, call, wait
+
+
+def measure_training(
+    device: Device,
+    size: int,
+    directory: Path,
+    until: float,
+    tell: Callable[[dict[str, Any]], None],
+    rate: float,
+    rounds: int = 5,
+) -> dict[str, Any]:
+    """Return what saves take from training.
+
+    Args:
+        device: where training runs.
+        size: bytes of state.
+        directory: where to save.
+        until: no round is begun after this moment (``time.monotonic``).
+        tell: is given what is known, after each round.
+        rate: the link's rate to the host, GB/s.
+        rounds: at most so many.
+    """
+    training = Training(device, size)
+    state = training.state()
+    nbytes = sum(weight.nbytes for weight in training.weights) * 3
+    step = training.timed(training.step)
+    # A save is durable long after its copy; a window has to hold the copy.
+    copy = nbytes / GB / rate
+    steps = QUEUED + max(4, min(MOST, round(max(WINDOW if device.is_gpu else 0.05, 3 * copy) / step)))
+    result: dict[str, Any] = {
+        "bytes": nbytes,
+        "tensors": len(training.weights) * 4,
+        "step": step,
+        "forward_backward": training.timed(training.forward_backward),
+        "copy": copy,
+        "steps": steps,
+        "modes": {},
+        "failed": {},
+    }
+    saves, hooks, memory = Saves(), Hooks(), status("VmRSS")
+    reset_peak()
+    modes = {"plain": saves.plain, "lazy": saves.lazy, "torch.distributed.checkpoint": saves.dcp}
+    path = directory / "training"
+
+    def one(mode: str) -> dict[str, float]:
+        hooks.held = 0.0
+        took, call, wait = window(training, steps, lambda: modes[mode](state, path))
+        began = time.perf_counter()
+        report = wait()
+        sample = {"window": took, "call": call, "held": hooks.held, "durable": took + time.perf_counter() - began}
+        if report is not None:
+            sample["reported"] = report.stall
+        shutil.rmtree(path, ignore_errors=True)
+        return sample
+
+    samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    alone: list[float] = []
+    hooks.first()
+    for number in range(rounds + 1):
+        if number > 1 and time.monotonic() > until:
+            break
+        for mode in list(modes):
+            alone.append(window(training, steps, None)[0])
+            try:
+                sample = one(mode)
+            except Exception as error:  # noqa: BLE001 - one that fails is told, and left out
+                result["failed"][mode] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                del modes[mode]
+                continue
+            if number:
+                samples[mode].append(sample)
+            else:
+                # The first save touches and pins its memory.
+                result["modes"][mode] = {"first_call": sample["call"]}
+        if not number:
+            hooks.last()
+            alone.clear()
+        if number:
+            undisturbed = statistics.median(alone)
+            result |= {"alone": undisturbed, "noise": max(alone) - min(alone), "rounds": number}
+            for mode, each in samples.items():
+                if each:
+                    middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
+                    result["modes"][mode] |= {**middle, "lost": middle["window"] - undisturbed}
+            result["extra_bytes"] = grown(memory, status("VmHWM"))
+            tell(result)
+    hooks.remove()
+    result["beside"] = steps_beside(training, state, path)
+    shutil.rmtree(path, ignore_errors=True)
+    if saves.stager is not None:
+        with suppress(Exception):
+            saves.stager.close()
+    tell(result)
+    return result
+
+
+def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
+    """Return the seconds of a step, each waited for, while a save is on its way and while none is."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        training.step()
+        training.device.synchronize()
+        return time.perf_counter() - began
+
+    alone, beside = [], []
+    for _ in range(2):
+        alone += [timed() for _ in range(15)]
+        pending = fastckpt.save_async(state, path, lazy=True)
+        while True:
+            beside.append(timed())
+            if pending.done():
+                break
+        pending.result()
+    return {
+        "alone": statistics.median(alone),
+        "beside": statistics.median(beside),
+        "worst": max(beside),
+        "steps": len(beside),
+        "ratio": statistics.median(beside) / statistics.median(alone),
+    }
