@@ -59,9 +59,10 @@ class Targets:
         # What can be made only of the bytes, and where it belongs.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
-    def drain(self, request: int, start: int, address: int, nbytes: int) -> None:
+    def drain(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback for requests without an address."""
-        self.movers[request](start, address, nbytes)
+        for index, start, address, nbytes in ranges:
+            self.movers[index](start, address, nbytes)
 
     def settle(self) -> None:
         """Wait until what movers have copied to devices is there."""

@@ -92,9 +92,10 @@ class Agreed:
             self.held.append(Holding(tensor, part, address, nbytes))
             self._movers.append(mover)
 
-    def fill(self, index: int, start: int, address: int, nbytes: int) -> None:
-        """The core's callback for memory without an address: ``index`` is that in ``held``."""
-        self._movers[index](start, address, nbytes)
+    def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
+        """The core's callback for memory without an address: the index of a range is that in ``held``."""
+        for index, start, address, nbytes in ranges:
+            self._movers[index](start, address, nbytes)
 
     @property
     def needs_fill(self) -> bool:

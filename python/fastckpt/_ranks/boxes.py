@@ -34,10 +34,10 @@ class Boxed:
         stored: Sequence[_core.StoredTensor],
         spreads: Sequence[Spread],
         rank: int,
-        drain: Callable[[int, int, int, int], None],
+        drain: Callable[[list[tuple[int, int, int, int]]], None],
     ) -> None:
         self.requests: list[_core.ReadRequest] = []
-        self.drain: Callable[[int, int, int, int], None] | None = None
+        self.drain: Callable[[list[tuple[int, int, int, int]]], None] | None = None
         self._drain = drain
         # Numbers of demands, by that of the request; and what has to be read first, and is then drained.
         self._numbers: dict[int, int] = {}
@@ -64,9 +64,9 @@ class Boxed:
             _core.ReadRequest(demand.tensor, demand.address, demand.nbytes, box=box, strides=demand.strides)
         )
 
-    def _take(self, request: int, start: int, address: int, nbytes: int) -> None:
+    def _take(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback."""
-        self._drain(self._numbers[request], start, address, nbytes)
+        self._drain([(self._numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
 
     def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
         """Several boxes that lie side by side in the memory of the demand."""
@@ -95,8 +95,7 @@ class Boxed:
 
     def finish(self) -> None:
         """Once all has been read."""
-        for number, held in self._later:
-            self._drain(number, 0, _memory.address_of(held), held.nbytes)
+        self._drain([(number, 0, _memory.address_of(held), held.nbytes) for number, held in self._later])
         self._later.clear()
 
 

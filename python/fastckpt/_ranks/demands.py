@@ -238,7 +238,7 @@ class Shared:
             spreads.
         spreads: what these stand for.
         requests: the memories of this rank.
-        drain: takes the bytes of those without an address: its first argument is the index in ``requests``.
+        drain: takes the bytes of those without an address: the index of a range is that in ``requests``.
     """
 
     def __init__(self, wanted: list[tuple[int, tuple[int, ...]]], spreads: list[Spread], demands: Demands) -> None:
@@ -262,9 +262,10 @@ class Shared:
                 self.requests.append(Request(at, part, address, nbytes, strides))
                 self._movers.append(targets.movers.get(index))
 
-    def drain(self, index: int, start: int, address: int, nbytes: int) -> None:
+    def drain(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback for requests without an address."""
-        self._movers[index](start, address, nbytes)
+        for index, start, address, nbytes in ranges:
+            self._movers[index](start, address, nbytes)
 
     @property
     def needs_drain(self) -> bool:

@@ -56,13 +56,13 @@ class Portion(NamedTuple):
         share: who has what of which tensor, equal on all ranks.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
             is 0 where ``fill`` brings the bytes. The caller keeps the memory alive and unchanged.
-        fill: ``(index in held, start, address, nbytes)`` copies bytes of a part to an address; called by threads.
+        fill: copies ranges ``(index in held, start, address, nbytes)`` of parts to addresses; called by threads.
         options: how it is saved.
     """
 
     share: _core.Share
     held: Sequence[tuple[int, int, int, int]]
-    fill: Callable[[int, int, int, int], None] | None
+    fill: Callable[[list[tuple[int, int, int, int]]], None] | None
     options: _core.SaveOptions
 
 

@@ -99,9 +99,10 @@ class Flat:
         """The tokens as one JSON array."""
         return f"[{','.join(self.tokens)}]"
 
-    def fill(self, index: int, start: int, address: int, nbytes: int) -> None:
+    def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback for tensors without an address."""
-        self.movers[index](start, address, nbytes)
+        for index, start, address, nbytes in ranges:
+            self.movers[index](start, address, nbytes)
 
 
 def _mapping(token: str, value: dict[Any, Any]) -> Parts:

@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     reader: _core.Reader
     path: str
     requests: Sequence[Request]
-    drain: Callable[[int, int, int, int], None] | None
+    drain: Callable[[list[tuple[int, int, int, int]]], None] | None
     verify: bool
     io: str
     threads: int | None

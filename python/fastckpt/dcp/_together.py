@@ -67,8 +67,9 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
         share = _share(united, here.group.size, options)
         held, movers = _held(taken, united, here.group.rank)
 
-        def fill(index: int, start: int, address: int, nbytes: int) -> None:
-            movers[index](start, address, nbytes)
+        def fill(ranges: list[tuple[int, int, int, int]]) -> None:
+            for index, start, address, nbytes in ranges:
+                movers[index](start, address, nbytes)
 
         texts = Texts(united.structure, metadata)
         with ticker("dcp.save", wishes.path, shown=False) as tick:

@@ -216,8 +216,9 @@ class Writer(_torch.StorageWriter):
         united = unite([taken.table()], self._model_key)
         tensors, movers = whole(united, memories_of(taken, united))
 
-        def fill(index: int, start: int, address: int, nbytes: int) -> None:
-            movers[index](start, address, nbytes)
+        def fill(ranges: list[tuple[int, int, int, int]]) -> None:
+            for index, start, address, nbytes in ranges:
+                movers[index](start, address, nbytes)
 
         in_flight.wait_for_path(path)
         with ticker("dcp.save", path, shown=False) as tick:
