@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from bench.rounds import Outcome
 
 #: Tensors of the state of many, and bytes of each; with little time fewer.
-MANY, MANY_BYTES = 60_000, 4096
+MANY, MANY_BYTES = 60_000, 16384
 #: Shares of memory that a state may take: of the device's, with gradients, products and a second state, and of the
 #: host's, with a snapshot and a file in memory.
 DEVICE_SHARE, HOST_SHARE = 0.35, 0.25
@@ -62,12 +62,10 @@ class DeviceRounds(Rounds):
     until: float = float("inf")
     tell: Any = None
     began: float = 0.0
-    done: int = 0
 
     def may_begin(self, number: int) -> bool:
         now = time.monotonic()
         if number:
-            self.done = number
             self.tell(self.outcome, number)
         took, self.began = now - self.began, now
         return not number or now + took < self.until
@@ -185,8 +183,7 @@ def transfer_table(chosen: list[Any], outcome: Outcome, figures: dict[str, Any],
         its = [figures[name].get("save" if load == "load" else ""), figures[name].get(load)]
         rates = [word for each in its for word in (rate(each), spread(each) if each else "-")]
         pairs = [
-            ", ".join(amount(each, key) for each in its)
-            for key in ("cpu_seconds_per_gigabyte", "extra_megabytes")
+            ", ".join(amount(each, key) for each in its) for key in ("cpu_seconds_per_gigabyte", "extra_megabytes")
         ]
         lines.append(f"| {heading} | {' | '.join([*rates, *pairs])} | {outcome.notes.get(name, '')} |")
     titles = {spec.name: title(spec) for spec in chosen}
@@ -210,14 +207,14 @@ def counts(options: argparse.Namespace, device: Device, result: Result) -> None:
     from bench.gpu_counts import measure_counts
 
     size = fit(device, int(options.size * GB), result)
-    many = min(MANY, max(100, int(MANY * options.size)))
+    many = min(MANY, max(100, size // MANY_BYTES))
     workloads = {
         f"{size / GB:.3g} GB of large tensors": DeviceWorkload("model", size, device=device.name),
         f"{many} tensors of {MANY_BYTES} bytes": DeviceWorkload("many", MANY_BYTES, many, device=device.name),
     }
     states: dict[str, Any] = {}
     lines = [
-        "| | s | calls/GB | ranges | copied/byte | CPU s/GB | extra MB | pinned MB | lock late, s/s (idle) | worst, ms |",
+        "| | s | calls/GB | ranges | copied/byte | CPU s/GB | extra MB | pinned MB | lock, s/s (idle) | worst, ms |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for what, workload in workloads.items():
@@ -238,7 +235,7 @@ def counts(options: argparse.Namespace, device: Device, result: Result) -> None:
 
 def training(options: argparse.Namespace, device: Device, result: Result) -> None:
     """Measure what a save takes from training."""
-    from bench.gpu_training import measure_training
+    from bench.gpu_training import Training, measure_training
 
     if device.name == "standin":
         raise SystemExit("training: the stand-in only copies: use --device cpu")
@@ -254,16 +251,19 @@ def training(options: argparse.Namespace, device: Device, result: Result) -> Non
         # The name has another meaning for whoever reads the part's result.
         result.put(left_out=found["failed"], failed="; ".join(ours))
 
-    measure_training(device, size, options.directory, until, tell, d2h, options.rounds)
+    measure_training(Training(device, size), options.directory, until, tell, d2h, options.rounds)
 
 
 def training_table(found: dict[str, Any]) -> list[str]:
     """Return the tables of the part."""
-    lines = [
+    about = (
         f"{found['bytes'] / GB:.2f} GB in {found['tensors']} tensors; a step takes {found['step'] * 1e3:.1f} ms, of "
         f"which {found['forward_backward'] * 1e3:.1f} before the update; the copy {found['copy'] * 1e3:.0f} ms at the "
         f"link's rate; a window of {found['steps']} steps {found['alone'] * 1e3:.0f} ms, within "
-        f"{found['noise'] * 1e3:.0f}; {found['rounds']} rounds.",
+        f"{found['noise'] * 1e3:.0f}; {found['rounds']} rounds."
+    )
+    lines = [
+        about,
         "",
         "| | first call, ms | call, ms | held in steps, ms | device time lost, ms | durable after, s |",
         "|---|---:|---:|---:|---:|---:|",

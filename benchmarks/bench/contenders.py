@@ -103,7 +103,7 @@ class Contender:
         return total_bytes(loaded)
 
     def release(self) -> None:
-        """Let go of what the last load's result stood on."""
+        """Let go of what the last load's result stood on, and of other memory that nobody needs until the next turn."""
 
 
 class Torch(Contender):

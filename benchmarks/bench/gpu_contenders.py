@@ -31,6 +31,14 @@ class OnDevice(Contender):
         if self.device.module is None:
             super().finish(loaded, write=write)
         self.device.synchronize()
+        astray = [name for name, tensor in loaded.items() if tensor.device != self.device.device]
+        if astray:
+            raise ValueError(f"{astray[0]} was loaded to {loaded[astray[0]].device}, not to {self.where}")
+
+    def release(self) -> None:
+        super().release()
+        # The others need the device's memory.
+        self.device.empty_cache()
 
     def kept(self, loaded: Any) -> int:
         return super().kept(loaded) if self.device.module is None else 0
@@ -208,9 +216,7 @@ class FastsafetensorsDevice(OnDevice, peers.Fastsafetensors):
         self.gds = gds
 
     def load(self, path: Path) -> Any:
-        loader = self.library.SafeTensorsFileLoader(
-            self.library.SingleGroup(), self.device.device, nogds=not self.gds
-        )
+        loader = self.library.SafeTensorsFileLoader(self.library.SingleGroup(), self.device.device, nogds=not self.gds)
         loader.add_filenames({0: [str(path / "model.safetensors")]})
         buffers = loader.copy_files_to_device()
         self.standing = [loader, buffers]

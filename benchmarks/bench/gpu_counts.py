@@ -83,29 +83,35 @@ class Ticker:
         self._end.set()
         self._thread.join()
 
-    def document(self) -> dict[str, float]:
-        """Return seconds of waiting in each second, and the longest wait in milliseconds."""
+    def document(self, usual: float) -> dict[str, float]:
+        """Return the seconds in each second that it waited beyond its ``usual`` lateness, and the longest wait."""
         return {
-            "per_second": sum(self.late) / self.seconds if self.seconds else 0.0,
-            "median_us": statistics.median(self.late) * 1e6 if self.late else 0.0,
+            "per_second": sum(max(0.0, late - usual) for late in self.late) / self.seconds if self.seconds else 0.0,
             "worst_ms": max(self.late, default=0.0) * 1e3,
         }
 
 
-def idle(seconds: float) -> dict[str, float]:
-    """Return what a :class:`Ticker` finds while nothing else runs."""
+def idle(seconds: float) -> tuple[dict[str, float], float]:
+    """Return what a :class:`Ticker` finds while nothing else runs, and its usual lateness."""
     with Ticker() as ticker:
         time.sleep(seconds)
-    return ticker.document()
+    usual = statistics.median(ticker.late)
+    return ticker.document(usual), usual
 
 
 def operation(device: Device, pinned: Pinned, run: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
     """Do one operation, and return what it asked for; ``run`` returns a report, and what it loaded or None."""
-    calls = Calls()
-    before = idle(0.3)
-    with calls.counting(), Ticker() as ticker:
-        sample, (report, loaded) = measure(run)
-        device.synchronize()
+    calls, ticker = Calls(), Ticker()
+    before, usual = idle(0.3)
+
+    def timed() -> Any:
+        with ticker:
+            done = run()
+            device.synchronize()
+        return done
+
+    with calls.counting():
+        sample, (report, loaded) = measure(timed)
     size = max(1, report.bytes)
     return {
         "bytes": report.bytes,
@@ -117,7 +123,7 @@ def operation(device: Device, pinned: Pinned, run: Callable[[], Any]) -> tuple[d
         "copied_per_byte": report.copied / size,
         "extra_megabytes": None if sample.extra is None else sample.extra / 1e6,
         "pinned_megabytes": pinned.peak / 1e6,
-        "lock": ticker.document(),
+        "lock": ticker.document(usual),
         "lock_idle": before,
         "engine": report.engine,
         "fallback": report.fallback,

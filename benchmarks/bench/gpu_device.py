@@ -55,6 +55,11 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
+    def empty_cache(self) -> None:
+        """Give back device memory that is kept for tensors to come."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
     def free_bytes(self) -> int:
         """Return the bytes of memory that tensors may still take."""
         if self.is_gpu:

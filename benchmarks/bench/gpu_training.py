@@ -145,6 +145,12 @@ class Saves:
         future = checkpoint.async_save(state, storage_writer=writer, async_stager=self.stager, no_dist=True)
         return lambda: getattr(future, "upload_completion", future).result() and None
 
+    def close(self) -> None:
+        """End what is kept between saves."""
+        if self.stager is not None:
+            with suppress(Exception):
+                self.stager.close()
+
 
 def window(
     training: Training, steps: int, save: Callable[[], Callable[[], Any]] | None
@@ -163,98 +169,113 @@ def window(
     return time.perf_counter() - began, call, wait
 
 
+class Rounds:
+    """What saves take from training, round by round: a window with each way of saving, each after one without.
+
+    Args:
+        training: the loop.
+        directory: where to save.
+        rate: the link's rate to the host, GB/s.
+
+    Attributes:
+        result: what is known.
+    """
+
+    def __init__(self, training: Training, directory: Path, rate: float) -> None:
+        self.training, self.path = training, directory / "training"
+        self.state = training.state()
+        self.saves, self.hooks = Saves(), Hooks()
+        self.modes = {
+            "plain": self.saves.plain,
+            "lazy": self.saves.lazy,
+            "torch.distributed.checkpoint": self.saves.dcp,
+        }
+        self.samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in self.modes}
+        self.alone: list[float] = []
+        nbytes = sum(weight.nbytes for weight in training.weights) * 3
+        step, copy = training.timed(training.step), nbytes / GB / rate
+        # A save is durable long after its copy; a window has to hold the copy.
+        wanted = max(WINDOW if training.device.is_gpu else 0.05, 3 * copy)
+        self.steps = QUEUED + max(4, min(MOST, round(wanted / step)))
+        self.result: dict[str, Any] = {
+            "bytes": nbytes,
+            "tensors": len(training.weights) * 4,
+            "step": step,
+            "forward_backward": training.timed(training.forward_backward),
+            "copy": copy,
+            "steps": self.steps,
+            "modes": {},
+            "failed": {},
+        }
+        reset_peak()
+        self.memory = status("VmRSS")
+
+    def window(self, mode: str) -> dict[str, float]:
+        """Measure one with a save, and wait for the save."""
+        self.hooks.held = 0.0
+        took, call, wait = window(self.training, self.steps, lambda: self.modes[mode](self.state, self.path))
+        began = time.perf_counter()
+        report = wait()
+        sample = {"window": took, "call": call, "held": self.hooks.held, "durable": took + time.perf_counter() - began}
+        if report is not None:
+            sample["reported"] = report.stall
+        shutil.rmtree(self.path, ignore_errors=True)
+        return sample
+
+    def turn(self, number: int) -> None:
+        """Do one round; the one with number 0 warms up, and has the first save of each way: it makes its memory."""
+        for mode in list(self.modes):
+            self.alone.append(window(self.training, self.steps, None)[0])
+            try:
+                sample = self.window(mode)
+            except Exception as error:  # noqa: BLE001 - one that fails is told, and left out
+                first_line = (str(error).strip() or "no message").splitlines()[0]
+                self.result["failed"][mode] = f"{type(error).__name__}: {first_line}"
+                del self.modes[mode]
+                continue
+            if number:
+                self.samples[mode].append(sample)
+            else:
+                self.result["modes"][mode] = {"first_call": sample["call"]}
+
+    def conclude(self, number: int) -> None:
+        """Bring the result up to date."""
+        undisturbed = statistics.median(self.alone)
+        self.result |= {"alone": undisturbed, "noise": max(self.alone) - min(self.alone), "rounds": number}
+        for mode, each in self.samples.items():
+            if each:
+                middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
+                self.result["modes"][mode] |= {**middle, "lost": middle["window"] - undisturbed}
+        self.result["extra_bytes"] = grown(self.memory, status("VmHWM"))
+
+    def run(self, rounds: int, until: float, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Do at most ``rounds``, one at least; none begins after ``until``. ``tell`` gets the result after each."""
+        self.hooks.first()
+        self.turn(0)
+        self.hooks.last()
+        self.alone.clear()
+        for number in range(1, rounds + 1):
+            self.turn(number)
+            self.conclude(number)
+            tell(self.result)
+            if time.monotonic() > until:
+                break
+        self.hooks.remove()
+        self.saves.close()
+
+
 def measure_training(
-    device: Device,
-    size: int,
+    training: Training,
     directory: Path,
     until: float,
     tell: Callable[[dict[str, Any]], None],
     rate: float,
     rounds: int = 5,
-) -> dict[str, Any]:
-    """Return what saves take from training.
-
-    Args:
-        device: where training runs.
-        size: bytes of state.
-        directory: where to save.
-        until: no round is begun after this moment (``time.monotonic``).
-        tell: is given what is known, after each round.
-        rate: the link's rate to the host, GB/s.
-        rounds: at most so many.
-    """
-    training = Training(device, size)
-    state = training.state()
-    nbytes = sum(weight.nbytes for weight in training.weights) * 3
-    step = training.timed(training.step)
-    # A save is durable long after its copy; a window has to hold the copy.
-    copy = nbytes / GB / rate
-    steps = QUEUED + max(4, min(MOST, round(max(WINDOW if device.is_gpu else 0.05, 3 * copy) / step)))
-    result: dict[str, Any] = {
-        "bytes": nbytes,
-        "tensors": len(training.weights) * 4,
-        "step": step,
-        "forward_backward": training.timed(training.forward_backward),
-        "copy": copy,
-        "steps": steps,
-        "modes": {},
-        "failed": {},
-    }
-    saves, hooks, memory = Saves(), Hooks(), status("VmRSS")
-    reset_peak()
-    modes = {"plain": saves.plain, "lazy": saves.lazy, "torch.distributed.checkpoint": saves.dcp}
-    path = directory / "training"
-
-    def one(mode: str) -> dict[str, float]:
-        hooks.held = 0.0
-        took, call, wait = window(training, steps, lambda: modes[mode](state, path))
-        began = time.perf_counter()
-        report = wait()
-        sample = {"window": took, "call": call, "held": hooks.held, "durable": took + time.perf_counter() - began}
-        if report is not None:
-            sample["reported"] = report.stall
-        shutil.rmtree(path, ignore_errors=True)
-        return sample
-
-    samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    alone: list[float] = []
-    hooks.first()
-    for number in range(rounds + 1):
-        if number > 1 and time.monotonic() > until:
-            break
-        for mode in list(modes):
-            alone.append(window(training, steps, None)[0])
-            try:
-                sample = one(mode)
-            except Exception as error:  # noqa: BLE001 - one that fails is told, and left out
-                result["failed"][mode] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                del modes[mode]
-                continue
-            if number:
-                samples[mode].append(sample)
-            else:
-                # The first save touches and pins its memory.
-                result["modes"][mode] = {"first_call": sample["call"]}
-        if not number:
-            hooks.last()
-            alone.clear()
-        if number:
-            undisturbed = statistics.median(alone)
-            result |= {"alone": undisturbed, "noise": max(alone) - min(alone), "rounds": number}
-            for mode, each in samples.items():
-                if each:
-                    middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
-                    result["modes"][mode] |= {**middle, "lost": middle["window"] - undisturbed}
-            result["extra_bytes"] = grown(memory, status("VmHWM"))
-            tell(result)
-    hooks.remove()
-    result["beside"] = steps_beside(training, state, path)
-    shutil.rmtree(path, ignore_errors=True)
-    if saves.stager is not None:
-        with suppress(Exception):
-            saves.stager.close()
-    tell(result)
-    return result
+) -> None:
+    """Measure what saves take from training, and give it to ``tell``; see :class:`Rounds`."""
+    measured = Rounds(training, directory, rate)
+    measured.run(rounds, until, tell)
+    tell(measured.result | {"beside": steps_beside(training, measured.state, measured.path)})
 
 
 def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
@@ -275,6 +296,7 @@ def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
             if pending.done():
                 break
         pending.result()
+    shutil.rmtree(path, ignore_errors=True)
     return {
         "alone": statistics.median(alone),
         "beside": statistics.median(beside),

@@ -136,6 +136,7 @@ def serve(connection: Connection, spec: Spec, workload: Workload) -> None:
             connection.recv()
             sample = operation()
             del operation
+            contender.release()
             connection.send(sample)
     except (EOFError, ConnectionError):
         pass
