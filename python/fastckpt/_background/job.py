@@ -137,7 +137,8 @@ class Job:
     def _copy_all(self, memory: host_memory.Memory) -> None:
         """Copy everything, and wait for it."""
         ranges = self._ranges()
-        is_pinned = self._pin(memory)
+        memory.pin(self.sources.devices, self.pin)
+        is_pinned = memory.is_pinned
         if is_pinned:
             self.asked.ask(ranges)
         # While devices copy, or while the memory is being pinned for them.
@@ -155,12 +156,16 @@ class Job:
         asked = Late(versions_of({name: keep[index] for index, name in late.items() if not rest[index]}))
         self.pending._late = asked
         ranges = self._ranges()
+        if memory.registration is not None:
+            memory.pin(self.sources.devices, self.pin)
         # Who changes these after the call is no step, and nobody calls us then: so the caller's streams wait now.
-        # Before the memory is pinned: a first save copies these few as the device can, and waits for no pinning.
         for copies in self.asked.ask(each for each in ranges if each[0] not in late):
             copies.hold_streams()
+        # New memory not before: these few are copied as the device can, and the call waits for no pinning.
+        if memory.registration is None:
+            memory.pin(self.sources.devices, self.pin)
         self.unasked = [each for each in ranges if each[0] in late]
-        if self._pin(memory):
+        if self.unasked and memory.is_pinned:
             # From here on copies need no thread of the host, not even the GIL while forward holds it.
             asked.copies += self.asked.ask(self.unasked)
             self.unasked = []
@@ -170,13 +175,6 @@ class Job:
         keep[:] = [keep[index].detach() for index in late]
         if not self.unasked and not any(self.rest):
             self.pending._may_step.open()
-
-    def _pin(self, memory: host_memory.Memory) -> bool:
-        """Have the memory pinned in the background for devices that copy to it; whether it is."""
-        if not self.sources.devices:
-            return True
-        memory.pin(self.sources.devices, self.pin)
-        return memory.is_pinned()
 
     def _ranges(self) -> list[Range]:
         """Where the tensors on devices go."""

@@ -77,10 +77,9 @@ class Job:
         with range_of("fastckpt.stage"):
             sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
             memory = self.memory = host_memory.take(sum(sizes))
-            if self.sources.devices:
-                memory.pin(self.sources.devices, self.pin)
+            memory.pin(self.sources.devices, self.pin)
             places = list(accumulate(sizes, initial=memory.core.address))
-            self._copy(places, is_pinned=memory.is_pinned())
+            self._copy(places, is_pinned=memory.is_pinned)
             number = iter(places)
             for flat in self._flats():
                 flat.tensors[:] = [tensor._replace(address=next(number)) for tensor in flat.tensors]

@@ -16,6 +16,7 @@ from fastckpt.exceptions import UnsupportedTypeError
 
 from . import device as _device
 from . import memory as _memory
+from . import pinned as _pinned
 from .described import (
     THROUGH,
     Describe,
@@ -32,7 +33,7 @@ from .described import (
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .memory import Bytes, Mover
     from .pieces import Index
@@ -367,35 +368,43 @@ def with_class(value: Any, cls: type[Tensor]) -> Tensor:
 # Bytes in and out of any tensor, in pieces.
 
 
-def _bare(value: Tensor) -> tuple[Tensor, Callable[[Bytes], None] | None]:
+class _Flip:
+    """Changes signs in the bytes of a tensor: exact for every dtype and every nan.
+
+    Args:
+        size: bytes of an element.
+        signs: which bytes of one hold a sign bit to change, always in the highest bit.
+    """
+
+    __slots__ = ("signs", "size")
+
+    def __init__(self, size: int, signs: Sequence[int]) -> None:
+        self.size = size
+        self.signs = signs
+
+    def __call__(self, data: Bytes, start: int = 0) -> None:
+        """Change ``data``, the tensor's bytes from ``start`` on; elements may be cut."""
+        for sign in self.signs:
+            data[(sign - start) % self.size :: self.size] ^= 0x80
+
+
+def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     """The bits as they lie in memory, and what must be done to them for a conj or neg view."""
     value = value.detach()
     dtype = value.dtype
+    size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
     if negative:
         value = torch._neg_view(value)
     if conjugate:
         value = value.conj()
-    raw = value.view(_RAW[dtype.itemsize])
+    raw = value.view(_RAW[size])
     if not conjugate and not negative:
         return raw, None
-    # Sign bits are flipped rather than numbers negated: exact for every dtype and every nan.
-    size = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
-    word = np.dtype(f"u{size}")
-    sign = word.type(1 << (8 * size - 1))
-    firsts, seconds = negative, negative != conjugate
-
-    def flip(contiguous: Bytes) -> None:
-        words = contiguous.view(word)
-        if not dtype.is_complex:
-            words ^= sign
-            return
-        if firsts:
-            words[0::2] ^= sign
-        if seconds:
-            words[1::2] ^= sign
-
-    return raw, flip
+    # A sign is in the last byte: all machines and devices that torch has put the lowest first.
+    if not dtype.is_complex:
+        return raw, _Flip(size, [size - 1])
+    return raw, _Flip(size, [size // 2 - 1] * negative + [size - 1] * (negative != conjugate))
 
 
 def _sub(raw: Tensor, index: Index) -> Tensor:
@@ -475,9 +484,18 @@ def excerpt(value: Tensor, starts: Sequence[int], nbytes: int) -> Tensor:
     return value.view(_RAW[size]).take(places.to(value.device))
 
 
-def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
-    """Pin host memory for copies from ``device``; returns what undoes it."""
-    return _device.pin(torch, device, address, nbytes)
+def pin(
+    devices: Iterable[torch.device], address: int, nbytes: int, limit: int | None = None, piece: int | None = None
+) -> _pinned.Registration | None:
+    """Pin host memory for copies from and to ``devices``; see :func:`.pinned.register`.
+
+    None where no device knows pinning.
+    """
+    for device in devices:
+        found = _pinned.register(torch, device, address, nbytes, limit, piece or _pinned.PIECE)
+        if found is not None:
+            return found  # it is for all
+    return None
 
 
 def device_of(name: Any) -> torch.device | None:

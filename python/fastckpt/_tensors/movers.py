@@ -1,0 +1,252 @@
+"""What moves the bytes of a state that are not in order in host memory: many ranges at a time, for the core.
+
+:class:`Sources` brings them for a save, :class:`Sinks` takes them of a load. Both are made in the caller's thread, at
+the call: what its streams were asked for until then is what a save finds, and what a load must not overtake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from . import device as _device
+from . import memory as _memory
+from .cast import Cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from .memory import Mover
+
+#: ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor or request ``index``, and the
+#: host memory that they are brought to or taken from.
+Range: TypeAlias = "tuple[int, int, int, int]"
+
+
+class Copies:
+    """Copies that devices have been asked for.
+
+    The memory on both sides must stay until they have ended: :meth:`wait` says so to the host, and
+    :meth:`hold_streams` to streams of the devices.
+    """
+
+    def __init__(self, operation: str, transfers: list[_device.Transfer]) -> None:
+        self._operation = operation
+        self._transfers = transfers
+        self._error: BaseException | None = None
+        # The thread of a save and a step that waits for it may ask at the same time, and so may a signal handler.
+        self._lock = RLock()
+
+    def wait(self) -> None:
+        """Wait in the host until all have ended and their bytes are as they are stored. The GIL is free meanwhile.
+
+        Any thread may call it, more than once.
+
+        Raises:
+            Exception: the first error of any device, after the copies of all have ended.
+        """
+        interrupt: BaseException | None = None
+        with self._lock:
+            while self._transfers:
+                transfer = self._transfers[0]
+                try:
+                    transfer.wait()
+                except Exception as error:  # noqa: BLE001 - raised below
+                    self._error = self._error or error
+                except BaseException as error:  # noqa: BLE001 - of a signal handler, raised below
+                    interrupt = error
+                    if transfer.event is not None:
+                        continue  # copies may still run, in memory that the caller will use
+                    self._error = self._error or error
+                self._transfers.remove(transfer)
+            if interrupt is not None:
+                raise interrupt
+            if self._error is not None:
+                raise self._error
+
+    def hold_streams(self) -> None:
+        """Have the current streams of the calling thread wait for the copies; the host does not wait.
+
+        What these streams are asked for from now on may change the tensors. Does nothing once :meth:`wait` has
+        returned.
+
+        Raises:
+            RuntimeError: such a stream is being captured into a CUDA graph. No stream has been held.
+        """
+        # Another thread may be waiting: an event is None once it has come.
+        events = [
+            (transfer.link, event) for transfer in tuple(self._transfers) if (event := transfer.event) is not None
+        ]
+        for link, _ in events:
+            link.refuse_capture(self._operation)
+        for link, event in events:
+            link.hold(event)
+
+    def is_done(self) -> bool:
+        """Whether the devices have ended all copies. :meth:`wait` may still have something to do, or to raise.
+
+        Not to be asked while a stream is captured into a CUDA graph: that would end the capture with an error.
+        """
+        return all(transfer.is_done() for transfer in tuple(self._transfers))
+
+
+class _Movers:
+    """What is common to both directions.
+
+    Args:
+        operation: the name of the operation, for errors.
+        movers: by number.
+        kind: the class of those of devices.
+
+    Attributes:
+        devices: the ``torch.device`` objects of the movers; empty when there are none.
+    """
+
+    def __init__(self, operation: str, movers: Mapping[int, Mover], kind: type[Any]) -> None:
+        self.operation = operation
+        self._movers = movers
+        self._kind = kind
+        links: dict[Any, _device.Link] = {}
+        for mover in movers.values():
+            own: Any = mover.mover if isinstance(mover, Cast) else mover
+            if isinstance(own, kind) and own.device not in links:
+                links[own.device] = _device.Link(own.torch, own.device)
+        # All of them first: an event recorded in a captured stream would become part of the graph.
+        for link in links.values():
+            link.refuse_capture(operation)
+        self._links = {device: (link, link.ready()) for device, link in links.items()}
+        self.devices: tuple[Any, ...] = tuple(links)
+
+    def synchronize(self) -> None:
+        """Wait for all that the devices were asked for in any stream: where it is not known what that is."""
+        for link, _ in self._links.values():
+            link.synchronize()
+
+    def is_on_device(self, index: int) -> bool:
+        """Whether the bytes of that number come from or go to a device."""
+        return isinstance(self._movers.get(index), self._kind)
+
+    def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
+        """The jobs of each device, those of the processor, and memory of ours that the first need."""
+        jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
+        rest: list[Any] = []
+        kept: list[Any] = []
+        movers, kind = self._movers, self._kind
+        for index, start, address, nbytes in ranges:
+            mover: Any = movers[index]
+            if isinstance(mover, kind):
+                jobs[mover.device].append((mover, start, address, nbytes))
+            elif isinstance(mover, Cast) and isinstance(mover.mover, kind):
+                made: list[tuple[int, Any]] = []
+                mover.convert(start, address, nbytes, lambda *each, made=made: made.append(each))
+                jobs[mover.mover.device] += [
+                    (mover.mover, at, _memory.address_of(data), len(data)) for at, data in made
+                ]
+                kept += made
+            else:
+                rest.append((mover, start, address, nbytes))
+        return jobs, rest, kept
+
+    def _ask(self, jobs: Mapping[Any, list[Any]], ask: Callable[..., _device.Transfer]) -> Copies:
+        transfers: list[_device.Transfer] = []
+        copies = Copies(self.operation, transfers)
+        try:
+            for device, (link, ready) in self._links.items():
+                if jobs[device]:
+                    transfers.append(ask(link, jobs[device], ready))
+        except BaseException:
+            # Those of the devices before it must have ended when the caller hears of it.
+            with contextlib.suppress(Exception):
+                copies.wait()
+            raise
+        return copies
+
+    def _move(self, ranges: Iterable[Range], ask: Callable[..., _device.Transfer]) -> None:
+        """Move ranges, and wait. The processor moves what is in host memory while the devices copy."""
+        jobs, rest, _kept = self._sort(ranges)
+        copies = self._ask(jobs, ask)
+        try:
+            for mover, start, address, nbytes in rest:
+                mover(start, address, nbytes)
+        finally:
+            copies.wait()
+
+
+class Sources(_Movers):
+    """What a save copies from: tensors on devices, and tensors that are strided in host memory.
+
+    Args:
+        operation: the name of the operation, for errors.
+        movers: by tensor number, for tensors without an address. They are read at each call, and may be emptied when
+            all copies have been asked for.
+
+    Attributes:
+        devices: the ``torch.device`` objects that copies come from; empty when there are none.
+
+    Raises:
+        RuntimeError: the caller's current stream of a device is being captured into a CUDA graph.
+    """
+
+    def __init__(self, operation: str, movers: Mapping[int, Mover]) -> None:
+        super().__init__(operation, movers, _device.Download)
+
+    def fill(self, ranges: Iterable[Range]) -> None:
+        """Bring ranges to host memory; they are there when this returns. The core's callback, for any thread.
+
+        Raises:
+            Exception: what failed; all copies have ended.
+        """
+        self._move(ranges, _device.download)
+
+    def enqueue(self, ranges: Iterable[Range]) -> Copies:
+        """Ask devices for copies of ranges; they are under way when this returns.
+
+        It returns at once where the host memory is pinned, and waits for memory that is being pinned. Other memory is
+        filled before it returns. Any thread may call it.
+
+        The tensors are kept until the copies have been waited for, and their memory, if it is freed earlier all the
+        same, goes to nobody else before they have ended.
+
+        Args:
+            ranges: of tensors on devices alone.
+
+        Raises:
+            ValueError: a tensor is in host memory.
+            RuntimeError: the memory of a tensor has been freed.
+            Exception: what a device refused; nothing is under way then.
+        """
+        jobs, rest, _ = self._sort(ranges)
+        if rest:
+            raise ValueError("a tensor in host memory comes from no device")
+        return self._ask(jobs, partial(_device.download, outlives=True))
+
+
+class Sinks(_Movers):
+    """What a load copies to: tensors on devices, and host memory that takes more than a copy.
+
+    Args:
+        operation: the name of the operation, for errors.
+        movers: by request number, for requests without an address. They are read at each call.
+
+    Attributes:
+        devices: the ``torch.device`` objects that copies go to; empty when there are none.
+
+    Raises:
+        RuntimeError: the caller's current stream of a device is being captured into a CUDA graph.
+    """
+
+    def __init__(self, operation: str, movers: Mapping[int, Mover]) -> None:
+        super().__init__(operation, movers, _device.Upload)
+
+    def drain(self, ranges: Iterable[Range]) -> None:
+        """Bring ranges from host memory to where they belong. The core's callback, for any thread.
+
+        When it returns they are there: the memory may be used again, and every stream sees them, as the host has
+        waited for the copies.
+
+        Raises:
+            Exception: what failed; all copies have ended.
+        """
+        self._move(ranges, _device.upload)
