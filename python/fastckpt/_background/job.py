@@ -295,7 +295,7 @@ class Job:
                 core = self.snapshot.save(pending.path, self.options, tick)
         pending._written = core["bytes"]
         if self.memory is not None and self.memory.problem is not None:
-            core["warnings"] = [*core["warnings"], self.memory.problem]
+            core["warnings"] = (*core["warnings"], self.memory.problem)
         # What the core did not see counts as planning, but for what is known.
         known = {"wait": self.waited, "stage": self.staging}
         core["phases"] = {**known, **core["phases"]}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from fastckpt._background.pending import PendingSave
     from fastckpt._state.flatten import Flat
+    from fastckpt._tensors.memory import Mover
 
     from .calls import Call
     from .save import Order, Written
@@ -55,7 +56,7 @@ class Job:
         self.staging = 0.0
         self.claim = Claim()
         # All that this rank holds, with one number each. Now, for copies come after what streams were asked for so far.
-        movers = {}
+        movers: dict[int, Mover] = {}
         first = 0
         for flat in self._flats():
             movers |= {first + index: mover for index, mover in flat.movers.items()}
@@ -145,7 +146,7 @@ class Job:
         own = dict(written.own)
         pending._written = own["bytes"]
         if self.memory is not None and self.memory.problem is not None:
-            own["warnings"] = [*own["warnings"], self.memory.problem]
+            own["warnings"] = (*own["warnings"], self.memory.problem)
         # What the core did not see counts as planning, but for what is known.
         own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
         own["seconds"] += self.waited + self.staging
