@@ -59,12 +59,13 @@ def check_bandwidth(operation: str, limit: Any) -> int | None:
 
 def check_pin(operation: str, pin: Any) -> int | None:
     """``pin=``: the most bytes that may be pinned in this process; None for any number."""
-    if pin is True:
-        return None
-    if pin is False or (type(pin) is int and pin == 0):
+    if isinstance(pin, bool):
+        return None if pin else 0
+    if type(pin) is int and pin == 0:
         return 0
     try:
-        return bytes_of("pin", pin)
+        # A number of bytes is whole, unless it has a unit.
+        return bytes_of("pin", None if isinstance(pin, float) else pin)
     except ValueError:
         raise ValueError(
             f"{operation}: pin must be True, False, or the most bytes to pin in this process: an int, or a string such "

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._api import host_memory, in_flight
+from fastckpt._api import in_flight
 from fastckpt._api.outcome import logger, report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
 from fastckpt._state.flatten import flatten
-from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
 from .claim import Claim
-from .copies import Asked
+from .devices import Devices
 from .late import Late, changed, versions_of
 
 if TYPE_CHECKING:
@@ -67,15 +66,12 @@ class Job:
         self.movers = flat.movers
         self.settings = settings
         self.options = _core.SaveOptions(**settings)
-        self.pin = pin
         self.progress = progress
         self.inline = False
         # Taken by the thread that begins, or by the caller who gives up before that.
         self.claim = Claim()
-        # Now, for copies come after what streams have been asked for so far.
-        self.sources = Sources("save_async", flat.movers)
-        self.asked = Asked(self.sources)
-        fill = self.sources.fill if flat.movers else None
+        self.devices = Devices("save_async", flat.movers, pin)
+        fill = self.devices.sources.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
         self.rest = self._on_host(len(flat.keep))
@@ -100,29 +96,28 @@ class Job:
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
-        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
 
     def _on_host(self, count: int) -> bytes:
         host = bytearray(b"\1" * count)
         for index in self.movers:
-            host[index] = not self.sources.is_on_device(index)
+            host[index] = not self.devices.is_on_device(index)
         return bytes(host)
 
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
-        self.memory = host_memory.take(self.snapshot.nbytes)
-        self.snapshot.attach(self.memory.core)
+        memory = self.devices.take(self.snapshot.nbytes)
+        self.snapshot.attach(memory.core)
         if self.late:
             # First: a guard that comes meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
         with self._staging():
             if self.late:
-                self._prepare_late(self.memory)
+                self._prepare_late(is_new=memory.registration is None)
             else:
-                self._copy_all(self.memory)
+                self._copy_all()
 
     def _exempt_guarded(self) -> None:
         """Copy at the call what forward of a guarded module may change."""
@@ -134,40 +129,40 @@ class Job:
         changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
         self.late = {index: name for index, name in self.late.items() if _storage(self.keep[index]) not in changing}
 
-    def _copy_all(self, memory: host_memory.Memory) -> None:
+    def _copy_all(self) -> None:
         """Copy everything, and wait for it."""
         ranges = self._ranges()
-        memory.pin(self.sources.devices, self.pin)
-        is_pinned = memory.is_pinned
+        self.devices.pin()
+        is_pinned = self.devices.is_pinned
         if is_pinned:
-            self.asked.ask(ranges)
+            self.devices.ask(ranges)
         # While devices copy, or while the memory is being pinned for them.
         self.stage(self.rest, last=not ranges)
         if not is_pinned:
-            self.asked.ask(ranges)
+            self.devices.ask(ranges)
         self._arrive(last=bool(ranges))
         self.keep.clear()
         self.movers.clear()
 
-    def _prepare_late(self, memory: host_memory.Memory) -> None:
+    def _prepare_late(self, *, is_new: bool) -> None:
         """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
         keep, late, rest = self.keep, self.late, self.rest
         self.versions = versions_of({name: keep[index] for index, name in late.items() if rest[index]})
         asked = Late(versions_of({name: keep[index] for index, name in late.items() if not rest[index]}))
         self.pending._late = asked
         ranges = self._ranges()
-        if memory.registration is not None:
-            memory.pin(self.sources.devices, self.pin)
+        if not is_new:
+            self.devices.pin()
         # Who changes these after the call is no step, and nobody calls us then: so the caller's streams wait now.
-        for copies in self.asked.ask(each for each in ranges if each[0] not in late):
+        for copies in self.devices.ask(each for each in ranges if each[0] not in late):
             copies.hold_streams()
         # New memory not before: these few are copied as the device can, and the call waits for no pinning.
-        if memory.registration is None:
-            memory.pin(self.sources.devices, self.pin)
+        if is_new:
+            self.devices.pin()
         self.unasked = [each for each in ranges if each[0] in late]
-        if self.unasked and memory.is_pinned:
+        if self.unasked and self.devices.is_pinned:
             # From here on copies need no thread of the host, not even the GIL while forward holds it.
-            asked.copies += self.asked.ask(self.unasked)
+            asked.copies += self.devices.ask(self.unasked)
             self.unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
         self.rest = bytes(byte and index in late for index, byte in enumerate(rest))
@@ -178,10 +173,10 @@ class Job:
 
     def _ranges(self) -> list[Range]:
         """Where the tensors on devices go."""
-        if not self.sources.devices:
+        if not self.devices.sources.devices:
             return []
         places = self.snapshot.places()
-        return [(index, 0, *places[index]) for index in self.movers if self.sources.is_on_device(index)]
+        return [(index, 0, *places[index]) for index in self.movers if self.devices.is_on_device(index)]
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
@@ -194,7 +189,7 @@ class Job:
             self.snapshot.copied(nbytes)
             self._stop_if_cancelled()
 
-        self.asked.wait(arrived)
+        self.devices.wait(arrived)
         if last:
             self.stage(bytes(len(self.rest)), last=True)
 
@@ -256,10 +251,10 @@ class Job:
         """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
         late = self.pending._late
         assert late is not None  # noqa: S101 - where the call did not copy everything
-        devices = bool(self.sources.devices)
+        devices = bool(self.devices.sources.devices)
         self.stage(self.rest, last=not devices)
         if self.unasked:
-            late.copies += self.asked.ask(self.unasked, self._stop_if_cancelled)
+            late.copies += self.devices.ask(self.unasked, self._stop_if_cancelled)
         names = changed(self.versions)
         self.versions.clear()
         self.pending._may_step.open()
@@ -294,8 +289,7 @@ class Job:
             with range_of("fastckpt.write"):
                 core = self.snapshot.save(pending.path, self.options, tick)
         pending._written = core["bytes"]
-        if self.memory is not None and self.memory.problem is not None:
-            core["warnings"] = (*core["warnings"], self.memory.problem)
+        core["warnings"] = (*core["warnings"], *self.devices.warnings)
         # What the core did not see counts as planning, but for what is known.
         known = {"wait": self.waited, "stage": self.staging}
         core["phases"] = {**known, **core["phases"]}
@@ -321,12 +315,9 @@ class Job:
 
     def release(self) -> None:
         """Give the memory back, once nothing is copied to it any more."""
-        memory, self.memory = self.memory, None
-        sound = self.asked.settle()
+        self.devices.settle()
         self.snapshot.close()
-        if memory is not None:
-            # What a broken device was writing to is no good for others.
-            (host_memory.give if sound else host_memory.Memory.close)(memory)
+        self.devices.give_back()
         self.let_go()
 
 

@@ -13,13 +13,12 @@ from contextlib import ExitStack
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from fastckpt._api import host_memory, in_flight
+from fastckpt._api import in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport
 from fastckpt._background.claim import Claim
-from fastckpt._background.copies import Asked
-from fastckpt._tensors.movers import Sources
+from fastckpt._background.devices import Devices
 from fastckpt._tensors.ranges import range_of
 
 from .save import save_order
@@ -49,21 +48,18 @@ class Job:
         self.pending = pending
         self.call = call
         self.order = order
-        self.pin = pin
         self.progress = progress
-        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
         self.claim = Claim()
-        # All that this rank holds, with one number each. Now, for copies come after what streams were asked for so far.
+        # All that this rank holds, with one number each.
         movers: dict[int, Mover] = {}
         first = 0
         for flat in self._flats():
             movers |= {first + index: mover for index, mover in flat.movers.items()}
             first += len(flat.tensors)
         self.movers = movers
-        self.sources = Sources("save_async", movers)
-        self.asked = Asked(self.sources)
+        self.devices = Devices("save_async", movers, pin)
         pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
 
     def _flats(self) -> Iterator[Flat]:
@@ -77,10 +73,9 @@ class Job:
         began = time.perf_counter()
         with range_of("fastckpt.stage"):
             sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
-            memory = self.memory = host_memory.take(sum(sizes))
-            memory.pin(self.sources.devices, self.pin)
-            places = list(accumulate(sizes, initial=memory.core.address))
-            self._copy(places, is_pinned=memory.is_pinned)
+            places = list(accumulate(sizes, initial=self.devices.take(sum(sizes)).core.address))
+            self.devices.pin()
+            self._copy(places, is_pinned=self.devices.is_pinned)
             number = iter(places)
             for flat in self._flats():
                 flat.tensors[:] = [tensor._replace(address=next(number)) for tensor in flat.tensors]
@@ -92,10 +87,10 @@ class Job:
     def _copy(self, places: list[int], *, is_pinned: bool) -> None:
         """Copy everything to its place, devices and host at the same time where the memory is pinned."""
         tensors = [tensor for flat in self._flats() for tensor in flat.tensors]
-        is_on_device = self.sources.is_on_device
+        is_on_device = self.devices.is_on_device
         afar = [(index, 0, places[index], tensors[index].capacity) for index in self.movers if is_on_device(index)]
         if is_pinned:
-            self.asked.ask(afar)
+            self.devices.ask(afar)
         pieces = []
         for index, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
             mover = self.movers.get(index)
@@ -106,8 +101,8 @@ class Job:
         _copy(pieces)
         self.pending._copied = self.pending._total - sum(each[3] for each in afar)
         if not is_pinned:
-            self.asked.ask(afar)
-        self.asked.wait(self._arrived)
+            self.devices.ask(afar)
+        self.devices.wait(self._arrived)
 
     def _arrived(self, nbytes: int) -> None:
         self.pending._copied += nbytes
@@ -145,8 +140,7 @@ class Job:
         pending = self.pending
         own = dict(written.own)
         pending._written = own["bytes"]
-        if self.memory is not None and self.memory.problem is not None:
-            own["warnings"] = (*own["warnings"], self.memory.problem)
+        own["warnings"] = (*own["warnings"], *self.devices.warnings)
         # What the core did not see counts as planning, but for what is known.
         own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
         own["seconds"] += self.waited + self.staging
@@ -162,11 +156,7 @@ class Job:
 
     def release(self) -> None:
         """Give the memory back, once nothing is copied to it any more."""
-        memory, self.memory = self.memory, None
-        sound = self.asked.settle()
-        if memory is not None:
-            # What a broken device was writing to is no good for others.
-            (host_memory.give if sound else host_memory.Memory.close)(memory)
+        self.devices.give_back()
         self.order.local.clear()
 
 

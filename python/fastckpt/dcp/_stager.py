@@ -6,10 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import host_memory
-from fastckpt._background.copies import Asked
+from fastckpt._background.devices import Devices
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
-from fastckpt._tensors.movers import Sources
 
 from . import _torch
 
@@ -167,14 +166,14 @@ class _Copier:
         lease, self.memory, self.lease = self.lease, None, None
         if lease is None or not self.ranges:
             return
-        sources = Sources("fastckpt.dcp.Stager", self.movers)
-        lease.memory.pin(sources.devices, None)
-        asked = Asked(sources)
+        devices = Devices("fastckpt.dcp.Stager", self.movers, None)
+        devices.memory = lease.memory
+        devices.pin()
         try:
-            asked.ask(self.ranges)
-            asked.wait()
+            devices.ask(self.ranges)
+            devices.wait()
         finally:
-            if not asked.settle():
+            if not devices.settle():
                 lease.spoil()
 
 
