@@ -22,7 +22,7 @@ from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
-from .destinations import Targets
+from .destinations import Targets, read_targets
 from .outcome import report_of, warn_of_unknown
 from .per_rank import states_of
 from .placement import Placement, Stock, place
@@ -287,7 +287,7 @@ class Checkpoint:
     def _read(self, targets: Targets) -> None:
         began = time.perf_counter()
         targets.begin("open")
-        report = read_targets(self._open(), targets, targets.requests)
+        report = read_targets(self._open(), targets)
         self.report = report_of(LoadReport, self._path, began, report)
 
     def __contains__(self, name: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,14 @@ from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, pl
 from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
+from .lent import lent
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from fastckpt._tensors.movers import Range
 
+    from .lent import Lent
     from .placement import Placement
 
 _LIMIT = 2**63
@@ -63,6 +67,7 @@ class Targets:
         self.requests: list[_core.ReadRequest] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.sinks: Sinks | None = None
+        self._pushed = 0
         self._casts: dict[int, Cast] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._converters: dict[tuple[Any, Any], tuple[Callable[..., None], tuple[int, int]]] = {}
@@ -71,6 +76,11 @@ class Targets:
         self._exports: list[np.ndarray[Any, Any]] = []
         # What can be made only of the bytes, and where it belongs.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
+
+    def push(self, number: int, mover: _memory.Mover, nbytes: int) -> None:
+        """A mover takes the ``nbytes`` of request ``number``."""
+        self.movers[number] = mover
+        self._pushed += nbytes
 
     def begin(self, operation: str) -> Sinks:
         """All has been asked for, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
@@ -86,6 +96,13 @@ class Targets:
         movers = {number: cast.mover for number, cast in self._casts.items() if cast.mover is not None}
         self.sinks = Sinks(operation, {**self.movers, **movers})
         return self.sinks
+
+    @contextmanager
+    def lent(self) -> Iterator[Lent]:
+        """Inside, there is staging memory for what goes to devices."""
+        assert self.sinks is not None  # noqa: S101 - it has begun
+        with lent(self.sinks.devices, self._pushed) as staging:
+            yield staging
 
     def drain(self, ranges: Sequence[Range]) -> None:
         """The core's callback for requests without an address."""
@@ -171,7 +188,7 @@ class Targets:
     def ask_box(self, index: int, memory: Any, box: Sequence[tuple[int, int, int]]) -> None:
         """Ask for a box of a tensor, to be put into the contiguous tensor ``memory`` on a device."""
         if memory.nbytes:
-            self.movers[len(self.requests)] = torch_for("a torch tensor").mover_in(memory)
+            self.push(len(self.requests), torch_for("a torch tensor").mover_in(memory), memory.nbytes)
             self.requests.append(_core.ReadRequest(index, 0, memory.nbytes, box))
 
     def _request(
@@ -195,7 +212,7 @@ class Targets:
                 mover = partial(_put, address)
             address, layout = 0, None
         if mover is not None:
-            self.movers[len(self.requests)] = mover
+            self.push(len(self.requests), mover, room)
         strides = None if layout is None else layout.strides
         self.requests.append(_core.ReadRequest(index, address, room, strides=strides))
 
@@ -471,6 +488,29 @@ class Targets:
 def _put(to: int, start: int, address: int, nbytes: int) -> None:
     """A mover into contiguous host memory."""
     _memory.at(to + start, nbytes)[:] = _memory.at(address, nbytes)
+
+
+def read_targets(
+    reader: _core.Reader,
+    targets: Targets,
+    *,
+    verify: bool = True,
+    io: str = "auto",
+    threads: int | None = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Read what was asked for, in one process; the report. See ``_core.Reader.read``."""
+    with targets.lent() as staging:
+        report = reader.read(
+            targets.requests,
+            verify=verify,
+            io=io,
+            threads=threads,
+            drain=targets.drain if targets.movers else None,
+            tick=tick,
+            staging=staging.core,
+        )
+        return staging.noted(report)
 
 
 class _Pending:

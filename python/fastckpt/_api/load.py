@@ -12,7 +12,7 @@ from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
 from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
-from .destinations import read_into
+from .destinations import read_targets
 from .outcome import conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
@@ -216,6 +216,4 @@ def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int
             checked = numbers if wishes.verify else []
             report = reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
             return targets.copy_mapped(report, wishes.threads)
-        return read_into(
-            reader, targets, targets.requests, verify=wishes.verify, io=wishes.io, threads=wishes.threads, tick=tick
-        )
+        return read_targets(reader, targets, verify=wishes.verify, io=wishes.io, threads=wishes.threads, tick=tick)

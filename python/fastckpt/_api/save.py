@@ -20,7 +20,7 @@ from fastckpt._units import bytes_of
 from . import in_flight
 from .options import Engine, check_bandwidth, check_engine
 from .outcome import conclude
-from .lent import lent, pulled
+from .lent import lent
 from .progress import ticker
 from .reports import SaveReport
 
@@ -114,7 +114,7 @@ def save(  # noqa: PLR0913 - all by name
             sources = Sources("save", flat.movers)
             warn_of_unnamed("save", flat, about)
             prefix = split_model("save", flat, model_key)
-            with lent(sources.devices, pulled(flat)) as staging:
+            with lent(sources.devices, flat.pulled) as staging:
                 options = _core.SaveOptions(
                     model_prefix=prefix,
                     overwrite=bool(overwrite),

@@ -98,7 +98,7 @@ class RankTargets(Targets):
         # Also for no bytes: all ranks of a mesh have to name what is spread over it.
         if room or whole is not None:
             if mover is not None:
-                self.movers[len(self.demands)] = mover
+                self.push(len(self.demands), mover, room)
             strides = None if layout is None else layout.strides
             self.demands.append(Demand(index, 0 if whole is None else whole.spread, address, room, strides))
 
