@@ -108,6 +108,8 @@ class SaveOptions:
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
     Names that begin with ``training_prefix`` are not the model's, unless it is empty.
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
+    ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
+    for a rank until ``close``.
     """
 
     def __new__(
@@ -124,6 +126,7 @@ class SaveOptions:
         nice: int | None = None,
         io_priority: str | None = None,
         step: int | None = None,
+        staging: Memory | None = None,
     ) -> SaveOptions: ...
 
 def save(
@@ -132,16 +135,17 @@ def save(
     structure: str,
     metadata: str,
     options: SaveOptions,
-    fill: Callable[[int, int, int, int], None] | None,
+    fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     tick: Callable[[int, int], None] | None,
 ) -> Report:
     """Write a checkpoint; durable and visible when it returns.
 
-    ``fill(index, start, address, nbytes)`` copies the bytes ``[start, start + nbytes)`` of a tensor without an address
-    to ``address``; worker threads call it. ValueError unless a tensor's dtype and shape need as many bytes as its
-    memory has. The caller keeps the memory alive and unchanged until the call returns. ``tick(done, total)`` is called
-    about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a signal handler raises
-    stops the save, removes what was written, and is raised.
+    ``fill(ranges)`` brings the bytes of tensors without an address; worker threads call it. A range is a tuple
+    ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
+    ``address``. That memory belongs to ``fill`` until it returns. ValueError unless a tensor's dtype and shape need as
+    many bytes as its memory has. The caller keeps the memory alive and unchanged until the call returns. ``tick(done,
+    total)`` is called about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a
+    signal handler raises stops the save, removes what was written, and is raised.
     """
 
 def check_target(path: str, overwrite: bool) -> None:
@@ -302,7 +306,7 @@ class Mappings:
 
 @final
 class Memory:
-    """Host memory for snapshots: huge pages, not inherited by a forked child, where it looks empty."""
+    """Host memory for snapshots and staging buffers: huge pages, which look empty in a forked child."""
 
     def __new__(cls, nbytes: int) -> Memory: ...
     @property
@@ -325,7 +329,7 @@ class Snapshot:
         structure: str,
         metadata: str,
         options: SaveOptions,
-        fill: Callable[[int, int, int, int], None] | None,
+        fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     ) -> Snapshot:
         """Lay out the files. Arguments as those of :func:`save`."""
     @property
@@ -341,8 +345,18 @@ class Snapshot:
         """Make ``stage`` end soon, with KeyboardInterrupt."""
     def attach(self, memory: Memory) -> None:
         """Take the memory to copy to, until ``close``."""
+    def places(self) -> list[tuple[int, int]]:
+        """Where each tensor belongs in the attached memory: its address and its bytes."""
+    def copied(self, nbytes: int) -> None:
+        """Say that the caller has copied so many bytes of tensors to their places itself; these copies have ended.
+
+        ValueError for more than were missing.
+        """
     def stage(self, wanted: bytes, *, last: bool, options: SaveOptions) -> None:
-        """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go."""
+        """Copy the tensors whose byte in ``wanted`` is not 0, several threads at once; after the last, sources go.
+
+        RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
+        """
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> Report:
         """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`."""
     def close(self) -> None:
@@ -479,16 +493,19 @@ class Reader:
         verify: bool,
         io: str,
         threads: int | None,
-        drain: Callable[[int, int, int, int], None] | None,
+        drain: Callable[[list[tuple[int, int, int, int]]], None] | None,
         tick: Callable[[int, int], None] | None,
+        staging: Memory | None = None,
     ) -> Report:
         """Read tensors and boxes of them.
 
         A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
-        its tensor. Where a request has no address, ``drain(request, start, address, nbytes)`` takes the bytes
-        ``[start, start + nbytes)`` of what it asks for, in row-major order, from ``address``, called from worker
-        threads. With ``verify`` every extent that a request touches is read whole and compared with its checksum;
-        without it only what is wanted is read, and gaps of up to 256 KiB.
+        its tensor. Where requests have no address, ``drain(ranges)`` takes their bytes; worker threads call it. A range
+        is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of what request number
+        ``index`` asks for, in row-major order, lie at ``address``. That memory belongs to ``drain`` until it returns.
+        ``staging`` is memory for the staging buffers; None for the core's own. With ``verify`` every extent that a
+        request touches is read whole and compared with its checksum; without it only what is wanted is read, and gaps
+        of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
@@ -623,7 +640,7 @@ class RankSave:
         share: Share,
         rank: int,
         held: Sequence[tuple[int, int, int, int]],
-        fill: Callable[[int, int, int, int], None] | None,
+        fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
         options: SaveOptions,
     ) -> RankSave:
         """Find out what ``rank`` does.
@@ -633,9 +650,9 @@ class RankSave:
             rank: the rank.
             held: tensor, part, address and bytes of the memory of each part, in which its elements lie one after
                 another. The caller keeps it alive and unchanged until ``close`` has returned.
-            fill: where the address is 0, ``fill(index in held, start, address, nbytes)`` copies the bytes ``[start,
-                start + nbytes)`` of the part to ``address``; the threads of ``write`` and of the mail call it.
-            options: I/O, ``overwrite``, ``files`` and ``step``.
+            fill: where the address is 0, ``fill(ranges)`` brings the bytes, as in :func:`save`; the index of a range is
+                that in ``held``. The threads of ``write`` and of the mail call it.
+            options: I/O, ``overwrite``, ``files``, ``step`` and ``staging``.
 
         ValueError where a part has other bytes than the share says, or is missing.
         """
@@ -692,11 +709,12 @@ class RankLoad:
         rank: int,
         reader: Reader,
         requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
-        drain: Callable[[int, int, int, int], None] | None,
+        drain: Callable[[list[tuple[int, int, int, int]]], None] | None,
         *,
         verify: bool,
         io: str,
         threads: int | None,
+        staging: Memory | None = None,
     ) -> RankLoad:
         """Find out what ``rank`` does.
 
@@ -708,11 +726,12 @@ class RankLoad:
                 ``drain`` takes its bytes, the bytes that are there, and for each dimension how many bytes apart
                 neighbours lie, or None for row-major order without gaps. The caller keeps the memory alive until
                 ``read`` or ``close`` has returned, whichever is last.
-            drain: where the address is 0, ``drain(index in requests, start, address, nbytes)`` takes the bytes
-                ``[start, start + nbytes)`` of the part, in row-major order; the threads of ``read`` call it.
+            drain: where the address is 0, ``drain(ranges)`` takes the bytes of the parts, in row-major order, as in
+                :meth:`Reader.read`; the index of a range is that in ``requests``. The threads of ``read`` call it.
             verify: compare every extent with its checksum, at the rank that reads it.
             io: the engine.
             threads: how many read, or None.
+            staging: as in :meth:`Reader.read`.
 
         ValueError where a part is missing, asked for twice or too large for its memory.
         """

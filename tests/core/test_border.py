@@ -146,9 +146,10 @@ def test_a_box_goes_to_a_callback_in_row_major_order(tmp_path):
     part = whole[5:3000:7, 3:900:2]
     seen = np.zeros(part.nbytes, np.uint8)
 
-    def drain(request, start, address, nbytes):
-        assert request == 0
-        seen[start : start + nbytes] = at(address, nbytes)
+    def drain(ranges):
+        for request, start, address, nbytes in ranges:
+            assert request == 0
+            seen[start : start + nbytes] = at(address, nbytes)
 
     request = _core.ReadRequest(0, 0, part.nbytes, [(5, 3000, 7), (3, 900, 2)])
     reader = _core.Reader(str(tmp_path / "c"))

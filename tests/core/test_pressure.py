@@ -39,8 +39,9 @@ def save_changing(path, *, io, change=True):
     first = room[(64 - room.ctypes.data) % 4096 :][: 1 << 20]
     first[:] = 1
 
-    def fill(_, start, address, nbytes):
-        ctypes.memset(address, 9, nbytes)
+    def fill(ranges):
+        for _, _, address, nbytes in ranges:
+            ctypes.memset(address, 9, nbytes)
         if change:
             first[:] = 2
 

@@ -88,11 +88,12 @@ class Job:
                     address = 0 if drain else low
                     requests.append((self.stored[name], part, address, capacity, None if drain else strides))
 
-            def take(index, start, address, nbytes, parts=parts):
-                _, local = parts[index]
-                assert start + nbytes <= local.nbytes
-                view = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * nbytes).from_address(address))
-                local.reshape(-1).view(np.uint8)[start : start + nbytes] = view
+            def take(ranges, parts=parts):
+                for index, start, address, nbytes in ranges:
+                    _, local = parts[index]
+                    assert start + nbytes <= local.nbytes
+                    view = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * nbytes).from_address(address))
+                    local.reshape(-1).view(np.uint8)[start : start + nbytes] = view
 
             load = _core.RankLoad(
                 self.share, rank, self.reader, requests, take if drain else None, verify=verify, io=io, threads=2

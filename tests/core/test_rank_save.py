@@ -83,11 +83,12 @@ class Job:
         share, spreads = self.share()
         held, memory = self.held(rank, spreads)
 
-        def fill(index, start, address, nbytes):
+        def fill(ranges):
             self.filled.append(rank)
             if rank in self.broken:
                 raise LookupError(f"rank {rank} cannot copy")
-            ctypes.memmove(address, memory[index].ctypes.data + start, nbytes)
+            for index, start, address, nbytes in ranges:
+                ctypes.memmove(address, memory[index].ctypes.data + start, nbytes)
 
         self.saves[rank] = _core.RankSave(share, rank, held, fill if self.fill else None, self.options)
         self.memory.append(memory)

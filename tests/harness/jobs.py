@@ -221,11 +221,12 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
     """Fork while a save is held between two of its blocks; what descriptors a child has, and the saver itself."""
     held, go_on = threading.Event(), threading.Event()
 
-    def fill(index: int, start: int, address: int, nbytes: int) -> None:
-        ctypes.memset(address, index + 1, nbytes)
-        if start:
-            held.set()
-            go_on.wait(60)
+    def fill(ranges: list[tuple[int, int, int, int]]) -> None:
+        for index, start, address, nbytes in ranges:
+            ctypes.memset(address, index + 1, nbytes)
+            if start:
+                held.set()
+                go_on.wait(60)
 
     def save() -> None:
         tensors = [Tensor("a", "U8", [12 << 20], 0, 12 << 20)]

@@ -66,8 +66,8 @@ def fill(agreed, index, checkpoint, name, spread):
     else:
         # In two pieces, the second first, as messages come.
         middle = data.nbytes // 2
-        agreed.drain(index, middle, data.ctypes.data + middle, data.nbytes - middle)
-        agreed.drain(index, 0, data.ctypes.data, middle)
+        agreed.drain([(index, middle, data.ctypes.data + middle, data.nbytes - middle)])
+        agreed.drain([(index, 0, data.ctypes.data, middle)])
 
 
 def numbered(*shape):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .records import ReadRequest, StoredShard, StoredTensor
 
     Tick: TypeAlias = Callable[[int, int], None]
-    Drain: TypeAlias = Callable[[int, int, int, int], None]
+    Drain: TypeAlias = Callable[[list[tuple[int, int, int, int]]], None]
 
 #: Threads that read, unless the caller says how many; one of them reads what is smaller than this.
 _THREADS, _SMALL = 4, 2 << 20
@@ -98,7 +98,7 @@ class _Drained(_Target):
         self.drain = drain
 
     def deliver(self, start: int, data: np.ndarray[Any, Any]) -> None:
-        self.drain(self.request, start, address_of(data), len(data))
+        self.drain([(self.request, start, address_of(data), len(data))])
 
 
 class Mappings:
@@ -187,8 +187,10 @@ class Reader:
         threads: int | None,
         drain: Drain | None,
         tick: Tick | None,
+        staging: object = None,
     ) -> dict[str, Any]:
-        """Read tensors and boxes of them."""
+        """Read tensors and boxes of them. It needs no ``staging`` memory."""
+        del staging
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
         with self._settled():

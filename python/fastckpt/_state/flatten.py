@@ -104,9 +104,10 @@ class Flat:
         """Bytes of the tensors without an address."""
         return sum(self.tensors[index].capacity for index in self.movers)
 
-    def fill(self, index: int, start: int, address: int, nbytes: int) -> None:
+    def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback for tensors without an address."""
-        self.movers[index](start, address, nbytes)
+        for index, start, address, nbytes in ranges:
+            self.movers[index](start, address, nbytes)
 
 
 def _mapping(token: str, value: dict[Any, Any]) -> Parts:

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fastckpt_core::engine::content::{Content, Destination};
+use fastckpt_core::engine::content::{Content, Destination, Push};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
 use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::format::groups;
@@ -42,10 +42,10 @@ fn save_all(path: &Path, tensors: &[(TensorSpec, Vec<u8>)], options: &Options) -
         .iter()
         .map(|(_, bytes)| {
             let bytes = Arc::new(bytes.clone());
-            Content::Pull(Arc::new(move |start: u64, to: &mut [u8]| {
+            Content::each(move |start: u64, to: &mut [u8]| {
                 to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);
                 Ok(())
-            }))
+            })
         })
         .collect();
     let request = Request {
@@ -72,7 +72,7 @@ fn load_all(path: &Path, options: &Options) -> Result<Vec<Vec<u8>>> {
             to[start as usize..start as usize + from.len()].copy_from_slice(from);
             Ok(())
         };
-        Read { tensor, rows: None, destination: Destination::Push(Arc::new(drain)) }
+        Read { tensor, rows: None, destination: Destination::Push(Push::each(drain)) }
     });
     checkpoint.read(requests.collect(), true, options, &mut |_, _| true)?;
     Ok(all.into_iter().map(|bytes| bytes.lock().expect("no panic").clone()).collect())
@@ -232,7 +232,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
     // Held until the caller has been asked, so that the save cannot be over by then.
     let asked = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&asked);
-    let slow: fastckpt_core::engine::content::Fill = Arc::new(move |_, _| {
+    let slow = Content::each(move |_, _| {
         while !seen.load(Ordering::Relaxed) {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
@@ -242,7 +242,7 @@ fn an_interrupt_stops_the_save_and_leaves_nothing() {
     let request = Request {
         path: &path,
         tensors: &[spec],
-        contents: Contents::Tensors(&[Content::Pull(slow)], &groups::of(""), u64::MAX),
+        contents: Contents::Tensors(&[slow], &groups::of(""), u64::MAX),
         structure: "[null]",
         metadata: "[null]",
         files: &[],
@@ -294,10 +294,10 @@ fn more_shards_than_open_files() {
         .iter()
         .map(|(_, bytes)| {
             let byte = bytes[0];
-            Content::Pull(Arc::new(move |_, to: &mut [u8]| {
+            Content::each(move |_, to: &mut [u8]| {
                 to.fill(byte);
                 Ok(())
-            }))
+            })
         })
         .collect();
     let request = Request {

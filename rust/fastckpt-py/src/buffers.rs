@@ -5,7 +5,9 @@
 use std::fmt::Display;
 use std::sync::Arc;
 
-use fastckpt_core::engine::content::{Content, Destination, Drain, Fill};
+use fastckpt_core::engine::content::{
+    Content, Destination, Drain, Fill, Outcome, Pull, Pulled, Push, Pushed,
+};
 use fastckpt_core::ranks::Place;
 use fastckpt_core::read::boxes;
 use fastckpt_core::sys::array::Array;
@@ -22,8 +24,7 @@ pub(crate) fn content(
     index: usize,
     (address, capacity): (usize, u64),
     nbytes: u64,
-    fill: Option<&Arc<Py<PyAny>>>,
-    raised: &Arc<Raised>,
+    fill: Option<&Fill>,
 ) -> PyResult<Content> {
     if nbytes != capacity {
         return Err(misfit("save", index, nbytes, capacity));
@@ -35,9 +36,8 @@ pub(crate) fn content(
         // size, so it cannot make the memory longer.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
-    let callback = Callback::new(index, fill, raised)?;
-    let fill: Fill = Arc::new(move |start, to| callback.call(start, to.as_mut_ptr().addr(), to.len()));
-    Ok(Content::Pull(fill))
+    let fill = fill.cloned().ok_or_else(no_callback)?;
+    Ok(Content::Pull(Pull { fill, index }))
 }
 
 /// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python knows of
@@ -47,8 +47,7 @@ pub(crate) fn destination(
     index: usize,
     (nbytes, rows): (u64, Option<&Arc<Rows>>),
     (address, capacity): (usize, u64),
-    drain: Option<&Arc<Py<PyAny>>>,
-    raised: &Arc<Raised>,
+    drain: Option<&Drain>,
 ) -> PyResult<Destination> {
     let reach = rows.filter(|_| address != 0).map_or(0..i128::from(nbytes), |rows| rows.reach());
     let taken = reach.end - reach.start;
@@ -56,7 +55,7 @@ pub(crate) fn destination(
         return Err(misfit("read", index, taken, capacity));
     }
     if address == 0 && nbytes > 0 {
-        return Ok(Destination::Push(pushed(index, drain, raised)?));
+        return Ok(Destination::Push(pushed(index, drain)?));
     }
     let Some(rows) = rows else {
         // SAFETY: the Python side passes the address of contiguous writable host memory and its real size in bytes,
@@ -80,8 +79,8 @@ pub(crate) fn place(
     index: usize,
     (shape, nbytes, strides): (&[u64], u64, Option<&[i64]>),
     (address, capacity): (usize, u64),
-    drain: Option<&Arc<Py<PyAny>>>,
-    raised: &Arc<Raised>,
+    drain: Option<&Drain>,
+    raised: &Raised,
 ) -> PyResult<Place> {
     let strides = strides.filter(|_| address != 0);
     let rows = strides.map_or(Ok(None), |strides| boxes::array(shape, nbytes, strides));
@@ -92,7 +91,7 @@ pub(crate) fn place(
         return Err(misfit("read", index, taken, capacity));
     }
     if address == 0 && nbytes > 0 {
-        return Ok(Place::Push(pushed(index, drain, raised)?));
+        return Ok(Place::Push(pushed(index, drain)?));
     }
     if !rows.as_ref().is_none_or(Rows::is_nested) {
         return Err(overlapping(index));
@@ -107,9 +106,47 @@ pub(crate) fn place(
 }
 
 /// What takes the bytes of request `index`.
-fn pushed(index: usize, drain: Option<&Arc<Py<PyAny>>>, raised: &Arc<Raised>) -> PyResult<Drain> {
-    let callback = Callback::new(index, drain, raised)?;
-    Ok(Arc::new(move |start, from| callback.call(start, from.as_ptr().addr(), from.len())))
+fn pushed(index: usize, drain: Option<&Drain>) -> PyResult<Push> {
+    Ok(Push { drain: drain.cloned().ok_or_else(no_callback)?, index })
+}
+
+fn no_callback() -> PyErr {
+    PyValueError::new_err("address 0 needs a callback")
+}
+
+/// A Python callable as the core's source of bytes.
+pub(crate) fn fill(callable: Option<Py<PyAny>>, raised: &Arc<Raised>) -> Option<Fill> {
+    let raised = Arc::clone(raised);
+    callable.map(|callable| -> Fill {
+        Arc::new(move |all: &mut [Pulled<'_>]| {
+            let range =
+                |one: &mut Pulled<'_>| (one.index, one.start, one.to.as_mut_ptr().addr(), one.to.len());
+            call(&callable, &raised, all.iter_mut().map(range).collect())
+        })
+    })
+}
+
+/// A Python callable that takes bytes from the core.
+pub(crate) fn drain(callable: Option<Py<PyAny>>, raised: &Arc<Raised>) -> Option<Drain> {
+    let raised = Arc::clone(raised);
+    callable.map(|callable| -> Drain {
+        Arc::new(move |all: &[Pushed<'_>]| {
+            let range = |one: &Pushed<'_>| (one.index, one.start, one.from.as_ptr().addr(), one.from.len());
+            call(&callable, &raised, all.iter().map(range).collect())
+        })
+    })
+}
+
+/// Calls `callable` with ranges, each an index, a start, an address and a length. The memory belongs to the callable
+/// until it returns.
+fn call(callable: &Py<PyAny>, raised: &Raised, ranges: Vec<(usize, u64, usize, usize)>) -> Outcome {
+    Python::attach(|py| {
+        callable.call1(py, (ranges,)).map(drop).map_err(|error| {
+            let text = error.to_string();
+            raised.keep(error);
+            text
+        })
+    })
 }
 
 fn overlapping(index: usize) -> PyErr {
@@ -122,30 +159,4 @@ fn misfit(operation: &str, index: usize, nbytes: impl Display, capacity: u64) ->
     PyValueError::new_err(format!(
         "{operation}: request {index} is for {nbytes} bytes, and its memory has {capacity}: nothing was moved"
     ))
-}
-
-/// A Python callable for one tensor, callable from worker threads.
-struct Callback {
-    index: usize,
-    callable: Arc<Py<PyAny>>,
-    raised: Arc<Raised>,
-}
-
-impl Callback {
-    fn new(index: usize, callable: Option<&Arc<Py<PyAny>>>, raised: &Arc<Raised>) -> PyResult<Self> {
-        let callable = callable.ok_or_else(|| PyValueError::new_err("address 0 needs a callback"))?;
-        Ok(Self { index, callable: Arc::clone(callable), raised: Arc::clone(raised) })
-    }
-
-    /// Calls `callable(index, start, address, nbytes)`. The memory at `address` belongs to the callable until it
-    /// returns.
-    fn call(&self, start: u64, address: usize, nbytes: usize) -> Result<(), String> {
-        Python::attach(|py| {
-            self.callable.call1(py, (self.index, start, address, nbytes)).map(drop).map_err(|error| {
-                let text = error.to_string();
-                self.raised.keep(error);
-                text
-            })
-        })
-    }
 }

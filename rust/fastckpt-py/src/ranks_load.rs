@@ -14,6 +14,7 @@ use crate::mail::Mail;
 use crate::reader::Reader;
 use crate::report::{options, tick, to_dict};
 use crate::share::{Kind, Share};
+use crate::snapshot::Memory;
 
 /// Tensor, part, address, capacity and strides of where a part goes.
 type Target = (usize, u32, usize, u64, Option<Vec<i64>>);
@@ -32,7 +33,7 @@ struct RankLoad {
 #[pymethods]
 impl RankLoad {
     #[new]
-    #[pyo3(signature = (share, rank, reader, requests, drain, *, verify, io, threads))]
+    #[pyo3(signature = (share, rank, reader, requests, drain, *, verify, io, threads, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn new(
         py: Python<'_>,
@@ -44,13 +45,14 @@ impl RankLoad {
         verify: bool,
         io: &str,
         threads: Option<usize>,
+        staging: Option<&Memory>,
     ) -> PyResult<Self> {
         let Kind::Load(share) = &share.0 else {
             return Err(PyValueError::new_err("a load needs a share that was made to load"));
         };
-        let options = options(py, io, threads)?;
+        let options = Options { staging: Memory::lent(staging), ..options(py, io, threads)? };
         let raised = Arc::new(Raised::default());
-        let drain = drain.map(Arc::new);
+        let drain = buffers::drain(drain, &raised);
         let mut places = Places::with_capacity(requests.len());
         for (index, (tensor, part, address, capacity, strides)) in requests.into_iter().enumerate() {
             let bytes = share.part_bytes(rank, tensor, part);

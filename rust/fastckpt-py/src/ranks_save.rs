@@ -70,12 +70,12 @@ impl RankSave {
             return Err(PyValueError::new_err("a save needs a share that was made to save"));
         };
         let raised = Arc::new(Raised::default());
-        let fill = fill.map(Arc::new);
+        let fill = buffers::fill(fill, &raised);
         let mut parts = HashMap::with_capacity(held.len());
         for (index, (tensor, part, address, capacity)) in held.into_iter().enumerate() {
             let nbytes = table.share.part_bytes(rank, tensor, part);
             let nbytes = nbytes.map_err(|error| to_python(&error, &raised))?;
-            let content = buffers::content(index, (address, capacity), nbytes, fill.as_ref(), &raised)?;
+            let content = buffers::content(index, (address, capacity), nbytes, fill.as_ref())?;
             parts.insert((tensor, part), content);
         }
         let settings = options.get();

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fastckpt_core::Damage;
-use fastckpt_core::engine::content::Content;
+use fastckpt_core::engine::content::{Content, Fill, Pull, Pulled};
 use fastckpt_core::format::layout::TensorSpec;
 use fastckpt_core::format::manifest::{ShardEntry, TensorEntry};
 use fastckpt_core::read::boxes::{self, Along};
 use fastckpt_core::read::{Checkpoint, Maps, Request};
 use fastckpt_core::save as core_save;
+use fastckpt_core::{Damage, Options};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -19,6 +19,7 @@ use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::save::SaveOptions;
+use crate::snapshot::Memory;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -227,7 +228,7 @@ impl Reader {
         Ok(info)
     }
 
-    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick))]
+    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn read<'py>(
         &self,
@@ -238,10 +239,11 @@ impl Reader {
         threads: Option<usize>,
         drain: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
+        staging: Option<&Memory>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(py, io, threads)?;
+        let options = Options { staging: Memory::lent(staging), ..options(py, io, threads)? };
         let raised = Arc::new(Raised::default());
-        let drain = drain.map(Arc::new);
+        let drain = buffers::drain(drain, &raised);
         let mut wanted = Vec::with_capacity(requests.len());
         for (index, request) in requests.iter().map(Py::get).enumerate() {
             let (tensor, memory) = (request.tensor, (request.address, request.capacity));
@@ -255,8 +257,7 @@ impl Reader {
                 asked = (rows.bytes(), Some(Arc::new(rows)));
             }
             let (nbytes, rows) = asked;
-            let destination =
-                buffers::destination(index, (nbytes, rows.as_ref()), memory, drain.as_ref(), &raised)?;
+            let destination = buffers::destination(index, (nbytes, rows.as_ref()), memory, drain.as_ref())?;
             wanted.push(Request { tensor, rows, destination });
         }
         let report = py.detach(|| {
@@ -276,6 +277,16 @@ impl Reader {
         let raised = Arc::new(Raised::default());
         let mut specs = Vec::with_capacity(tensors.len());
         let mut contents = Vec::with_capacity(tensors.len());
+        let fill: Fill = {
+            let (checkpoint, raised) = (Arc::clone(&self.checkpoint), Arc::clone(&raised));
+            Arc::new(move |all: &mut [Pulled<'_>]| {
+                let copied = all.iter_mut().try_for_each(|one| checkpoint.copy(one.index, one.start, one.to));
+                copied.map_err(|error| {
+                    raised.keep(to_python(&error, &Raised::default()));
+                    error.to_string()
+                })
+            })
+        };
         for (index, name) in tensors {
             let entry = self.checkpoint.body().tensors.get(index);
             let entry =
@@ -283,13 +294,7 @@ impl Reader {
             let (dtype, shape, logical) = (entry.dtype, entry.shape.clone(), entry.logical.as_ref());
             let logical = logical.map(|logical| (logical.dtype.clone(), logical.shape.clone()));
             specs.push(TensorSpec { name, dtype, shape, logical });
-            let (checkpoint, raised) = (Arc::clone(&self.checkpoint), Arc::clone(&raised));
-            contents.push(Content::Pull(Arc::new(move |start, to| {
-                checkpoint.copy(index, start, to).map_err(|error| {
-                    raised.keep(to_python(&error, &Raised::default()));
-                    error.to_string()
-                })
-            })));
+            contents.push(Content::Pull(Pull { fill: Arc::clone(&fill), index }));
         }
         let report = py.detach(|| {
             let request = core_save::Request {

@@ -16,7 +16,7 @@ use pyo3::types::PyDict;
 use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
-use crate::snapshot::priority;
+use crate::snapshot::{Memory, priority};
 
 /// `fastckpt._tensors.described.Tensor`. It is a tuple, because one of our objects would cost more for each of many
 /// small tensors.
@@ -44,7 +44,7 @@ pub(crate) fn state(
     fill: Option<Py<PyAny>>,
     raised: &Arc<Raised>,
 ) -> PyResult<State> {
-    let fill = fill.map(Arc::new);
+    let fill = buffers::fill(fill, raised);
     let mut specs = Vec::with_capacity(tensors.len());
     let mut contents = Vec::with_capacity(tensors.len());
     for (index, tensor) in tensors.into_iter().enumerate() {
@@ -55,7 +55,7 @@ pub(crate) fn state(
         let nbytes = spec
             .bytes()
             .ok_or_else(|| PyValueError::new_err(format!("tensor `{}` has an impossible size", spec.name)))?;
-        contents.push(buffers::content(index, (address, capacity), nbytes, fill.as_ref(), raised)?);
+        contents.push(buffers::content(index, (address, capacity), nbytes, fill.as_ref())?);
         specs.push(spec);
     }
     Ok(State { tensors: specs, contents, structure, metadata })
@@ -81,7 +81,7 @@ impl SaveOptions {
 impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto",
-        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None))]
+        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -96,9 +96,11 @@ impl SaveOptions {
         nice: Option<u8>,
         io_priority: Option<&str>,
         step: Option<i64>,
+        staging: Option<&Memory>,
     ) -> PyResult<Self> {
         let priority = priority(nice, io_priority)?;
-        let core = Options { bandwidth_limit, priority, step, ..options(py, io, threads)? };
+        let staging = Memory::lent(staging);
+        let core = Options { bandwidth_limit, priority, step, staging, ..options(py, io, threads)? };
         Ok(Self { groups: groups::beside(model_prefix, training_prefix), shard_size, overwrite, files, core })
     }
 }

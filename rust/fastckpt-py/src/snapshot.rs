@@ -14,7 +14,14 @@ use crate::save::{SaveOptions, Tensor, state};
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
-struct Memory(Arc<snapshot::Memory>);
+pub(crate) struct Memory(Arc<snapshot::Memory>);
+
+impl Memory {
+    /// For the staging buffers of an operation.
+    pub(crate) fn lent(memory: Option<&Self>) -> Option<Arc<snapshot::Memory>> {
+        memory.map(|memory| Arc::clone(&memory.0))
+    }
+}
 
 #[pymethods]
 impl Memory {
@@ -85,6 +92,14 @@ impl Snapshot {
 
     fn attach(&self, memory: &Memory) -> PyResult<()> {
         mapped(self.core.attach(&memory.0))
+    }
+
+    fn places(&self) -> PyResult<Vec<(usize, u64)>> {
+        mapped(self.core.places())
+    }
+
+    fn copied(&self, nbytes: u64) -> PyResult<()> {
+        mapped(self.core.copied(nbytes))
     }
 
     #[pyo3(signature = (wanted, *, last, options))]

@@ -7,10 +7,72 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::Strided;
 
-/// Copies bytes of a tensor, from `start` on, into a staging buffer. Worker threads call it.
-pub type Fill = Arc<dyn Fn(u64, &mut [u8]) -> std::result::Result<(), String> + Send + Sync>;
-/// Takes bytes of a tensor, from `start` on, out of a staging buffer. Worker threads call it.
-pub type Drain = Arc<dyn Fn(u64, &[u8]) -> std::result::Result<(), String> + Send + Sync>;
+/// Bytes to fetch: those of number `index` from `start` on.
+#[derive(Debug)]
+pub struct Pulled<'a> {
+    /// The number that [`Pull`] has.
+    pub index: usize,
+    /// The first byte.
+    pub start: u64,
+    /// Where they go.
+    pub to: &'a mut [u8],
+}
+
+/// Bytes to hand over: those of number `index` from `start` on.
+#[derive(Debug, Clone, Copy)]
+pub struct Pushed<'a> {
+    /// The number that [`Push`] has.
+    pub index: usize,
+    /// The first byte.
+    pub start: u64,
+    /// The bytes.
+    pub from: &'a [u8],
+}
+
+/// What a callback says that fails.
+pub type Outcome = std::result::Result<(), String>;
+/// Copies bytes to where they are wanted. Worker threads call it. The memory belongs to it until it returns.
+pub type Fill = Arc<dyn Fn(&mut [Pulled<'_>]) -> Outcome + Send + Sync>;
+/// Takes bytes. Worker threads call it. The memory belongs to it until it returns.
+pub type Drain = Arc<dyn Fn(&[Pushed<'_>]) -> Outcome + Send + Sync>;
+
+/// A tensor that a callback brings: its number `index`.
+#[derive(Clone)]
+pub struct Pull {
+    /// The callback. It is called for all tensors at once that have the same one.
+    pub fill: Fill,
+    /// The number.
+    pub index: usize,
+}
+
+/// A destination that a callback takes bytes for: its number `index`.
+#[derive(Clone)]
+pub struct Push {
+    /// The callback. It is called for all destinations at once that have the same one.
+    pub drain: Drain,
+    /// The number.
+    pub index: usize,
+}
+
+impl Pull {
+    /// Fetches the bytes from `start` on.
+    pub(crate) fn fetch(&self, start: u64, to: &mut [u8]) -> Result<()> {
+        (self.fill)(&mut [Pulled { index: self.index, start, to }]).map_err(Error::Callback)
+    }
+}
+
+impl Push {
+    /// A destination that has a callback of its own, which takes the bytes from a start on.
+    pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
+        let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
+        Self { drain: Arc::new(drain), index: 0 }
+    }
+
+    /// Hands over the bytes from `start` on.
+    pub(crate) fn hand(&self, start: u64, from: &[u8]) -> Outcome {
+        (self.drain)(&[Pushed { index: self.index, start, from }])
+    }
+}
 
 /// The same for another part of this crate, whose errors stay what they are.
 pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
@@ -21,7 +83,7 @@ pub enum Content {
     /// Contiguous host memory.
     Memory(Source),
     /// Elsewhere (another device, strided), requested piece by piece.
-    Pull(Fill),
+    Pull(Pull),
 }
 
 /// Where bytes that are read go.
@@ -31,7 +93,7 @@ pub enum Destination {
     /// Host memory with strides.
     Strided(Strided),
     /// Elsewhere, handed over piece by piece.
-    Push(Drain),
+    Push(Push),
     /// Handed over to another part of this crate, piece by piece.
     Take(Take),
     /// Nowhere: the bytes are read where the file is mapped.
@@ -41,6 +103,12 @@ pub enum Destination {
 }
 
 impl Content {
+    /// A tensor that has a callback of its own, which copies the bytes from a start on.
+    pub fn each(copy: impl Fn(u64, &mut [u8]) -> Outcome + Send + Sync + 'static) -> Self {
+        let fill = move |all: &mut [Pulled<'_>]| all.iter_mut().try_for_each(|one| copy(one.start, one.to));
+        Self::Pull(Pull { fill: Arc::new(fill), index: 0 })
+    }
+
     /// The error for memory that ends before its tensor does.
     pub(crate) fn too_short() -> Error {
         Error::Invalid("a tensor is shorter than its shape".to_owned())

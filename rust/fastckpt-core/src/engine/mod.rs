@@ -5,6 +5,7 @@ pub mod content;
 pub mod io;
 pub mod job;
 pub mod limiter;
+pub mod memory;
 pub mod options;
 pub mod path;
 pub mod report;

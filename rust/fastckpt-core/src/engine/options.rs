@@ -2,9 +2,11 @@
 
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::thread;
 
 use super::io::fault::FaultPlan;
+use super::memory::Memory;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::format::geometry::PAGE;
@@ -120,6 +122,8 @@ pub struct Options {
     pub priority: Priority,
     /// The training step, for the live counters.
     pub step: Option<i64>,
+    /// Memory for the staging buffers, or `None` for the core's own.
+    pub staging: Option<Arc<Memory>>,
     /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
     /// For measurements: operations that a ring keeps in flight.
@@ -141,6 +145,7 @@ impl Default for Options {
             bandwidth_limit: None,
             priority: Priority::default(),
             step: None,
+            staging: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,

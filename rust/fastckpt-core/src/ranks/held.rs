@@ -58,8 +58,8 @@ impl Held {
 
     /// Copies bytes that lie elsewhere.
     fn fetch(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<()> {
-        let Content::Pull(fill) = self.content(item)? else { return Err(Content::too_short()) };
-        fill(start, to).map_err(Error::Callback)
+        let Content::Pull(pull) = self.content(item)? else { return Err(Content::too_short()) };
+        pull.fetch(start, to)
     }
 
     /// Packs the bytes of a message's items, one after another.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::engine::content::{Destination, Drain};
+use crate::engine::content::{Destination, Push};
 use crate::error::{Error, Result};
 use crate::share::Item;
 use crate::sys::array::Array;
@@ -15,7 +15,7 @@ pub enum Place {
     /// Host memory.
     Memory(Array),
     /// Elsewhere, handed over in pieces that are counted in the part.
-    Push(Drain),
+    Push(Push),
 }
 
 /// The places of a rank, by tensor and part.
@@ -24,7 +24,7 @@ pub type Places = HashMap<(usize, u32), Place>;
 /// Where the bytes of one item go.
 pub(super) enum Slot {
     Memory(Strided),
-    Push(Drain, Arc<Rows>, u64),
+    Push(Push, Arc<Rows>, u64),
 }
 
 /// A place for each of `items`, in their order. Each item is of one rank's own parts, and no byte is in two of them.
@@ -43,9 +43,7 @@ pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item
         let Item { tensor, part, .. } = *item;
         let place = places.get_mut(&(tensor, part)).ok_or_else(|| no_place(item))?;
         slots[at] = Some(match place {
-            Place::Push(drain) => {
-                Slot::Push(Drain::clone(drain), Arc::clone(&item.rows), item.base.cast_unsigned())
-            }
+            Place::Push(to) => Slot::Push(to.clone(), Arc::clone(&item.rows), item.base.cast_unsigned()),
             Place::Memory(array) => {
                 let same = |last: &(&Item, Strided)| {
                     (last.0.tensor, last.0.part, last.0.base) == (tensor, part, item.base)
@@ -78,11 +76,11 @@ impl Slot {
                     Err(rows) => Destination::Strided(rows),
                 }
             }
-            Self::Push(drain, rows, base) => Destination::Push(Arc::new(move |start, bytes| {
+            Self::Push(to, rows, base) => Destination::Push(Push::each(move |start, bytes| {
                 let range = start..start + bytes.len() as u64;
                 let mut packed = vec![0; rows.bytes_in(&range) as usize];
                 rows.pack(start, bytes, &mut packed);
-                push(&drain, &rows, (base, range), &packed)
+                push(&to, &rows, (base, range), &packed)
             })),
         };
         (range, destination)
@@ -95,8 +93,8 @@ impl Slot {
                 rows.unpack(bytes);
                 Ok(bytes.len() as u64)
             }
-            Self::Push(drain, rows, base) => {
-                push(&drain, &rows, (base, range), bytes).map_err(Error::Callback)?;
+            Self::Push(to, rows, base) => {
+                push(&to, &rows, (base, range), bytes).map_err(Error::Callback)?;
                 Ok(0)
             }
         }
@@ -106,7 +104,7 @@ impl Slot {
 /// Hands over the bytes of `rows` in `range` of a tensor, which lie one after another in `packed`. What lies together in
 /// the part, whose byte `base` is the first of the rows, is handed over at once.
 fn push(
-    drain: &Drain,
+    to: &Push,
     rows: &Rows,
     (base, range): (u64, Range<u64>),
     packed: &[u8],
@@ -114,16 +112,16 @@ fn push(
     // The run that was not handed over yet: its first byte in the part, and its range in `packed`.
     let (mut first, mut run) = (0, 0..0);
     for line in rows.lines(range) {
-        for (_, to) in line.rows() {
-            let place = base.wrapping_add_signed(to);
+        for (_, at) in line.rows() {
+            let place = base.wrapping_add_signed(at);
             if run.is_empty() || place != first + run.len() as u64 {
                 if !run.is_empty() {
-                    drain(first, &packed[run.clone()])?;
+                    to.hand(first, &packed[run.clone()])?;
                 }
                 (first, run) = (place, run.end..run.end);
             }
             run.end += line.len as usize;
         }
     }
-    if run.is_empty() { Ok(()) } else { drain(first, &packed[run]) }
+    if run.is_empty() { Ok(()) } else { to.hand(first, &packed[run]) }
 }

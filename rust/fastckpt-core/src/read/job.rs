@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::checkpoint::Checkpoint;
 use super::plan::{Piece, PieceDestination, Plan, Share};
-use crate::engine::content::Drain;
+use crate::engine::content::Push;
 use crate::engine::io::files::OpenFiles;
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::{Job, Staging};
@@ -261,8 +261,8 @@ fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Re
             Ok(bytes.len() as u64)
         }
         PieceDestination::Strided(strided) => Ok(strided.fill(start, bytes)),
-        PieceDestination::Push(drain, rows) => {
-            push(drain, rows.as_deref(), start, bytes).map_err(Error::Callback)?;
+        PieceDestination::Push(to, rows) => {
+            push(to, rows.as_deref(), start, bytes).map_err(Error::Callback)?;
             Ok(0)
         }
         PieceDestination::Take(take) => take(start, bytes).map(|()| 0),
@@ -275,8 +275,8 @@ fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Re
 
 /// Hands over the `bytes` from byte `start` of a tensor on. For a box, hands over only its bytes, one after another and
 /// counted in the box.
-fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
-    let Some(rows) = rows else { return drain(start, bytes) };
+fn push(to: &Push, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
+    let Some(rows) = rows else { return to.hand(start, bytes) };
     let mut taken = Vec::new();
     let mut first = None;
     for line in rows.lines(start..start + bytes.len() as u64) {
@@ -286,7 +286,7 @@ fn push(drain: &Drain, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::re
             taken.extend_from_slice(&bytes[at..at + line.len as usize]);
         }
     }
-    first.map_or(Ok(()), |first| drain(first, &taken))
+    first.map_or(Ok(()), |first| to.hand(first, &taken))
 }
 
 impl Job for ReadJob<'_> {

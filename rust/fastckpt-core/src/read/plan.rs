@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::engine::content::{Destination, Drain, Take};
+use crate::engine::content::{Destination, Push, Take};
 use crate::error::{Error, Result};
 use crate::format::geometry::{self, STRAIGHT};
 use crate::format::manifest::{Body, TensorEntry};
@@ -116,7 +116,7 @@ pub(super) enum PieceDestination {
     },
     Strided(Strided),
     /// All bytes of the piece, or only those of a box.
-    Push(Drain, Option<Arc<Rows>>),
+    Push(Push, Option<Arc<Rows>>),
     Take(Take),
     Mapped(Arc<FileMap>),
     Nowhere,
@@ -179,8 +179,8 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
             Destination::Strided(mut strided) => {
                 cut.range(tensor, start, end, |range| PieceDestination::Strided(strided.split_off(range)));
             }
-            Destination::Push(drain) => {
-                cut.range(tensor, start, end, |_| PieceDestination::Push(Drain::clone(&drain), None));
+            Destination::Push(to) => {
+                cut.range(tensor, start, end, |_| PieceDestination::Push(to.clone(), None));
             }
             Destination::Take(take) => {
                 cut.range(tensor, start, end, |_| PieceDestination::Take(Take::clone(&take)));
@@ -285,8 +285,9 @@ impl Cut<'_> {
                 let rows = Arc::clone(strided.rows());
                 self.rows(tensor, Some(&rows), |range| PieceDestination::Strided(strided.split_off(range)));
             }
-            Destination::Push(drain) => self
-                .rows(tensor, rows.as_ref(), |_| PieceDestination::Push(Drain::clone(&drain), rows.clone())),
+            Destination::Push(to) => {
+                self.rows(tensor, rows.as_ref(), |_| PieceDestination::Push(to.clone(), rows.clone()));
+            }
             Destination::Take(take) => {
                 self.rows(tensor, None, |_| PieceDestination::Take(Take::clone(&take)));
             }

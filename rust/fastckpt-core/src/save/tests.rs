@@ -24,11 +24,11 @@ fn state() -> (Vec<TensorSpec>, Vec<Content>, Arc<AtomicUsize>) {
     let read = Arc::new(AtomicUsize::new(0));
     let fill = |read: &Arc<AtomicUsize>| {
         let read = Arc::clone(read);
-        Content::Pull(Arc::new(move |_, to: &mut [u8]| {
+        Content::each(move |_, to: &mut [u8]| {
             read.fetch_add(1, Ordering::Relaxed);
             to.fill(1);
             Ok(())
-        }))
+        })
     };
     let contents = specs.iter().map(|_| fill(&read)).collect();
     (specs, contents, read)
@@ -120,10 +120,10 @@ fn small(fills: [u8; 2]) -> Small {
     };
     let tensors = vec![spec("a"), spec("b")];
     let content = |fill: u8| {
-        Content::Pull(Arc::new(move |_, to: &mut [u8]| {
+        Content::each(move |_, to: &mut [u8]| {
             to.fill(fill);
             Ok(())
-        }))
+        })
     };
     let plan = layout::plan(&tensors, &groups::of(""), PAGE, PAGE).unwrap();
     Small { tensors, contents: fills.map(content).into(), plan }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::part::{Bytes, Part};
 use super::work::{Unit, Work};
 use crate::engine::content::Content;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::format::checksum;
 use crate::format::geometry::{self, Extent};
 use crate::format::layout::{Plan, Shard, TensorSpec};
@@ -132,8 +132,8 @@ impl Work for Whole<'_> {
                 let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
                 Ok(checksum::copy(to, from.bytes()))
             }
-            Content::Pull(fill) => {
-                fill(start, to).map_err(Error::Callback)?;
+            Content::Pull(pull) => {
+                pull.fetch(start, to)?;
                 Ok(checksum::of(to))
             }
         }

@@ -1,17 +1,16 @@
 //! Snapshots: a state is copied into the images of its files, so that it may change while they are written.
 
-mod memory;
 mod staging;
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-pub use self::memory::Memory;
-use self::memory::lock;
 use self::staging::{Progress, Wanted, rooms};
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
+pub use crate::engine::memory::Memory;
+use crate::engine::memory::lock;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
@@ -122,6 +121,28 @@ impl Snapshot {
             inner.memory = Some((Arc::clone(memory), memory.take()?));
             Ok(())
         })
+    }
+
+    /// Where each tensor belongs in the memory: its address and its bytes. The caller may copy tensors there itself,
+    /// before [`Self::stage`] is called for the last time, and says so with [`Self::copied`].
+    pub fn places(&self) -> Result<Vec<(usize, u64)>> {
+        self.with(|inner| {
+            let memory =
+                inner.memory.as_ref().ok_or(Error::Misused("the snapshot has no memory"))?.0.address();
+            let rooms: Vec<_> = rooms(&inner.plan).collect();
+            let place = |(spec, &(shard, offset)): (&TensorSpec, &(usize, u64))| {
+                (memory + rooms[shard].start + offset as usize, spec.bytes().unwrap_or(0))
+            };
+            Ok(inner.state.tensors.iter().zip(&inner.plan.places).map(place).collect())
+        })
+    }
+
+    /// Notes that the caller has copied `bytes` of tensors to their places: these copies have ended. Refuses more than
+    /// were missing.
+    pub fn copied(&self, bytes: u64) -> Result<()> {
+        let add = |done: u64| done.checked_add(bytes).filter(|&done| done <= self.total);
+        let added = self.progress.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        added.map(drop).map_err(|_| Error::Invalid("more bytes were copied than the snapshot has".to_owned()))
     }
 
     /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that

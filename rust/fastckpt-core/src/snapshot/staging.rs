@@ -223,7 +223,7 @@ impl Shared<'_> {
                 let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
                 to.copy_from_slice(from.bytes());
             }
-            Content::Pull(fill) => fill(start, to).map_err(Error::Callback)?,
+            Content::Pull(pull) => pull.fetch(start, to)?,
         }
         self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
         Ok(())

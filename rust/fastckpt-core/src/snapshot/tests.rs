@@ -16,12 +16,12 @@ fn byte(tensor: usize, at: usize) -> u8 {
 }
 
 fn pattern(tensor: usize) -> Content {
-    Content::Pull(Arc::new(move |start, to| {
+    Content::each(move |start, to| {
         for (at, to) in to.iter_mut().enumerate() {
             *to = byte(tensor, start as usize + at);
         }
         Ok(())
-    }))
+    })
 }
 
 /// A snapshot of tensors `m.0`, `0`, `m.1`, `1` and so on, with these sizes, and memory for it.
@@ -132,9 +132,9 @@ fn a_failure_a_panic_and_a_stop_end_the_copy() {
         memory.take().unwrap();
         (outcome, snapshot.staged())
     };
-    let failing = Content::Pull(Arc::new(|_, _| Err("no".to_owned())));
+    let failing = Content::each(|_, _| Err("no".to_owned()));
     assert!(matches!(run(failing, false).0, Err(Error::Callback(text)) if text == "no"));
-    let panicking = Content::Pull(Arc::new(|_, _| panic!("no")));
+    let panicking = Content::each(|_, _| panic!("no"));
     assert!(matches!(run(panicking, false).0, Err(Error::Panic(_))));
     assert!(matches!(run(pattern(1), true), (Err(Error::Interrupted), 0)));
 }
@@ -169,7 +169,7 @@ fn methods_refuse_while_another_runs() {
         entered.send(()).unwrap();
         held.lock().unwrap().recv().map_err(|error| error.to_string())
     };
-    let (snapshot, memory) = snapshot_of(&[10], vec![Content::Pull(Arc::new(fill))]);
+    let (snapshot, memory) = snapshot_of(&[10], vec![Content::each(fill)]);
     snapshot.attach(&memory).unwrap();
     std::thread::scope(|scope| {
         let copy = || stage(&snapshot, &[1], true);
@@ -204,4 +204,29 @@ fn a_snapshot_that_is_not_whole_is_refused_and_gives_its_memory_back() {
     assert!(snapshot.images().is_err());
     drop(snapshot);
     patterned(&[8, 8]).0.attach(&memory).unwrap();
+}
+
+#[test]
+fn what_the_caller_copies_to_its_places_is_staged() {
+    let sizes = [3, 70_000, 0, 1 << 20];
+    let (snapshot, memory) = patterned(&sizes);
+    assert!(matches!(snapshot.places(), Err(Error::Misused("the snapshot has no memory"))));
+    snapshot.attach(&memory).unwrap();
+    let places = snapshot.places().unwrap();
+    assert_eq!(places.iter().map(|place| place.1).collect::<Vec<_>>(), sizes);
+    stage(&snapshot, &[0, 1, 0, 1], false).unwrap();
+    assert!(matches!(snapshot.copied(4), Err(Error::Invalid(_))), "3 are missing");
+    assert!(matches!(snapshot.copied(u64::MAX), Err(Error::Invalid(_))));
+    snapshot.copied(3).unwrap();
+    stage(&snapshot, &[0; 4], true).unwrap();
+    assert_eq!(snapshot.staged(), sizes.iter().sum::<u64>());
+    // The core has copied two of them to these places itself.
+    let images = snapshot.images().unwrap();
+    for (tensor, &(address, bytes)) in places.iter().enumerate().filter(|(_, place)| place.1 > 3) {
+        let inside =
+            |image: &Stretch| address.checked_sub(image.as_ptr().addr()).filter(|&at| at < image.len());
+        let (image, at) = images.iter().find_map(|(_, image)| Some((image, inside(image)?))).unwrap();
+        let found = &image[at..at + bytes as usize];
+        assert!(found.iter().enumerate().all(|(at, &found)| found == byte(tensor, at)), "{tensor}");
+    }
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use safetensors::Dtype;
 
 use super::*;
-use crate::engine::content::Content;
+use crate::engine::content::{Content, Push};
 use crate::engine::io::fault::{Fault, FaultPlan};
 use crate::format::geometry::PAGE;
 use crate::format::groups;
@@ -49,10 +49,10 @@ fn saved() -> Saved {
     };
     let tensors: Vec<_> = SHAPES.iter().enumerate().map(spec).collect();
     let pull = |bytes: Vec<u8>| {
-        Content::Pull(Arc::new(move |start, to: &mut [u8]| {
+        Content::each(move |start, to: &mut [u8]| {
             to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);
             Ok(())
-        }))
+        })
     };
     let contents: Vec<_> = bytes.iter().cloned().map(pull).collect();
     let request = Request {
@@ -120,7 +120,7 @@ impl Saved {
             let bytes = share.part_bytes(rank, tensor, 0).unwrap();
             let memory: Memory = Arc::new(Mutex::new(vec![0; bytes as usize]));
             memories.insert(tensor, Arc::clone(&memory));
-            let place = Place::Push(Arc::new(move |start: u64, from: &[u8]| {
+            let place = Place::Push(Push::each(move |start: u64, from: &[u8]| {
                 let mut memory = lock(&memory);
                 let to = memory.get_mut(start as usize..start as usize + from.len());
                 to.ok_or("beyond the part")?.copy_from_slice(from);

@@ -49,10 +49,10 @@ fn chunk(size: u64, rank: u32) -> Range<usize> {
 }
 
 fn pull(bytes: Vec<u8>) -> Content {
-    Content::Pull(Arc::new(move |start, to: &mut [u8]| {
+    Content::each(move |start, to: &mut [u8]| {
         to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);
         Ok(())
-    }))
+    })
 }
 
 fn options() -> Options {

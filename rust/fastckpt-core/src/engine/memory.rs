@@ -1,4 +1,4 @@
-//! Memory that snapshots use one after another, because fresh memory is slower than a disk.
+//! Memory that operations use one after another, because fresh memory is slower than a disk.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use crate::error::{Error, Result};
 use crate::sys::mapping::Mapping;
 
-/// Host memory for one snapshot at a time.
+/// Host memory for one snapshot at a time, or for the staging buffers of operations.
 #[derive(Debug)]
 pub struct Memory {
     address: usize,
@@ -37,13 +37,13 @@ impl Memory {
     }
 
     /// Hands the memory over.
-    pub(super) fn take(&self) -> Result<Arc<Mapping>> {
+    pub(crate) fn take(&self) -> Result<Arc<Mapping>> {
         let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
         mapping.ok_or(Error::Misused("the snapshot's memory is closed, or another snapshot has it"))
     }
 
     /// Takes back what [`Self::take`] gave.
-    pub(super) fn give(&self, mapping: Arc<Mapping>) -> Result<()> {
+    pub(crate) fn give(&self, mapping: Arc<Mapping>) -> Result<()> {
         *lock(&self.mapping, "the snapshot's memory is in use")? = Some(mapping);
         Ok(())
     }
@@ -58,7 +58,7 @@ impl Memory {
 
 /// Locks, or refuses with `busy`. Waiting here for a thread that may need something from the caller would be a
 /// deadlock.
-pub(super) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
+pub(crate) fn lock<'a, T>(mutex: &'a Mutex<T>, busy: &'static str) -> Result<MutexGuard<'a, T>> {
     match mutex.try_lock() {
         Ok(guard) => Ok(guard),
         Err(TryLockError::Poisoned(guard)) => Ok(guard.into_inner()),
