@@ -119,7 +119,7 @@ _default = Stream()
 
 def late(monkeypatch: Any, seconds: float) -> Iterator[Faults]:
     """The body of a fixture: copies take up to ``seconds``, and slabs are small next to the tensors."""
-    monkeypatch.setattr(_device, "SLAB", 1 << 16)
+    monkeypatch.setattr(_device, "GATHERED", 1 << 16)
     fastckpt.release_buffers()
     faults.reset(late=seconds)
     yield faults

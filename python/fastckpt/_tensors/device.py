@@ -1,9 +1,18 @@
-"""Tensors of other devices, brought to and from host memory piece by piece, on streams of their own.
+"""Tensors of other devices, and their copies from and to host memory, in streams of our own.
 
-A copy has what the caller's current stream was asked to compute before the save was called: the copying stream
-waits for an event recorded there and then. It reads or writes pinned memory: either a snapshot's, or one of two staging
-buffers (slabs) that take turns: the device fills one while the host empties the other. A slab is used again only after
-the event behind its last copy.
+Nothing here waits for a copy before the next one is asked for: one operation asks a stream for many, with one event
+behind them all. What follows rests on what CUDA guarantees, and holds for every device whose module in torch has
+``Stream`` and ``Event``; a device without them is waited for with ``synchronize``.
+
+- A stream does one thing after the other. A stream of ours first waits for an event that the caller's stream has
+  reached (``ready``), so a copy finds what that stream was asked to compute.
+- Temporary memory on the device is allocated while our stream is the current one, so torch's allocator counts it as
+  that stream's, and gives it, once it is freed, only to what the same stream is asked for later. So it may be freed
+  as soon as its copy has been asked for. Expandable segments change where such memory lies, not whose it is.
+- A copy between the device and pinned memory returns at once. With other host memory it returns when the host's part
+  is done: from the device with the whole copy, and to the device when the bytes have left the host's memory. That is
+  right, only slower.
+- A copy may not reach over the border of a registered range: :mod:`.pinned` knows where to cut.
 
 This file does not import torch: :mod:`.torch` hands it over.
 """
@@ -19,24 +28,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import memory as _memory
-from .pieces import Index, elements, pieces
+from .pieces import elements, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
     from .memory import Bytes, Mover
 
-    Flip = Callable[[Bytes], None] | None
+    #: ``(data, start)``: changes the signs in bytes of a tensor that begin at its logical byte ``start``.
+    Flip = Callable[[Bytes, int], None]
 
-#: Bytes of a slab; a lane has two. A multiple of every element's size, and half a block of the core's.
-SLAB = 2 << 20
+#: Bytes of temporary memory on a device for one copy, at most. A multiple of every element's size.
+GATHERED = 16 << 20
+#: Ranges of fewer bytes than this share a copy with their neighbours.
+SMALL = 1 << 20
 
 logger = logging.getLogger("fastckpt")
 
+#: Streams that nothing is under way in, by device. The lists change in atomic steps: signal handlers save, too.
+_free: dict[Any, list[Any]] = {}
 
-class Lane:
-    """A stream with its two slabs, used by one thread at a time.
+
+def release() -> None:
+    """Free the streams that are not in use."""
+    for streams in tuple(_free.values()):
+        streams.clear()
+
+
+class Link:
+    """What one operation needs to know of a device.
 
     Args:
         torch: the module.
@@ -46,115 +67,367 @@ class Lane:
     def __init__(self, torch: ModuleType, device: Any) -> None:
         self.torch = torch
         self.device = device
-        module = torch.get_device_module(device)
-        self.streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream"))
-        self.module = module
-        self.stream = module.Stream(device=device) if self.streams else None
-        self.slabs = [_host_memory(torch, device, SLAB) for _ in range(2)]
-        #: By slab: the event behind the last copy that used it.
-        self.busy: list[Any] = [None, None]
-        self.turn = 0
+        self.module: Any = torch.get_device_module(device)
+        self.has_streams = all(hasattr(self.module, name) for name in ("Stream", "Event", "stream", "current_stream"))
 
-    def begin(self, ready: Any) -> Any:
-        """Inside, copies go to this lane's stream, after ``ready``."""
-        if self.stream is None:
-            return contextlib.nullcontext()
-        if ready is not None:
-            self.stream.wait_event(ready)
-        return self.module.stream(self.stream)
+    def selected(self) -> Any:
+        """Inside, the device is the thread's own.
 
-    def mark(self) -> Any:
-        """An event behind what the stream has been asked for."""
-        if self.stream is None:
+        A new thread has the first device, and CUDA would set that up for this process, with memory of its own, when
+        the thread asks for anything at all.
+        """
+        select = getattr(self.module, "device", None)
+        return contextlib.nullcontext() if select is None else select(self.device)
+
+    def refuse_capture(self, operation: str) -> None:
+        """RuntimeError while the caller's current stream is captured into a CUDA graph.
+
+        An event recorded there would become a part of the graph, and no other stream may wait for that.
+        """
+        is_capturing = getattr(self.module, "is_current_stream_capturing", None)
+        if is_capturing is None:
+            return
+        with self.selected():
+            if is_capturing():
+                raise RuntimeError(
+                    f"{operation}: the current stream of {self.device} is being captured into a graph, which nothing "
+                    "outside of it can wait for: call this before the capture begins or after it has ended"
+                )
+
+    def ready(self) -> Any:
+        """An event behind all that the caller's current stream was asked for; None when the host has waited for it."""
+        with self.selected():
+            if not self.has_streams:
+                self.module.synchronize(self.device)
+                return None
+            event = self.module.Event()
+            event.record(self.module.current_stream(self.device))
+            return event
+
+    def hold(self, event: Any) -> None:
+        """Have the caller's current stream wait for ``event``; the host does not."""
+        with self.selected():
+            self.module.current_stream(self.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait for all that the device was asked for in any stream."""
+        with self.selected():
+            self.module.synchronize(self.device)
+
+    def take(self) -> Any:
+        """A stream with nothing under way; None where there are no streams."""
+        if not self.has_streams:
+            return None
+        try:
+            return _free.setdefault(self.device, []).pop()
+        except IndexError:
+            return self.module.Stream(device=self.device)
+
+    def give(self, stream: Any) -> None:
+        """Take back a stream in which all has ended well."""
+        if stream is not None:
+            _free.setdefault(self.device, []).append(stream)
+
+    def mark(self, stream: Any) -> Any:
+        """An event behind what a stream has been asked for; None where the device has been waited for."""
+        if stream is None:
             self.module.synchronize(self.device)
             return None
-        event = _event(self.module)
-        event.record(self.stream)
+        try:
+            # Its waiter sleeps: CUDA's would spin, on a core that training may want.
+            event = self.module.Event(blocking=True)
+        except TypeError:  # not every kind of device has the choice
+            event = self.module.Event()
+        event.record(stream)
         return event
 
-    def slab(self) -> int:
-        """The number of the next slab, free to be used."""
-        number, self.turn = self.turn, 1 - self.turn
-        event, self.busy[number] = self.busy[number], None
-        if event is not None:
-            event.synchronize()
-        return number
 
-    def settle(self) -> None:
-        """Wait for all copies."""
-        if self.stream is not None:
-            with _selected(self.module, self.device):
-                self.stream.synchronize()
+class _Tensor:
+    """A tensor of a device as the bytes that are stored, in their logical order.
 
-
-def _event(module: ModuleType) -> Any:
-    """An event whose waiter sleeps: CUDA's would spin, on a core that training may want."""
-    try:
-        return module.Event(blocking=True)
-    except TypeError:  # not every kind of device has the choice
-        return module.Event()
-
-
-def _selected(module: ModuleType, device: Any) -> Any:
-    """Inside, ``device`` is the thread's own.
-
-    A new thread has the first device, and CUDA would set that up for this process, with memory of its own, when the
-    thread asks for anything at all.
+    Args:
+        torch: the module.
+        raw: the tensor, as integers of its element's size.
+        flip: what must be done to its bytes on the host, or None.
     """
-    select = getattr(module, "device", None)
-    return contextlib.nullcontext() if select is None else select(device)
+
+    __slots__ = ("device", "flat", "flip", "nbytes", "raw", "size", "torch")
+
+    def __init__(self, torch: ModuleType, raw: Any, flip: Flip | None) -> None:
+        self.torch = torch
+        self.raw = raw
+        self.flip = flip
+        self.device = raw.device
+        self.size: int = raw.element_size()
+        self.nbytes: int = raw.numel() * self.size
+        #: The bytes as they lie in memory, where that is in order.
+        self.flat = _bytes(torch, raw) if raw.is_contiguous() else None
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[Any, int]]:
+        """The elements ``[first, last)`` as parts of the tensor, in order, each with its bytes."""
+        for index, count in pieces(tuple(self.raw.shape), first, last):
+            yield (self.raw[index] if index else self.raw), count * self.size
 
 
-def _host_memory(torch: ModuleType, device: Any, nbytes: int) -> Any:
-    """Host memory that the device can copy from and to by itself; ordinary memory where there is none."""
-    if device.type == "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+def _bytes(torch: ModuleType, contiguous: Any) -> Any:
+    # By stride: one element can count as contiguous with a step to the next that is none.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-#: Lanes not in use, by device. A lane belongs to a thread only while that copies one range: the core's threads
-#: come and go with each operation. They change in atomic steps.
-_free: dict[Any, list[Lane]] = {}
+def _is_vector(torch: ModuleType, part: Any) -> bool:
+    return part.dtype is torch.uint8 and part.dim() == 1 and part.is_contiguous()
 
 
-@contextlib.contextmanager
-def _lane(torch: ModuleType, device: Any) -> Any:
-    with _selected(torch.get_device_module(device), device):
-        free = _free.setdefault(device, [])
-        try:
-            lane = free.pop()
-        except IndexError:
-            lane = Lane(torch, device)
-        try:
-            yield lane
-        except BaseException:
-            # Its copies may still run: the slabs must not be used before they have ended.
-            with contextlib.suppress(Exception):
-                lane.settle()
-            raise
-        free.append(lane)
+class Download(_Tensor):
+    """What brings ranges of a tensor to the host: for :class:`.movers.Sources`, which asks for many at a time.
+
+    Called as a mover, it waits for all that the device was asked for, and for the copy.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, start: int, address: int, nbytes: int) -> None:
+        """See :data:`._memory.Mover`."""
+        link = Link(self.torch, self.device)
+        link.synchronize()
+        download(link, [(self, start, address, nbytes)], None).wait()
+
+    def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
+        """Vectors of bytes on the device that make up a range, in order, each with its length."""
+        if self.flat is not None:
+            yield (self.flat if nbytes == self.nbytes else self.flat[start : start + nbytes]), nbytes
+            return
+        first, last, _ = elements(start, nbytes, self.size)
+        # Elements at the edges of the range may be cut.
+        skip, left = start - first * self.size, nbytes
+        step = max(1, GATHERED // self.size)
+        for begin in range(first, last, step):
+            for part, size in self._pieces(begin, min(last, begin + step)):
+                taken = min(size - skip, left)
+                yield _bytes(self.torch, part.contiguous())[skip : skip + taken], taken
+                left -= taken
+                skip = 0
 
 
-def release() -> None:
-    """Free the slabs that are not in use."""
-    for lanes in tuple(_free.values()):
-        lanes.clear()
+class Upload(_Tensor):
+    """What brings ranges of a tensor from the host: for :class:`.movers.Sinks`, which asks for many at a time.
+
+    Called as a mover, it waits for all that the device was asked for, and for the copy.
+
+    Args:
+        torch: the module.
+        raw: the tensor, as integers of its element's size.
+        flip: what must be done to its bytes on the host, or None.
+        inference: whether it is an inference tensor.
+    """
+
+    __slots__ = ("inference",)
+
+    def __init__(self, torch: ModuleType, raw: Any, flip: Flip | None, *, inference: bool) -> None:
+        super().__init__(torch, raw, flip)
+        self.inference = inference
+
+    def __call__(self, start: int, address: int, nbytes: int) -> None:
+        """See :data:`._memory.Mover`."""
+        link = Link(self.torch, self.device)
+        link.synchronize()
+        upload(link, [(self, start, address, nbytes)], None).wait()
+
+    def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
+        """Parts of the tensor that make up a range, in order, each with its bytes.
+
+        They are vectors of bytes, or have whole elements of the tensor's size.
+        """
+        if self.flat is not None:
+            yield (self.flat if nbytes == self.nbytes else self.flat[start : start + nbytes]), nbytes
+            return
+        first, last, whole = elements(start, nbytes, self.size)
+        if not whole:
+            # The bytes of one element lie together, so those that the range has of it are written alone: two threads
+            # may have the two halves.
+            skip = start - first * self.size
+            if skip or nbytes < self.size:
+                taken = min(self.size - skip, nbytes)
+                ((part, _),) = self._pieces(first, first + 1)
+                yield _bytes(self.torch, part)[skip : skip + taken], taken
+                first, nbytes = first + 1, nbytes - taken
+            tail = nbytes % self.size
+            last -= bool(tail)
+        step = max(1, GATHERED // self.size)
+        for begin in range(first, last, step):
+            yield from self._pieces(begin, min(last, begin + step))
+        if not whole and tail:
+            ((part, _),) = self._pieces(last, last + 1)
+            yield _bytes(self.torch, part)[:tail], tail
+
+
+class Transfer:
+    """Copies that a stream of ours has been asked for, with one event behind them.
+
+    Args:
+        link: the device.
+        ready: an event that they come after, or None.
+        ask: asks for them; called with this, while the stream is the current one.
+
+    Raises:
+        Exception: what asking for them raised; those that were asked for have ended.
+    """
+
+    def __init__(self, link: Link, ready: Any, ask: Callable[[Transfer], None]) -> None:
+        self.link = link
+        #: What must stay until the copies have ended.
+        self.kept: list[Any] = []
+        #: What is left for the host to do then: ``flip``, address, nbytes and logical start.
+        self.flips: list[tuple[Flip, int, int, int]] = []
+        self.stream = None
+        with link.selected():
+            try:
+                self.stream = link.take()
+                if self.stream is None:
+                    ask(self)
+                else:
+                    if ready is not None:
+                        self.stream.wait_event(ready)
+                    with link.module.stream(self.stream):
+                        ask(self)
+                self.event = link.mark(self.stream)
+            except BaseException:
+                # Copies may still run, in memory that the caller will use or free. The stream is not used again.
+                with contextlib.suppress(Exception):
+                    link.module.synchronize(link.device) if self.stream is None else self.stream.synchronize()
+                raise
+
+    def is_done(self) -> bool:
+        """Whether the device has ended them, well or not."""
+        if self.event is None:
+            return True
+        with self.link.selected():
+            try:
+                return bool(self.event.query())
+            except Exception:  # noqa: BLE001 - `wait` raises it
+                return True
+
+    def wait(self) -> None:
+        """Wait until they have ended, and do what is left for the host. To be called once."""
+        if self.event is not None:
+            with self.link.selected():
+                self.event.synchronize()
+        self.link.give(self.stream)
+        for flip, address, nbytes, start in self.flips:
+            flip(_memory.at(address, nbytes), start)
+        self.kept.clear()
+
+    def copy(self, part: Any, address: int, nbytes: int, *, to_host: bool) -> None:
+        """Ask for a copy between a vector of bytes on the device and host memory."""
+        host = self.link.torch.from_numpy(_memory.at(address, nbytes))
+        if to_host:
+            host.copy_(part, non_blocking=True)
+        else:
+            part.copy_(host, non_blocking=True)
+
+
+class _Run:
+    """Neighbours in host memory that share a copy.
+
+    Args:
+        move: takes parts on the device, their sizes, and where they begin in host memory.
+    """
+
+    def __init__(self, move: Callable[[list[Any], list[int], int], None]) -> None:
+        self.move = move
+        self.parts: list[Any] = []
+        self.sizes: list[int] = []
+        self.begin = self.end = 0
+
+    def add(self, part: Any, address: int, nbytes: int) -> None:
+        """One more; those before it are moved if it is no neighbour, or too large."""
+        if address != self.end or nbytes >= SMALL or self.end + nbytes > self.begin + GATHERED:
+            self.flush()
+            self.begin = self.end = address
+        self.parts.append(part)
+        self.sizes.append(nbytes)
+        self.end += nbytes
+        if nbytes >= SMALL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Move them."""
+        if self.parts:
+            self.move(self.parts, self.sizes, self.begin)
+            self.parts, self.sizes = [], []
+        self.begin = self.end
+
+
+def download(link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: Any) -> Transfer:
+    """Ask for ranges of tensors of one device; they are in host memory when the transfer has been waited for."""
+    torch = link.torch
+
+    def ask(transfer: Transfer) -> None:
+        def move(parts: list[Any], sizes: list[int], address: int) -> None:
+            if len(parts) > 1:
+                # Not every kind of device can, and a device may be full: then one by one.
+                with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
+                    parts, sizes = [torch.cat(parts)], [sum(sizes)]
+            for part, nbytes in zip(parts, sizes, strict=True):
+                transfer.copy(part, address, nbytes, to_host=True)
+                address += nbytes
+
+        run = _Run(move)
+        for mover, start, address, nbytes in jobs:
+            if mover.flip is not None:
+                transfer.flips.append((mover.flip, address, nbytes, start))
+            for part, size in mover.parts(start, nbytes):
+                run.add(part, address, size)
+                address += size  # noqa: PLW2901 - it goes on through the range
+        run.flush()
+        transfer.kept.append(jobs)
+
+    return Transfer(link, ready, ask)
+
+
+def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any) -> Transfer:
+    """Ask for ranges of tensors of one device to be filled from host memory, which stays until it was waited for."""
+    torch = link.torch
+
+    def ask(transfer: Transfer) -> None:
+        def move(parts: list[Any], sizes: list[int], address: int) -> None:
+            if len(parts) == 1 and _is_vector(torch, parts[0]):
+                transfer.copy(parts[0], address, sizes[0], to_host=False)
+                return
+            gathered = torch.empty(sum(sizes), dtype=torch.uint8, device=link.device)
+            transfer.copy(gathered, address, sum(sizes), to_host=False)
+            vectors: tuple[list[Any], list[Any]] = [], []
+            for part, piece in zip(parts, gathered.split(sizes), strict=True):
+                if _is_vector(torch, part):
+                    vectors[0].append(part)
+                    vectors[1].append(piece)
+                else:
+                    aligned = piece.clone() if piece.storage_offset() % part.element_size() else piece
+                    part.copy_(aligned.view(part.dtype).view(part.shape), non_blocking=True)
+            if vectors[0]:
+                torch._foreach_copy_(*vectors, True)
+
+        run = _Run(move)
+        for mover, start, address, nbytes in jobs:
+            if mover.flip is not None:
+                # The caller's bytes are not ours to change.
+                data = np.array(_memory.at(address, nbytes))
+                mover.flip(data, start)
+                transfer.kept.append(data)
+                address = _memory.address_of(data)  # noqa: PLW2901 - of what is sent instead
+            for part, size in mover.parts(start, nbytes):
+                run.add(part, address, size)
+                address += size  # noqa: PLW2901 - it goes on through the range
+        run.flush()
+        transfer.kept.append(jobs)
+
+    inference = any(mover.inference for mover, *_ in jobs)
+    with torch.inference_mode(inference):
+        return Transfer(link, ready, ask)
 
 
 def settle(movers: Iterable[Mover]) -> None:
-    """Wait until everything that ``movers`` have copied to devices is there.
-
-    Raises:
-        Exception: the first error of any, after all have ended.
-    """
-    first = None
-    for lane in {lane for mover in movers if isinstance(mover, Upload) for lane in mover.lanes}:
-        try:
-            lane.settle()
-        except Exception as error:  # noqa: BLE001, PERF203 - raised below
-            first = first or error
-    if first is not None:
-        raise first
+    """Nothing to wait for: movers that are called one by one wait themselves."""
 
 
 class _Pinned(NamedTuple):
@@ -212,7 +485,7 @@ def _apart(
         if not decision.acquire(blocking=False):
             return
         try:
-            with _selected(torch.get_device_module(device), device):
+            with Link(torch, device).selected():
                 status = int(call(torch.cuda.cudart()))
             outcome.append(f"CUDA error {status}" if status else None)
         except Exception as error:  # noqa: BLE001 - raised below
@@ -267,156 +540,3 @@ def _is_pinned(address: int, nbytes: int) -> bool:
     known = tuple(_pinned)
     at = bisect_right(known, (address, 1 << 64)) - 1
     return at >= 0 and address + nbytes <= known[at].end
-
-
-class _Ranges:
-    """A strided tensor of a device, as its logical bytes.
-
-    Args:
-        torch: the module.
-        raw: the tensor, as integers of its element's size.
-        flip: what must be done to its bytes on the host, or None.
-    """
-
-    def __init__(self, torch: ModuleType, raw: Any, flip: Flip) -> None:
-        self.torch = torch
-        self.raw = raw
-        self.flip = flip
-        self.device = raw.device
-        self.shape: Sequence[int] = tuple(raw.shape)
-        self.size: int = raw.element_size()
-        module = torch.get_device_module(self.device)
-        self.ready = None
-        if hasattr(module, "Event") and hasattr(module, "current_stream"):
-            self.ready = module.Event()
-            self.ready.record(module.current_stream(self.device))
-        else:
-            module.synchronize(self.device)
-
-    def _each(self, host: Any, first: int, last: int) -> Any:
-        """The parts of the elements ``[first, last)``, each with its place in ``host``, a tensor of bytes."""
-        done = 0
-        for index, count in pieces(self.shape, first, last):
-            part = self.raw[index] if index else self.raw
-            yield part, host[done : done + count * self.size].view(self.raw.dtype).view(part.shape)
-            done += count * self.size
-
-    def _steps(self, first: int, last: int) -> Any:
-        step = SLAB // self.size
-        for start in range(first, last, step):
-            yield start, min(last, start + step)
-
-
-class Download(_Ranges):
-    """A mover that brings ranges to the host; they are there when it returns."""
-
-    def __call__(self, start: int, address: int, nbytes: int) -> None:
-        """See :data:`._memory.Mover`."""
-        first, last, whole = elements(start, nbytes, self.size)
-        target = _memory.at(address, nbytes)
-        with _lane(self.torch, self.device) as lane:
-            if whole and not address % self.size and _is_pinned(address, nbytes):
-                with lane.begin(self.ready):
-                    for part, host in self._each(self.torch.from_numpy(target), first, last):
-                        host.copy_(part, non_blocking=True)
-                    event = lane.mark()
-                if event is not None:
-                    event.synchronize()
-                if self.flip is not None:
-                    self.flip(target)
-                return
-            before: tuple[int, int, int] | None = None
-            for begin, end in self._steps(first, last):
-                # While this one is being filled, the one before it is emptied.
-                number = lane.slab()
-                with lane.begin(self.ready):
-                    for part, host in self._each(lane.slabs[number], begin, end):
-                        host.copy_(part, non_blocking=True)
-                    lane.busy[number] = lane.mark()
-                if before is not None:
-                    self._empty(lane, before, start, target)
-                before = number, begin, end
-            if before is not None:
-                self._empty(lane, before, start, target)
-
-    def _empty(self, lane: Lane, filled: tuple[int, int, int], start: int, target: Bytes) -> None:
-        """Bring a slab's bytes to where they belong, once they have arrived."""
-        number, begin, end = filled
-        event, lane.busy[number] = lane.busy[number], None
-        if event is not None:
-            event.synchronize()
-        data = lane.slabs[number].numpy()[: (end - begin) * self.size]
-        if self.flip is not None:
-            self.flip(data)
-        # Elements at the edges of the range may be cut.
-        skip = max(0, start - begin * self.size)
-        at = begin * self.size + skip - start
-        data = data[skip : skip + len(target) - at]
-        target[at : at + len(data)] = data
-
-
-class Upload(_Ranges):
-    """A mover that brings ranges from the host. They are under way when it returns; :func:`settle` waits for them.
-
-    Args:
-        torch: the module.
-        raw: the tensor, as integers of its element's size.
-        flip: what must be done to its bytes on the host, or None.
-        inference: whether it is an inference tensor.
-    """
-
-    def __init__(self, torch: ModuleType, raw: Any, flip: Flip, *, inference: bool) -> None:
-        super().__init__(torch, raw, flip)
-        self.inference = inference
-        #: Those with copies that have not been waited for.
-        self.lanes: set[Lane] = set()
-
-    def __call__(self, start: int, address: int, nbytes: int) -> None:
-        """See :data:`._memory.Mover`."""
-        first, last, whole = elements(start, nbytes, self.size)
-        source = _memory.at(address, nbytes)
-        with _lane(self.torch, self.device) as lane:
-            if not whole:
-                self._cut(lane, start, address, nbytes)
-                return
-            self.lanes.add(lane)
-            for begin, end in self._steps(first, last):
-                number = lane.slab()
-                data = lane.slabs[number].numpy()[: (end - begin) * self.size]
-                data[:] = source[begin * self.size - start : end * self.size - start]
-                if self.flip is not None:
-                    self.flip(data)
-                self._send(lane, lane.slabs[number], begin, end)
-                lane.busy[number] = lane.mark()
-
-    def _send(self, lane: Lane, host: Any, first: int, last: int) -> None:
-        with self.torch.inference_mode(self.inference), lane.begin(self.ready):
-            for part, piece in self._each(host, first, last):
-                part.copy_(piece, non_blocking=True)
-
-    def _cut(self, lane: Lane, start: int, address: int, nbytes: int) -> None:
-        """A range that cuts elements: rare, so whole elements are read, changed and written back, and waited for."""
-        torch = self.torch
-
-        def copy(index: Index, contiguous: Bytes) -> None:
-            part = self.raw[index] if index else self.raw
-            with torch.inference_mode(self.inference), lane.begin(self.ready):
-                part.copy_(torch.from_numpy(_flipped(contiguous, self.flip)).view(part.dtype).view(part.shape))
-            lane.settle()
-
-        def back(index: Index, contiguous: Bytes) -> None:
-            part = self.raw[index] if index else self.raw
-            with lane.begin(self.ready):
-                torch.from_numpy(contiguous).view(part.dtype).view(part.shape).copy_(part)
-            lane.settle()
-            if self.flip is not None:
-                self.flip(contiguous)
-
-        _memory.copy_in(self.shape, self.size, copy, back, start, address, nbytes)
-
-
-def _flipped(data: Bytes, flip: Flip) -> Bytes:
-    data = np.array(data)
-    if flip is not None:
-        flip(data)
-    return data

@@ -367,35 +367,43 @@ def with_class(value: Any, cls: type[Tensor]) -> Tensor:
 # Bytes in and out of any tensor, in pieces.
 
 
-def _bare(value: Tensor) -> tuple[Tensor, Callable[[Bytes], None] | None]:
+class _Flip:
+    """Changes signs in the bytes of a tensor: exact for every dtype and every nan.
+
+    Args:
+        size: bytes of an element.
+        signs: which bytes of one hold a sign bit to change, always in the highest bit.
+    """
+
+    __slots__ = ("signs", "size")
+
+    def __init__(self, size: int, signs: Sequence[int]) -> None:
+        self.size = size
+        self.signs = signs
+
+    def __call__(self, data: Bytes, start: int = 0) -> None:
+        """Change ``data``, the tensor's bytes from ``start`` on; elements may be cut."""
+        for sign in self.signs:
+            data[(sign - start) % self.size :: self.size] ^= 0x80
+
+
+def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     """The bits as they lie in memory, and what must be done to them for a conj or neg view."""
     value = value.detach()
     dtype = value.dtype
+    size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
     if negative:
         value = torch._neg_view(value)
     if conjugate:
         value = value.conj()
-    raw = value.view(_RAW[dtype.itemsize])
+    raw = value.view(_RAW[size])
     if not conjugate and not negative:
         return raw, None
-    # Sign bits are flipped rather than numbers negated: exact for every dtype and every nan.
-    size = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
-    word = np.dtype(f"u{size}")
-    sign = word.type(1 << (8 * size - 1))
-    firsts, seconds = negative, negative != conjugate
-
-    def flip(contiguous: Bytes) -> None:
-        words = contiguous.view(word)
-        if not dtype.is_complex:
-            words ^= sign
-            return
-        if firsts:
-            words[0::2] ^= sign
-        if seconds:
-            words[1::2] ^= sign
-
-    return raw, flip
+    # A sign is in the last byte: all machines and devices that torch has put the lowest first.
+    if not dtype.is_complex:
+        return raw, _Flip(size, [size - 1])
+    return raw, _Flip(size, [size // 2 - 1] * negative + [size - 1] * (negative != conjugate))
 
 
 def _sub(raw: Tensor, index: Index) -> Tensor:
