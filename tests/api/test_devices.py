@@ -172,7 +172,7 @@ def test_a_cast_on_the_way_to_a_device(tmp_path, late):
     fastckpt.save(state, tmp_path / "c")
     late.reset(late=0.001)
     loaded = fastckpt.load(tmp_path / "c", device=DEVICE, dtype={"large": "float32", "w": torch.bfloat16})
-    assert late.largest <= 1 << 16, "in pieces"
+    assert late.largest < state["large"].nbytes // 2, "in pieces"
     assert bits(there(loaded["large"])) == bits(state["large"].float())
     assert bits(there(loaded["w"])) == bits(state["w"].detach().bfloat16())
     assert bits(there(loaded["odd"])) == bits(state["odd"])

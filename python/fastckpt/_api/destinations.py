@@ -17,7 +17,7 @@ from fastckpt._state.builders import torch_for
 from fastckpt._state.collector import paused
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors.cast import Cast, drain_cast
+from fastckpt._tensors.cast import Cast
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, plain_name
 from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
@@ -68,7 +68,6 @@ class Targets:
         self.movers: dict[int, _memory.Mover] = {}
         self.sinks: Sinks | None = None
         self._pushed = 0
-        self._casts: dict[int, Cast] = {}
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._converters: dict[tuple[Any, Any], tuple[Callable[..., None], tuple[int, int]]] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
@@ -82,20 +81,13 @@ class Targets:
         self.movers[number] = mover
         self._pushed += nbytes
 
-    def begin(self, operation: str) -> Sinks:
+    def begin(self, operation: str) -> None:
         """All has been asked for, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
 
         Raises:
             RuntimeError: one of these streams is being captured into a graph.
         """
-        self._casts = {
-            number: mover
-            for number, mover in self.movers.items()
-            if isinstance(mover, Cast) and mover.device is not None
-        }
-        movers = {number: cast.mover for number, cast in self._casts.items() if cast.mover is not None}
-        self.sinks = Sinks(operation, {**self.movers, **movers})
-        return self.sinks
+        self.sinks = Sinks(operation, self.movers)
 
     @contextmanager
     def lent(self) -> Iterator[Lent]:
@@ -107,14 +99,7 @@ class Targets:
     def drain(self, ranges: Sequence[Range]) -> None:
         """The core's callback for requests without an address."""
         assert self.sinks is not None  # noqa: S101 - it has begun
-        casts = self._casts
-        if not casts:
-            self.sinks.drain(ranges)
-            return
-        plain = [each for each in ranges if each[0] not in casts]
-        if plain:
-            self.sinks.drain(plain)
-        drain_cast(casts, self.sinks, [each for each in ranges if each[0] in casts])
+        self.sinks.drain(ranges)
 
     def copy_mapped(self, report: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
         """Fill what is not mapped itself from the mappings, which were checked.
@@ -128,7 +113,8 @@ class Targets:
         """
         began = time.perf_counter()
         steps = list(self._steps())
-        most = min(len(steps), threads or len(os.sched_getaffinity(0)), _MOST_THREADS)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        most = min(len(steps), threads or min(cores, _MOST_THREADS))
         if most:
             with ThreadPoolExecutor(most, "fastckpt-copy") as pool:
                 # On an error what has not begun is cancelled.

@@ -11,8 +11,8 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
-from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .destinations import read_targets
+from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker

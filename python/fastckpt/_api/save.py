@@ -18,9 +18,9 @@ from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
+from .lent import lent
 from .options import Engine, check_bandwidth, check_engine
 from .outcome import conclude
-from .lent import lent
 from .progress import ticker
 from .reports import SaveReport
 
@@ -128,7 +128,7 @@ def save(  # noqa: PLR0913 - all by name
                 )
                 in_flight.wait_for_path(target)
                 with ticker("save", target, shown=progress) as tick:
-                    report = _core.save(
+                    done = _core.save(
                         target,
                         flat.tensors,
                         flat.structure(),
@@ -137,7 +137,7 @@ def save(  # noqa: PLR0913 - all by name
                         sources.fill if flat.movers else None,
                         tick,
                     )
-                report = staging.noted(report)
+                report = staging.noted(done)
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()

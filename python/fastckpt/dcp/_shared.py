@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fastckpt._api.destinations import Targets
     from fastckpt._ranks.peers import Operation
     from fastckpt._ranks.session import Session
-
     from fastckpt._tensors.movers import Range
 
     from ._fill import Request
