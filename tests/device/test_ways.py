@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -160,7 +162,7 @@ class TestMapped(OnDevice):
         # The processor copied nothing, and nothing on the device needs the files.
         assert report.copied == 0
         gc.collect()
-        assert str(self.path / "c") not in open("/proc/self/maps", encoding="utf-8").read()  # noqa: SIM115, PTH123
+        assert str(self.path / "c") not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
     def test_some_on_the_device_and_some_as_pages(self):
         state = self.save()
@@ -193,9 +195,8 @@ class TestMapped(OnDevice):
         assert into.pop("array").tolist() == list(range(5000))
         devices.synchronize()
         assert bits(there(into["large"]).contiguous()) == bits(state["large"])
-        assert bits(there(into["wide"]).resolve_conj()) == bits(state["wide"]) or bits(there(into["wide"])) == bits(
-            state["wide"]
-        )
+        # The memory of what is conjugated holds the conjugates.
+        assert bits(there(into["wide"].conj())) == bits(state["wide"].conj())
         rest = {name: value for name, value in into.items() if name not in {"large", "wide"}}
         wanted = {name: value.detach() for name, value in state.items() if name in rest}
         assert same({name: there(value.detach()) for name, value in rest.items()}, wanted)
@@ -241,8 +242,8 @@ class TestDcp(OnDevice):
     def test_there_and_back(self):
         state = {"model": on_device(host_state()), "step": 3}
         state["model"]["t"] = state["model"]["large"].t()
-        writer = Writer(self.path / "c")
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        with ignored():
+            dcp.save(state, storage_writer=Writer(self.path / "c"), no_dist=True)
         wanted = {name: there(value.detach()).contiguous() for name, value in state["model"].items()}
         loaded = fastckpt.load(self.path / "c")
         assert same({name: value.detach() for name, value in loaded["model"].items()}, wanted)
@@ -250,14 +251,16 @@ class TestDcp(OnDevice):
         empty["model"]["half"] = torch.zeros(100_001, dtype=torch.float32, device=DEVICE)
         empty["model"]["wide"] = torch.zeros(5000, dtype=torch.complex128, device=DEVICE).conj()
         fill_later(empty["model"]["double"], 7.0)
-        dcp.load(empty, storage_reader=Reader(self.path / "c"), no_dist=True)
+        with ignored():
+            dcp.load(empty, storage_reader=Reader(self.path / "c"), no_dist=True)
         devices.synchronize()
         assert empty["step"] == 3
+        empty["model"]["wide"] = empty["model"]["wide"].conj()
         found = {name: there(value) for name, value in empty["model"].items()}
         assert bits(found.pop("half")) == bits(wanted.pop("half").float())
         assert bits(found.pop("t").contiguous()) == bits(wanted.pop("t"))
-        wide = found.pop("wide")
-        assert bits(wide.resolve_conj() if wide.is_conj() else wide) == bits(wanted.pop("wide"))
+        # The memory of what is conjugated holds the conjugates.
+        assert bits(found.pop("wide")) == bits(wanted.pop("wide").conj())
         assert same(found, wanted)
 
     def test_boxes_of_several_devices_become_one_tensor(self):
@@ -275,6 +278,15 @@ class TestDcp(OnDevice):
         made = np.zeros(values.nbytes, np.uint8)
         movers[0](0, made.ctypes.data, made.nbytes)
         assert made.tobytes() == bits(values)
+
+
+@contextmanager
+def ignored():
+    """Inside, torch may say that this is one process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated")
+        yield
 
 
 @contextmanager

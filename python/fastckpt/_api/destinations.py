@@ -122,7 +122,7 @@ class Targets:
                     pass
         seconds = time.perf_counter() - began
         phases = {**report["phases"], "read": report["phases"].get("read", 0.0) + seconds}
-        on_host = (request.capacity for number, request in enumerate(self.requests) if not self._is_far(number))
+        on_host = (request.capacity for number, request in enumerate(self.requests) if not self._is_on_device(number))
         return {
             **report,
             "seconds": report["seconds"] + seconds,
@@ -130,8 +130,9 @@ class Targets:
             "copied": report["copied"] + sum(on_host),
         }
 
-    def _is_far(self, number: int) -> bool:
-        return getattr(self.movers[number], "device", None) is not None
+    def _is_on_device(self, number: int) -> bool:
+        assert self.sinks is not None  # noqa: S101 - it has begun
+        return self.sinks.is_on_device(number)
 
     def _steps(self) -> Iterator[list[Range]]:
         """What is to be copied from the mappings, in portions."""

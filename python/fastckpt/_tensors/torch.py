@@ -8,7 +8,6 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,6 +33,8 @@ from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy as np
 
     from .memory import Bytes, Mover
     from .pieces import Index
