@@ -28,7 +28,7 @@ class TestWays(OnDevice):
         self.target = self.path / "c"
         fastckpt.save({**self.state, "array": np.arange(7)}, self.target)
 
-    @each("where", [str(DEVICE), DEVICE, {"large": DEVICE, "*": "cpu"}, lambda info: DEVICE])
+    @each("where", [str(DEVICE), DEVICE, {"large": DEVICE, "*": "cpu"}, lambda _: DEVICE])
     def test_one_tensor_at_a_time(self, where):
         is_some = isinstance(where, dict)
         with fastckpt.open(self.target, device=where) as checkpoint:
@@ -149,7 +149,7 @@ class TestRanks(OnDevice):
 
     @each("way", ["save", "async"])
     def test_there_and_back(self, way):
-        
+
         state = host_state()
         on = on_device(state)
         on["more"], state["more"] = moved(torch.arange(5 * MIB)), torch.arange(5 * MIB)
