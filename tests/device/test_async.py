@@ -279,7 +279,7 @@ class TestAsyncOnTheStandin(OnDevice):
         small = torch.ones(100, device=DEVICE)
         with faults.held() as go:
             hosts = faults.host_waits[me]
-            pending = fastckpt.save_async({"small": small}, self.target, lazy=True)
+            pending = fastckpt.save_async({"small": small, **state_of(self.parameters)}, self.target, lazy=True)
             small.fill_(2)
             assert faults.host_waits[me] == hosts
             assert (devices.there(small) == 1).all()
