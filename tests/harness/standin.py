@@ -551,12 +551,13 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
 def _submit(stream: Stream, task: Callable[[], object]) -> None:
     cudart.check()
     faults.kernels += 1
+    inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
         faults.delay()
         if stream is not _defaults.get(stream.device_index):
             _come(faults.flow)
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             task()
 
     stream.worker.submit(run)
