@@ -273,6 +273,7 @@ def test_tensors_live_until_their_copies_have_ended():
 def test_memory_that_was_freed_before_is_told():
     raw = SimpleNamespace(
         device=DEVICE,
+        dtype=None,
         element_size=lambda: 1,
         numel=lambda: 1,
         is_contiguous=lambda: False,
