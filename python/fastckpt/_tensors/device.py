@@ -315,7 +315,6 @@ class Transfer:
             self.event = None
         for flip, address, nbytes, start in self.flips:
             flip(_memory.at(address, nbytes), start)
-        self.flips.clear()
         self.kept.clear()
 
     def copy(self, part: Any, address: int, nbytes: int, *, to_host: bool) -> None:
