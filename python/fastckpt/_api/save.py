@@ -13,10 +13,12 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
 from fastckpt._state.registry import Registry, Types
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
+from .lent import lent
 from .options import Engine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
@@ -89,6 +91,8 @@ def save(  # noqa: PLR0913 - all by name
         NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
+            was written.
         ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, or a name in
             ``files`` is not a plain file name, or one of fastckpt's own.
 
@@ -106,29 +110,34 @@ def save(  # noqa: PLR0913 - all by name
         types = Types("save", registry)
         about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
         flat = flatten(state, types=types, default=default)
-        warn_of_unnamed("save", flat, about)
-        options = _core.SaveOptions(
-            model_prefix=split_model("save", flat, model_key),
-            overwrite=bool(overwrite),
-            files=more,
-            shard_size=file_bytes,
-            io=io,
-            threads=threads,
-            bandwidth_limit=limit,
-            step=step_of(metadata),
-        )
         try:
-            in_flight.wait_for_path(target)
-            with ticker("save", target, shown=progress) as tick:
-                report = _core.save(
-                    target,
-                    flat.tensors,
-                    flat.structure(),
-                    about.structure(),
-                    options,
-                    flat.fill if flat.movers else None,
-                    tick,
+            sources = Sources("save", flat.movers)
+            warn_of_unnamed("save", flat, about)
+            prefix = split_model("save", flat, model_key)
+            with lent(sources.devices, flat.pulled) as staging:
+                options = _core.SaveOptions(
+                    model_prefix=prefix,
+                    overwrite=bool(overwrite),
+                    files=more,
+                    shard_size=file_bytes,
+                    io=io,
+                    threads=threads,
+                    bandwidth_limit=limit,
+                    step=step_of(metadata),
+                    staging=staging.core,
                 )
+                in_flight.wait_for_path(target)
+                with ticker("save", target, shown=progress) as tick:
+                    done = _core.save(
+                        target,
+                        flat.tensors,
+                        flat.structure(),
+                        about.structure(),
+                        options,
+                        sources.fill if flat.movers else None,
+                        tick,
+                    )
+                report = staging.noted(done)
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()
