@@ -67,10 +67,10 @@ class Memory:
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         self._limit = limit
 
-    @property
     def is_pinned(self) -> bool:
-        """Whether all of it is pinned: then copies from devices need no thread of the host once they are asked for."""
-        return self.registration is not None and self.registration.pinned == self.nbytes
+        """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""
+        registration = self.registration
+        return registration is None or registration.pinned == registration.nbytes
 
     @property
     def problem(self) -> str | None:

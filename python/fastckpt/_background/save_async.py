@@ -179,7 +179,7 @@ def _launch(job: Job, max_in_flight: int) -> None:
         in_flight.admit(pending, max_in_flight)
         job.waited = time.perf_counter() - began
         job.prepare()
-        if not job.late:
+        if not job.is_lazy:
             pending._set_staged()
         pending._called += time.perf_counter() - pending._began
         if job.start():
