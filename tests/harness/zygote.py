@@ -285,6 +285,7 @@ def serve(descriptor: int) -> None:
         try:
             request = control.receive()
         except EOFError:
+            gc.unfreeze()  # or libraries complain of what is left at the end
             return
         if "reap" in request:
             control.send(os.waitpid(request["reap"], 0)[1])
