@@ -82,6 +82,7 @@ class TestPinningOnTheStandin(OnDevice):
 
     def test_a_load_registers_what_it_reads_into(self):
         state = state_of()
+        devices.synchronize()
         fastckpt.save({name: there(value) for name, value in state.items()}, self.path / "c")
         assert cudart.calls == []
         assert same(
