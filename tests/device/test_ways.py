@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt._api import destinations
+from fastckpt._api import destinations, host_memory
 from fastckpt._ranks.describe import COMPARED, describe
 from fastckpt._ranks.table import NO_CHECK
+from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
 from fastckpt.dcp._unite import United
 from fastckpt.dcp._values import Memory
@@ -221,14 +222,17 @@ class TestRanks(OnDevice):
     late = 0.0
 
     def test_tensors_are_compared_by_their_logical_bytes(self):
-        """The checks are those of the same tensors in host memory, and all devices are asked at once."""
+        """The checks are those of the same tensors in host memory, and the device is asked for all at once."""
         state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
         state["large"] = torch.randn(COMPARED, 3)
         moved = on_device(state)
         state["columns"], moved["columns"] = state["large"].t().contiguous(), moved["large"].t()
         state["cut"], moved["cut"] = state["large"][:, 1].contiguous(), moved["large"][:, 1]
         state["double"], moved["double"] = torch.ones(3).double(), torch.ones(3).double()[None].expand(1, 3)[0]
-        ours, theirs = describe(moved, 0, [0]), describe(state, 0, [0])
+        with mock.patch.object(Sources, "fill", autospec=True, side_effect=Sources.fill) as fill:
+            ours = describe(moved, 0, [0])
+        assert fill.call_count == 1
+        theirs = describe(state, 0, [0])
         assert ours.table.checks.tolist() == theirs.table.checks.tolist()
         assert NO_CHECK not in ours.table.checks
         assert ours.sources.devices == (DEVICE,)
@@ -341,6 +345,50 @@ class TestCapture(OnDevice):
 
 
 class TestStaging(OnDevice):
+    """Staging memory is lent to the core for what goes to and from devices."""
+
+    late = 0.0
+
+    def test_copies_go_to_and_from_it(self):
+        """All of a save, a load, and reads of an open checkpoint, also where they are converted or put in order."""
+        seen = []
+
+        def note(name):
+            usual = getattr(name, "fill" if name is Sources else "drain")
+
+            def noted(self, ranges):
+                ranges = list(ranges)
+                seen.extend((address, nbytes) for _, _, address, nbytes in ranges)
+                usual(self, ranges)
+
+            return mock.patch.object(name, usual.__name__, noted)
+
+        state = on_device({"w": torch.randn(3 * MIB), "t": torch.randn(700, 900), "small": torch.ones(3)})
+        state["t"] = state["t"].t()
+        into = {"w": torch.zeros(3 * MIB, device=DEVICE), "t": torch.zeros(700, 900, device=DEVICE).t()}
+        ways = [
+            lambda: fastckpt.save(state, self.path / "c"),
+            lambda: fastckpt.load(self.path / "c", device=DEVICE),
+            lambda: fastckpt.load(self.path / "c", into=into, strict=False),
+            lambda: fastckpt.open(self.path / "c", device=DEVICE)["w"],
+            lambda: fastckpt.open(self.path / "c", device=DEVICE).slice("w", slice(5, MIB)),
+        ]
+        with note(Sources), note(Sinks):
+            for way in ways:
+                way()
+                (memory,) = host_memory._free_staging
+                assert seen
+                ends = memory.core.address, memory.core.address + memory.nbytes
+                assert all(ends[0] <= address and address + nbytes <= ends[1] for address, nbytes in seen)
+                seen.clear()
+        # What takes part is in host memory alone, and nothing is lent.
+        fastckpt.release_buffers()
+        fastckpt.save({"w": torch.ones(3).expand(3), "t": torch.ones(3, 4).t()}, self.path / "c")
+        fastckpt.load(self.path / "c", dtype="bfloat16")
+        assert not host_memory._free_staging
+
+
+class TestPinningOnTheStandin(OnDevice):
     """What a report says of memory that cannot be pinned."""
 
     on = "standin"

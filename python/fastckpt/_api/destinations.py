@@ -111,15 +111,15 @@ class Targets:
         Returns:
             The report of both.
         """
+        if not self.requests:
+            return dict(report)
         began = time.perf_counter()
         steps = list(self._steps())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        most = min(len(steps), threads or min(cores, _MOST_THREADS))
-        if most:
-            with ThreadPoolExecutor(most, "fastckpt-copy") as pool:
-                # On an error what has not begun is cancelled.
-                for _ in pool.map(self.drain, steps):
-                    pass
+        with ThreadPoolExecutor(min(len(steps), threads or min(cores, _MOST_THREADS)), "fastckpt-copy") as pool:
+            # On an error what has not begun is cancelled.
+            for _ in pool.map(self.drain, steps):
+                pass
         seconds = time.perf_counter() - began
         phases = {**report["phases"], "read": report["phases"].get("read", 0.0) + seconds}
         on_host = (request.capacity for number, request in enumerate(self.requests) if not self._is_on_device(number))
