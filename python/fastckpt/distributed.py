@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from fastckpt._api import in_flight
-from fastckpt._api.options import Engine, Framework, Unknown
+from fastckpt._api.options import Engine, Framework, Unknown, check_pin
 from fastckpt._api.outcome import conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
@@ -149,6 +149,7 @@ def save_async(  # noqa: PLR0913 - all by name
     process_group: Any = None,
     per_rank: Any = None,
     timeout: float = TIMEOUT,
+    pin: bool | int | str = True,
     on_error: OnError = "raise",
     overwrite: bool = True,
     metadata: Any = None,
@@ -176,6 +177,7 @@ def save_async(  # noqa: PLR0913 - all by name
         process_group: as for :func:`save`.
         per_rank: as for :func:`save`.
         timeout: as for :func:`save`.
+        pin: whether the memory of this rank is pinned for copies from devices, as for :func:`fastckpt.save_async`.
         on_error: what becomes of a failure that nobody asks for, as for :func:`fastckpt.save_async`.
         overwrite: as for :func:`save`.
         metadata: as for :func:`save`.
@@ -211,6 +213,7 @@ def save_async(  # noqa: PLR0913 - all by name
         try:
             call.check()
             check_on_error("save_async", on_error)
+            most = check_pin("save_async", pin)
             placed = order(
                 "save_async",
                 call.session,
@@ -227,12 +230,13 @@ def save_async(  # noqa: PLR0913 - all by name
                 threads=threads,
                 bandwidth_limit=bandwidth_limit,
             )
+            pending = PendingSave(call.path, began, on_error)
+            job = background.Job(pending, call, placed, pin=most, progress=progress)
         except BaseException:
             # The turn is taken: the other ranks must hear of it.
             with call.operation:
                 raise
-        pending = PendingSave(call.path, began, on_error)
-        background.start(background.Job(pending, call, placed, progress=progress))
+        background.start(job)
     tell_unasked_but(pending)
     return pending
 

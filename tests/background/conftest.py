@@ -7,9 +7,9 @@ import threading
 import pytest
 
 import fastckpt
-from fastckpt import PendingSave
 from fastckpt._background import guard as _guard
 from fastckpt._background import job as _job
+from fastckpt._background.gate import Gate
 
 
 @pytest.fixture
@@ -25,30 +25,29 @@ def alone():
 def held_background(monkeypatch):
     """What a lazy save copies after its call is copied when the event is set; with it, that it has begun."""
     release, begun = threading.Event(), threading.Event()
-    real = _job.Job.stage
+    real = _job.Job._copy_late
 
-    def stage(job, wanted, *, last):
-        if last and job.late:
-            begun.set()
-            assert release.wait(60)
-        real(job, wanted, last=last)
+    def copy_late(job):
+        begun.set()
+        assert release.wait(60)
+        return real(job)
 
-    monkeypatch.setattr(_job.Job, "stage", stage)
+    monkeypatch.setattr(_job.Job, "_copy_late", copy_late)
     yield release, begun
     release.set()
 
 
 @pytest.fixture
 def when_waited_for(monkeypatch):
-    """``when_waited_for(function)`` calls it once, when somebody next waits for a copy that is not done."""
+    """``when_waited_for(function)`` calls it once, when a step or a guard next waits for a copy that is not done."""
     functions = []
-    real = PendingSave.wait_staged
+    real = Gate.wait
 
-    def wait_staged(pending, timeout=None):
-        if functions and not pending._staged.is_set():
+    def wait(gate, timeout=None):
+        if functions and not gate.is_open():
             functions.pop()()
-        real(pending, timeout)
+        return real(gate, timeout)
 
-    monkeypatch.setattr(PendingSave, "wait_staged", wait_staged)
+    monkeypatch.setattr(Gate, "wait", wait)
     yield functions.append
     assert functions == [], "nobody waited"

@@ -41,7 +41,7 @@ class Gates:
         self.open = True
         #: Pieces of this save that are not copied; None before the copy begins.
         self.left = 0
-        real_stage, real_wait = _job.Job.stage, PendingSave.wait_staged
+        real_stage, real_hold = _job.Job.stage, PendingSave._hold_step
 
         def stage(job, wanted, *, last):
             if not last or not job.late:
@@ -56,12 +56,12 @@ class Gates:
                 real_stage(job, piece, last=number == len(pieces))
                 self.done()
 
-        def wait_staged(pending, timeout=None):
+        def hold_step(pending):
             self.let_all()
-            real_wait(pending, timeout)
+            real_hold(pending)
 
         monkeypatch.setattr(_job.Job, "stage", stage)
-        monkeypatch.setattr(PendingSave, "wait_staged", wait_staged)
+        monkeypatch.setattr(PendingSave, "_hold_step", hold_step)
 
     def pieces(self, wanted):
         """The wanted tensors in a drawn order, some of them together."""

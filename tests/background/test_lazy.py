@@ -237,7 +237,7 @@ def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_background, when
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(pending), "wait_staged", interrupted)
+        patch.setattr(type(pending._may_step), "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     when_waited_for(held_background[0].set)
@@ -301,11 +301,11 @@ torch.set_num_threads(1)  # a forked child has none of torch's others, and would
 parameter = torch.nn.Parameter(torch.zeros(1 << 20))
 parameter.grad = torch.ones(1 << 20)
 optimizer = torch.optim.SGD([parameter], lr=0.1)
-gate, stage = threading.Event(), _job.Job.stage
-def held(job, wanted, *, last):
-    assert not last or gate.wait(60)
-    stage(job, wanted, last=last)
-_job.Job.stage = held
+gate, copy_late = threading.Event(), _job.Job._copy_late
+def held(job):
+    assert gate.wait(60)
+    return copy_late(job)
+_job.Job._copy_late = held
 pending = fastckpt.save_async({"m": parameter}, sys.argv[1], lazy=True)
 if not os.fork():
     optimizer.step()

@@ -168,6 +168,25 @@ def snapshot_of_floats(
     return _report(fastckpt.save_async(state, path, lazy=lazy, **options).result(60))
 
 
+def save_changing(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
+    """Save a tensor that each tick changes. The limit makes the save wait, and tick, once its bytes are summed."""
+    import numpy as np
+
+    os.environ["FASTCKPT_ZERO_COPY"] = "1"
+    room = np.zeros((3 << 20) + 4096, np.uint8)
+    first = room[(64 - room.ctypes.data) % 4096 :][: 3 << 20]
+    first[:] = 1
+
+    def tick(done: int, total: int) -> None:
+        first[:] += 1
+
+    tensors = [Tensor("a", "U8", [first.size], first.ctypes.data, first.nbytes)]
+    options = fastckpt._core.SaveOptions(shard_size=1 << 40, io=io, threads=1, bandwidth_limit=3 << 20)
+    channel.send({"report": "ready"})
+    channel.receive()
+    return dict(fastckpt._core.save(path, tensors, '[["dict",1],"a",["array",0]]', "[null]", options, None, tick))
+
+
 def crowded(
     channel: Channel,
     *,

@@ -172,15 +172,19 @@ def test_views_and_cut_elements_to_the_byte(view, strided, dtype):
 def test_strided_tensors_are_gathered_and_spread_like_others():
     bases = [torch.randint(0, 1 << 30, (6, 8), dtype=torch.int32) for _ in range(4)]
     on = [base.to(DEVICE) for base in bases]
-    views = [on[0].t(), on[1][::2, 1:], on[2][:, 3], on[3].view(torch.uint8)[1:, ::3]]
-    expected = [bases[0].t(), bases[1][::2, 1:], bases[2][:, 3], bases[3].view(torch.uint8)[1:, ::3]]
+
+    def viewed(tensors):
+        # The first leaves the others where no element is aligned.
+        return [tensors[3].view(torch.uint8)[1:, ::3], tensors[0].t(), tensors[1][::2, 1:], tensors[2][:, 3]]
+
+    views, expected = viewed(on), viewed(bases)
     out = host(sum(view.nbytes for view in views))
     faults.reset()
     sources(views).fill(packed(views, out))
     assert faults.transfers == 1
     assert out[:-8].tobytes() == b"".join(view.contiguous().numpy().tobytes() for view in expected)
     targets = [torch.zeros_like(tensor) for tensor in on]
-    into = [targets[0].t(), targets[1][::2, 1:], targets[2][:, 3], targets[3].view(torch.uint8)[1:, ::3]]
+    into = viewed(targets)
     faults.reset()
     sinks(into).drain(packed(into, out))
     assert faults.transfers == 1
@@ -273,6 +277,7 @@ def test_tensors_live_until_their_copies_have_ended():
 def test_memory_that_was_freed_before_is_told():
     raw = SimpleNamespace(
         device=DEVICE,
+        dtype=None,
         element_size=lambda: 1,
         numel=lambda: 1,
         is_contiguous=lambda: False,
@@ -420,16 +425,25 @@ def test_converted_elements_go_to_the_device_in_one_copy():
     assert torch.equal(standin.on_host(target), value.int())
 
 
-def test_copies_are_cut_where_registered_memory_ends():
+def test_copies_wait_for_memory_to_be_registered_and_are_cut_where_that_ends():
     page = 4096
     room = host(6 * page)
     begin = -room.ctypes.data % page
-    registration = _pinned.register(torch, DEVICE, room.ctypes.data + begin, 4 * page, None, 2 * page)
     value = torch.randint(0, 255, (5 * page,), dtype=torch.uint8)
     on = value.to(DEVICE)
     out = room[begin + 1 : begin + 1 + value.nbytes]
+    asked = sources([on])
     faults.reset()
-    sources([on]).fill([(0, 0, out.ctypes.data, value.nbytes)])
+    pinning, go_on = threading.Event(), threading.Event()
+    standin.cudart.before = lambda _address: (pinning.set(), go_on.wait(60))
+    registration = _pinned.register(torch, DEVICE, room.ctypes.data + begin, 4 * page, None, 2 * page)
+    assert pinning.wait(60)
+    worker = threading.Thread(target=asked.fill, args=([(0, 0, out.ctypes.data, value.nbytes)],))
+    worker.start()
+    worker.join(0.2)
+    assert (worker.is_alive(), faults.transfers) == (True, 0), "it waits for memory that is being pinned"
+    go_on.set()
+    worker.join()
     assert faults.transfers == 3
     assert out.tobytes() == value.numpy().tobytes()
     target = torch.zeros_like(on)
@@ -478,5 +492,9 @@ def test_inference_tensors_are_filled():
         targets = [torch.zeros(10, device=DEVICE), torch.zeros(10, device=DEVICE)]
     targets.append(torch.zeros(10, device=DEVICE))
     values = torch.arange(30.0)
-    sinks(targets).drain(packed(targets, values.numpy()))
-    assert torch.equal(torch.cat([standin.on_host(target) for target in targets]), values)
+    ranges = packed(targets, values.numpy())
+    for asked in (ranges, ranges[:1], ranges[1:2]):
+        sinks(targets).drain(asked)
+        assert torch.equal(torch.cat([standin.on_host(target) for target in targets]), values)
+        values.neg_()
+        sinks(targets).drain(ranges)

@@ -55,3 +55,19 @@ def check_bandwidth(operation: str, limit: Any) -> int | None:
     if limit is None:
         return None
     return bytes_of(f"{operation}: bandwidth_limit", limit.removesuffix("/s") if isinstance(limit, str) else limit)
+
+
+def check_pin(operation: str, pin: Any) -> int | None:
+    """``pin=``: the most bytes that may be pinned in this process; None for any number."""
+    if isinstance(pin, bool):
+        return None if pin else 0
+    if type(pin) is int and pin == 0:
+        return 0
+    try:
+        # A number of bytes is whole, unless it has a unit.
+        return bytes_of("pin", None if isinstance(pin, float) else pin)
+    except ValueError:
+        raise ValueError(
+            f"{operation}: pin must be True, False, or the most bytes to pin in this process: an int, or a string such "
+            f"as '8GB' or '8GiB'; not {pin!r}"
+        ) from None

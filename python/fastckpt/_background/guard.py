@@ -31,7 +31,7 @@ def hold_steps() -> None:
     if _unhook is None:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - only tensors of torch's are copied late
 
-        _unhook = _torch.before_steps(wait_for_copies)
+        _unhook = _torch.before_steps(before_step)
 
 
 def unhook() -> None:
@@ -42,11 +42,25 @@ def unhook() -> None:
         _unhook = None
 
 
+def before_step() -> None:
+    """Let a step go on when it can harm no lazy save in flight."""
+    for save in _lazy():
+        save._hold_step()  # noqa: SLF001 - guards and handles are one thing in two parts
+
+
 def wait_for_copies() -> None:
     """Wait until all lazy saves in flight have copied their tensors."""
-    for save in in_flight.saves():
-        if isinstance(save, PendingSave) and save.process == os.getpid() and save.holds_others():
-            save.wait_staged()
+    for save in _lazy():
+        save.wait_staged()
+
+
+def _lazy() -> list[PendingSave]:
+    """The saves in flight that this thread can be held by."""
+    return [
+        save
+        for save in in_flight.saves()
+        if isinstance(save, PendingSave) and save.process == os.getpid() and save.holds_others()
+    ]
 
 
 class Guard:

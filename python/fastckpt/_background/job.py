@@ -7,13 +7,13 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._api import host_memory, in_flight
+from fastckpt._api import in_flight
 from fastckpt._api.outcome import logger, report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
@@ -22,9 +22,14 @@ from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
 from .claim import Claim
+from .devices import Devices
+from .late import Late, changed, versions_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fastckpt._state.flatten import Flat
+    from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
 
@@ -35,24 +40,41 @@ _NAMED = 5
 
 
 class Job:
-    """One snapshot, from tensors to a checkpoint."""
+    """One snapshot, from tensors to a checkpoint.
+
+    Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
+    references do not see to that: they may go when the call returns. So the job holds references of its own until the
+    copies have ended; versions are read from these, too. And each copy is noted with the allocator
+    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), for a reference does not keep what
+    ``untyped_storage().resize_(0)`` gives back, as FSDP does with parameters that it has gathered: the allocator then
+    lends that memory to nobody before the copy has read it.
+    """
 
     def __init__(
-        self, pending: PendingSave, flat: Flat, metadata: str, settings: dict[str, Any], *, lazy: bool, progress: bool
+        self,
+        pending: PendingSave,
+        flat: Flat,
+        metadata: str,
+        settings: dict[str, Any],
+        *,
+        lazy: bool,
+        pin: int | None,
+        progress: bool,
     ) -> None:
         self.pending = pending
         self.keep = flat.keep
         self.movers = flat.movers
-        self.rest = b"\1" * len(flat.keep)
         self.settings = settings
         self.options = _core.SaveOptions(**settings)
         self.progress = progress
         self.inline = False
         # Taken by the thread that begins, or by the caller who gives up before that.
         self.claim = Claim()
-        fill = flat.fill if flat.movers else None
+        self.devices = Devices("save_async", flat.movers, pin)
+        fill = self.devices.sources.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
-        self.devices = {device for mover in flat.movers.values() if (device := getattr(mover, "device", None))}
+        #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
+        self.rest = self._on_host(len(flat.keep))
         #: What is copied in the background: names by number. Of inference tensors torch counts no changes, and of the
         #: parts of a tensor only some.
         self.late = (
@@ -67,37 +89,35 @@ class Job:
             if lazy
             else {}
         )
-        #: Of these: name, tensor, and its version at the call.
+        #: Late tensors of the host, and their versions at the call.
         self.versions: list[tuple[str, Any, int]] = []
+        #: Late tensors of devices that have not been asked for.
+        self.unasked: list[Range] = []
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
-        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
 
+    def _on_host(self, count: int) -> bytes:
+        host = bytearray(b"\1" * count)
+        for index in self.movers:
+            host[index] = not self.devices.is_on_device(index)
+        return bytes(host)
+
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
-        self.memory = host_memory.take(self.snapshot.nbytes)
-        self.snapshot.attach(self.memory.core)
-        self.memory.pin(self.devices)
+        memory = self.devices.take(self.snapshot.nbytes)
+        self.snapshot.attach(memory.core)
         if self.late:
             # First: a guard that comes meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
-        if not self.late:
-            self.stage(self.rest, last=True)
-            self.keep.clear()
-            self.movers.clear()
-            return
-        self.versions = [(name, self.keep[index], self.keep[index]._version) for index, name in self.late.items()]
-        rest = bytearray(len(self.keep))
-        for index in self.late:
-            rest[index] = 1
-        self.stage(bytes(1 - late for late in rest), last=False)
-        self.rest = bytes(rest)
-        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
-        self.keep[:] = [self.keep[index].detach() for index in self.late]
+        with self._staging():
+            if self.late:
+                self._prepare_late(is_new=memory.registration is None)
+            else:
+                self._copy_all()
 
     def _exempt_guarded(self) -> None:
         """Copy at the call what forward of a guarded module may change."""
@@ -109,12 +129,79 @@ class Job:
         changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
         self.late = {index: name for index, name in self.late.items() if _storage(self.keep[index]) not in changing}
 
+    def _copy_all(self) -> None:
+        """Copy everything, and wait for it."""
+        ranges = self._ranges()
+        self.devices.pin()
+        is_pinned = self.devices.is_pinned
+        if is_pinned:
+            self.devices.ask(ranges)
+        # While devices copy, or while the memory is being pinned for them.
+        self.stage(self.rest, last=not ranges)
+        if not is_pinned:
+            self.devices.ask(ranges)
+        self._arrive(last=bool(ranges))
+        self.keep.clear()
+        self.movers.clear()
+
+    def _prepare_late(self, *, is_new: bool) -> None:
+        """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
+        keep, late, rest = self.keep, self.late, self.rest
+        self.versions = versions_of({name: keep[index] for index, name in late.items() if rest[index]})
+        asked = Late(versions_of({name: keep[index] for index, name in late.items() if not rest[index]}))
+        self.pending._late = asked
+        ranges = self._ranges()
+        if not is_new:
+            self.devices.pin()
+        # Who changes these after the call is no step, and nobody calls us then: so the caller's streams wait now.
+        for copies in self.devices.ask(each for each in ranges if each[0] not in late):
+            copies.hold_streams()
+        # New memory not before: these few are copied as the device can, and the call waits for no pinning.
+        if is_new:
+            self.devices.pin()
+        self.unasked = [each for each in ranges if each[0] in late]
+        if self.unasked and self.devices.is_pinned:
+            # From here on copies need no thread of the host, not even the GIL while forward holds it.
+            asked.copies += self.devices.ask(self.unasked)
+            self.unasked = []
+        self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
+        self.rest = bytes(byte and index in late for index, byte in enumerate(rest))
+        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
+        keep[:] = [keep[index].detach() for index in late]
+        if not self.unasked and not any(self.rest):
+            self.pending._may_step.open()
+
+    def _ranges(self) -> list[Range]:
+        """Where the tensors on devices go."""
+        if not self.devices.sources.devices:
+            return []
+        places = self.snapshot.places()
+        return [(index, 0, *places[index]) for index in self.movers if self.devices.is_on_device(index)]
+
     def stage(self, wanted: bytes, *, last: bool) -> None:
-        """Copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
+        """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
+        self.snapshot.stage(wanted, last=last, options=self.options)
+
+    def _arrive(self, *, last: bool) -> None:
+        """Wait for devices; the ``last`` bytes of all are there then."""
+
+        def arrived(nbytes: int) -> None:
+            self.snapshot.copied(nbytes)
+            self._stop_if_cancelled()
+
+        self.devices.wait(arrived)
+        if last:
+            self.stage(bytes(len(self.rest)), last=True)
+
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        """Inside, the state is being copied."""
         began = time.perf_counter()
-        with range_of("fastckpt.stage"):
-            self.snapshot.stage(wanted, last=last, options=self.options)
-        self.staging += time.perf_counter() - began
+        try:
+            with range_of("fastckpt.stage"):
+                yield
+        finally:
+            self.staging += time.perf_counter() - began
 
     def start(self) -> bool:
         """Start the background thread; whether there is one."""
@@ -146,11 +233,11 @@ class Job:
         error: BaseException | None = None
         try:
             self._stop_if_cancelled()
-            if not pending._staged.is_set():
-                self.stage(self.rest, last=True)
-                changed = self._changed()
+            if not pending._staged.is_open():
+                with self._staging():
+                    names = self._copy_late()
                 pending._set_staged()
-                self._refuse(changed)
+                self._refuse(names)
             self.let_go()
             self._stop_if_cancelled()
             pending._report = self._write()
@@ -160,15 +247,20 @@ class Job:
             self.release()
         pending._finish(error)
 
-    def _changed(self) -> list[str]:
-        """The tensors that were changed in place since the call.
-
-        A version is raised after its tensor has been written to. So a change that ended before its tensor was copied,
-        or while it was, shows here, after the copy; and none that was allowed does, for who waits for the copy still
-        waits. A change that is under way at this moment, and began before its tensor was copied, does not show.
-        """
-        names = [name for name, tensor, version in self.versions if tensor._version != version]
+    def _copy_late(self) -> list[str]:
+        """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
+        late = self.pending._late
+        assert late is not None  # noqa: S101 - where the call did not copy everything
+        devices = bool(self.devices.sources.devices)
+        self.stage(self.rest, last=not devices)
+        if self.unasked:
+            late.copies += self.devices.ask(self.unasked, self._stop_if_cancelled)
+        names = changed(self.versions)
         self.versions.clear()
+        self.pending._may_step.open()
+        self._arrive(last=devices)
+        names += late.changed()
+        late.forget()
         return names
 
     def _refuse(self, names: list[str]) -> None:
@@ -197,6 +289,7 @@ class Job:
             with range_of("fastckpt.write"):
                 core = self.snapshot.save(pending.path, self.options, tick)
         pending._written = core["bytes"]
+        core["warnings"] = (*core["warnings"], *self.devices.warnings)
         # What the core did not see counts as planning, but for what is known.
         known = {"wait": self.waited, "stage": self.staging}
         core["phases"] = {**known, **core["phases"]}
@@ -206,14 +299,13 @@ class Job:
             pending.path,
             pending._began,
             core,
-            stall=time.perf_counter() - pending._began if self.inline else pending._held,
+            stall=time.perf_counter() - pending._began if self.inline else pending._stall(),
             staging=self.staging,
             staged=pending._total,
         )
 
     def let_go(self) -> None:
         """Drop what the state gave us, little by little."""
-        self.versions.clear()
         while self.keep or self.movers:
             del self.keep[-_DROPPED:]
             for _ in range(min(len(self.movers), _DROPPED)):
@@ -222,11 +314,10 @@ class Job:
                 time.sleep(0.0005)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, once nothing is copied to it any more."""
+        self.devices.settle()
         self.snapshot.close()
-        if self.memory is not None:
-            host_memory.give(self.memory)
-            self.memory = None
+        self.devices.give_back()
         self.let_go()
 
 

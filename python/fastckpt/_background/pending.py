@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastckpt import _core
 from fastckpt._api import in_flight
@@ -17,6 +16,11 @@ from fastckpt._api.event import Event
 from fastckpt._api.outcome import logger, tell
 from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
+
+from .gate import Gate
+
+if TYPE_CHECKING:
+    from .late import Late
 
 OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
 
@@ -59,7 +63,12 @@ class PendingSave(in_flight.SaveInFlight):
         self.caller = threading.get_ident()
         self.started = False
         self.finished = Event()
-        self._staged = Event()
+        #: Opens when the state may change, whoever changes it.
+        self._staged = Gate()
+        #: Opens when a step may go on whose streams wait for the copies that are under way on devices.
+        self._may_step = Gate()
+        #: Those copies, in a lazy save.
+        self._late: Late | None = None
         self.process = os.getpid()
         self._began = began
         self._on_error = on_error
@@ -71,9 +80,8 @@ class PendingSave(in_flight.SaveInFlight):
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[PendingSave], object]] = []
-        # Seconds that the caller was held, and since when each waiting thread holds it.
-        self._held = 0.0
-        self._holding: dict[object, float] = {}
+        # Seconds that the call took.
+        self._called = 0.0
 
     def __repr__(self) -> str:
         return f"<fastckpt.PendingSave {self.path!r}: {self._phase()}>"
@@ -91,20 +99,13 @@ class PendingSave(in_flight.SaveInFlight):
         Raises:
             TimeoutError: the copy is not done in time. It goes on.
         """
-        if self._staged.is_set():
+        if self._staged.is_open():
             return
         self._same_process()
-        token = object()
-        self._holding[token] = time.perf_counter()
-        try:
-            with range_of("fastckpt.wait_staged"):
-                staged = self._staged.wait(timeout)
-            if not staged:
-                raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
-        finally:
-            since = self._holding.pop(token, None)  # unless the copying thread has counted it
-            if since is not None:
-                self._held += time.perf_counter() - since
+        with range_of("fastckpt.wait_staged"):
+            staged = self._staged.wait(timeout)
+        if not staged:
+            raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable and return what was done.
@@ -200,7 +201,7 @@ class PendingSave(in_flight.SaveInFlight):
 
     def _phase(self) -> str:
         if not self.finished.is_set():
-            return "writing" if self._staged.is_set() else "staging"
+            return "writing" if self._staged.is_open() else "staging"
         if self._error is None:
             return "done"
         return "cancelled" if self.cancelled() else "failed"
@@ -223,14 +224,29 @@ class PendingSave(in_flight.SaveInFlight):
                 self._call_back()
                 raise
 
+    def _stall(self) -> float:
+        """Seconds that training stood still for this save so far: the call, and waits on the host."""
+        return self._called + self._may_step.seconds + self._staged.seconds
+
+    def _hold_step(self) -> None:
+        """Have a step wait that is about to begin in the calling thread.
+
+        The host waits for copies of host tensors, and until those of device tensors have been asked for; for these the
+        thread's streams wait, and the host does not.
+        """
+        if self._staged.is_open():
+            return
+        if not self._may_step.is_open():
+            with range_of("fastckpt.wait_staged"):
+                self._may_step.wait()
+        late = self._late
+        if late is not None:
+            late.hold_step()
+
     def _set_staged(self) -> None:
-        """Let waiters go, and count how long they waited, so that the report has it whichever thread runs first."""
-        now = time.perf_counter()
-        for token in tuple(self._holding):
-            since = self._holding.pop(token, None)
-            if since is not None:
-                self._held += now - since
-        self._staged.set()
+        """Let all who wait go on."""
+        self._may_step.open()
+        self._staged.open()
 
     def _finish(self, error: BaseException | None) -> None:
         """It is over."""
@@ -246,8 +262,8 @@ class PendingSave(in_flight.SaveInFlight):
         if self._snapshot is not None:
             self._copied = self._snapshot.staged
             self._snapshot = None
-        if not self._staged.is_set():
-            self._set_staged()
+        self._late = None
+        self._set_staged()
         in_flight.leave(self)
         self.finished.set()
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
@@ -276,7 +292,8 @@ class PendingSave(in_flight.SaveInFlight):
     def _abandon(self) -> None:
         """The call itself failed: only threads that wait already have this handle."""
         in_flight.leave(self)
-        self._staged.set()
+        self._late = None
+        self._set_staged()
         self.finished.set()
 
     def _tick(self, done: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import Engine, check_bandwidth, check_engine, check_in_flight, check_nice
+from fastckpt._api.options import Engine, check_bandwidth, check_engine, check_in_flight, check_nice, check_pin
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
@@ -32,6 +32,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     path: AnyPath,
     *,
     lazy: bool = False,
+    pin: bool | int | str = True,
     max_in_flight: int = 1,
     on_error: OnError = "raise",
     overwrite: bool = True,
@@ -67,7 +68,12 @@ def save_async(  # noqa: PLR0913 - one more than save has
             call ``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the
             tensors. But changes that torch does not count go unseen, and the checkpoint holds a mixture of old
             and new values: through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA
-            graph. For buffers that forward changes see :func:`fastckpt.guard`.
+            graph. For buffers that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does
+            not wait on the host: the stream that it runs in waits for the copies, on the device.
+        pin: whether the host memory is pinned for copies from devices: as fast as the link, and beside training. This
+            happens in the background, in pieces, and lasts until the memory goes. Or the most bytes that may be pinned
+            in this process: an int, or a string such as ``"8GB"``. What is not pinned is copied all the same, slower,
+            and the report says so in ``warnings``. Without effect where no tensor is on a device.
         max_in_flight: wait until fewer saves than this are in flight.
         on_error: what becomes of a failure of this save that nobody asks for. ``raise``: the next ``save_async``
             starts its own save, and then raises it, with the handle of its own save as attribute ``pending_save``.
@@ -112,6 +118,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     file_bytes = bytes_of("save_async: shard_size", shard_size)
     limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
+    most = check_pin("save_async", pin)
     check_nice("save_async", nice)
     check_on_error("save_async", on_error)
     nice, io_priority = _priority(nice, io_priority)
@@ -137,7 +144,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
             "step": step_of(metadata),
         }
         pending = PendingSave(target, began, on_error)
-        job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), progress=progress)
+        job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), pin=most, progress=progress)
         pending._snapshot, pending._total = job.snapshot, job.snapshot.total
         del flat, about
         _launch(job, max_in_flight)
@@ -174,7 +181,7 @@ def _launch(job: Job, max_in_flight: int) -> None:
         job.prepare()
         if not job.late:
             pending._set_staged()
-        pending._held += time.perf_counter() - pending._began
+        pending._called += time.perf_counter() - pending._began
         if job.start():
             return
     except BaseException:

@@ -10,14 +10,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from fastckpt._api import host_memory, in_flight
+from fastckpt._api import in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport
 from fastckpt._background.claim import Claim
-from fastckpt._tensors.device import Download
+from fastckpt._background.devices import Devices
 from fastckpt._tensors.ranges import range_of
 
 from .save import save_order
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from fastckpt._background.pending import PendingSave
     from fastckpt._state.flatten import Flat
+    from fastckpt._tensors.memory import Mover
 
     from .calls import Call
     from .save import Order, Written
@@ -42,15 +44,22 @@ _MOST_THREADS = 4
 class Job:
     """What an asynchronous save of this rank does between the call and the durable checkpoint."""
 
-    def __init__(self, pending: PendingSave, call: Call, order: Order, *, progress: bool) -> None:
+    def __init__(self, pending: PendingSave, call: Call, order: Order, *, pin: int | None, progress: bool) -> None:
         self.pending = pending
         self.call = call
         self.order = order
         self.progress = progress
-        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
         self.claim = Claim()
+        # All that this rank holds, with one number each.
+        movers: dict[int, Mover] = {}
+        first = 0
+        for flat in self._flats():
+            movers |= {first + index: mover for index, mover in flat.movers.items()}
+            first += len(flat.tensors)
+        self.movers = movers
+        self.devices = Devices("save_async", movers, pin)
         pending._total = sum(tensor.capacity for flat in self._flats() for tensor in flat.tensors)
 
     def _flats(self) -> Iterator[Flat]:
@@ -64,28 +73,39 @@ class Job:
         began = time.perf_counter()
         with range_of("fastckpt.stage"):
             sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
-            memory = self.memory = host_memory.take(sum(sizes))
-            movers = (mover for flat in self._flats() for mover in flat.movers.values())
-            memory.pin({mover.device for mover in movers if isinstance(mover, Download)})
-            pieces: list[tuple[int, int, int]] = []
-            address = memory.core.address
-            size_of = iter(sizes)
+            places = list(accumulate(sizes, initial=self.devices.take(sum(sizes)).core.address))
+            self.devices.pin()
+            self._copy(places, is_pinned=self.devices.is_pinned)
+            number = iter(places)
             for flat in self._flats():
-                for index, tensor in enumerate(flat.tensors):
-                    nbytes = tensor.capacity
-                    if nbytes:
-                        mover = flat.movers.get(index)
-                        if mover is not None:
-                            mover(0, address, nbytes)
-                        else:
-                            pieces += _cut(address, tensor.address, nbytes)
-                        flat.tensors[index] = tensor._replace(address=address)
-                    address += next(size_of)
+                flat.tensors[:] = [tensor._replace(address=next(number)) for tensor in flat.tensors]
                 flat.movers.clear()
-            _copy(pieces)
+            self.movers.clear()
             self.order.local.clear()
-        self.pending._copied = self.pending._total
         self.staging = time.perf_counter() - began
+
+    def _copy(self, places: list[int], *, is_pinned: bool) -> None:
+        """Copy everything to its place, devices and host at the same time where the memory is pinned."""
+        tensors = [tensor for flat in self._flats() for tensor in flat.tensors]
+        is_on_device = self.devices.is_on_device
+        afar = [(index, 0, places[index], tensors[index].capacity) for index in self.movers if is_on_device(index)]
+        if is_pinned:
+            self.devices.ask(afar)
+        pieces = []
+        for index, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
+            mover = self.movers.get(index)
+            if mover is None:
+                pieces += _cut(place, tensor.address, tensor.capacity)
+            elif not is_on_device(index):
+                mover(0, place, tensor.capacity)
+        _copy(pieces)
+        self.pending._copied = self.pending._total - sum(each[3] for each in afar)
+        if not is_pinned:
+            self.devices.ask(afar)
+        self.devices.wait(self._arrived)
+
+    def _arrived(self, nbytes: int) -> None:
+        self.pending._copied += nbytes
 
     def run(self) -> None:
         """The life of the background thread."""
@@ -120,6 +140,7 @@ class Job:
         pending = self.pending
         own = dict(written.own)
         pending._written = own["bytes"]
+        own["warnings"] = (*own["warnings"], *self.devices.warnings)
         # What the core did not see counts as planning, but for what is known.
         own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
         own["seconds"] += self.waited + self.staging
@@ -128,16 +149,14 @@ class Job:
             pending.path,
             pending._began,
             own,
-            stall=pending._held,
+            stall=pending._stall(),
             staging=self.staging,
             staged=pending._total,
         )
 
     def release(self) -> None:
-        """Give the memory back."""
-        if self.memory is not None:
-            host_memory.give(self.memory)
-            self.memory = None
+        """Give the memory back, once nothing is copied to it any more."""
+        self.devices.give_back()
         self.order.local.clear()
 
 
@@ -153,7 +172,7 @@ def start(job: Job) -> None:
         job.waited = time.perf_counter() - began
         job.stage()
         pending._set_staged()
-        pending._held += time.perf_counter() - pending._began
+        pending._called += time.perf_counter() - pending._began
         pending.started = True
         # No daemon: the interpreter waits for it at its end, while everything still works.
         thread = threading.Thread(target=job.run, name="fastckpt-save", daemon=False)

@@ -143,8 +143,8 @@ class _Tensor:
 
     Args:
         torch: the module.
-        raw: the tensor, as integers of its element's size.
-        flip: what must be done to its bytes on the host, or None.
+        raw: the tensor, as integers of its element's size; or as a vector of bytes, where it lies in order.
+        flip: what must be done to its bytes on the host, or None; for a vector None.
     """
 
     __slots__ = ("device", "flat", "flip", "nbytes", "raw", "size", "torch")
@@ -157,7 +157,7 @@ class _Tensor:
         self.size: int = raw.element_size()
         self.nbytes: int = raw.numel() * self.size
         #: The bytes as they lie in memory, where that is in order.
-        self.flat = _bytes(torch, raw) if raw.is_contiguous() else None
+        self.flat = raw if _is_vector(torch, raw) else _bytes(torch, raw) if raw.is_contiguous() else None
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[Any, int]]:
         """The elements ``[first, last)`` as parts of the tensor, in order, each with its bytes."""
@@ -187,21 +187,6 @@ class Download(_Tensor):
         link = Link(self.torch, self.device)
         link.synchronize()
         download(link, [(self, start, address, nbytes)], None).wait()
-
-    def protect(self, stream: Any) -> None:
-        """Have torch's allocator keep the memory until ``stream`` has ended what it will have been asked for.
-
-        A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
-        sharded modules do between steps.
-        """
-        if not self.raw.untyped_storage().nbytes():
-            raise RuntimeError(
-                f"the memory of a tensor of {self.device} was freed before it was copied, as sharded modules do "
-                "between steps: call wait_staged() of the save first, or save what they hold between steps"
-            )
-        # Not every allocator can, and not every kind of stream is one to torch.
-        with contextlib.suppress(NotImplementedError, TypeError):
-            self.raw.record_stream(stream)
 
     def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
         """Vectors of bytes on the device that make up a range, in order, each with its length."""
@@ -330,7 +315,6 @@ class Transfer:
             self.event = None
         for flip, address, nbytes, start in self.flips:
             flip(_memory.at(address, nbytes), start)
-        self.flips.clear()
         self.kept.clear()
 
     def copy(self, part: Any, address: int, nbytes: int, *, to_host: bool) -> None:
@@ -378,6 +362,24 @@ class _Run:
         self.begin = self.end
 
 
+def _protect(tensors: Sequence[Any], stream: Any) -> None:
+    """Have torch's allocator keep the memory of tensors until ``stream`` has ended what it will have been asked for.
+
+    A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
+    sharded modules do between steps.
+    """
+    for tensor in tensors:
+        if not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"the memory of a tensor of {tensor.device} was freed before it was copied, as sharded modules do "
+                "between steps: call wait_staged() of the save first, or save what they hold between steps"
+            )
+    # Not every allocator can, and not every kind of stream is one to torch.
+    with contextlib.suppress(RuntimeError, TypeError):
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
 def download(
     link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: Any, *, outlives: bool = False
 ) -> Transfer:
@@ -393,8 +395,7 @@ def download(
 
     def ask(transfer: Transfer) -> None:
         if outlives and transfer.stream is not None:
-            for mover, *_ in jobs:
-                mover.protect(transfer.stream)
+            _protect([mover.raw for mover, *_ in jobs], transfer.stream)
 
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:

@@ -390,11 +390,17 @@ class _Flip:
 
 
 def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
-    """The bits as they lie in memory, and what must be done to them for a conj or neg view."""
+    """The bits as they lie in memory, and what must be done to them for a conj or neg view.
+
+    They are integers of the dtype's size; of a device, where they lie in order, a vector of bytes.
+    """
     value = value.detach()
     dtype = value.dtype
     size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
+    if not conjugate and not negative and not value.is_cpu and value.is_contiguous():
+        # By stride: one element can count as contiguous with a step to the next that is none.
+        return value.as_strided((value.numel(),), (1,)).view(torch.uint8), None
     if negative:
         value = torch._neg_view(value)
     if conjugate:

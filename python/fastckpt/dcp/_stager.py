@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import host_memory
+from fastckpt._background.devices import Devices
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 
 from . import _torch
+
+if TYPE_CHECKING:
+    from fastckpt._tensors.movers import Range
 
 #: Where tensors begin: what every instruction set wants.
 _ALIGNED = 64
@@ -40,7 +44,7 @@ class Stager:
         copier.measure(state_dict)
         copier.prepare()
         made: dict[str, Any] = copier.copy(state_dict)
-        copier.settle()
+        copier.bring()
         return made
 
     def synchronize_staging(self) -> None:
@@ -53,14 +57,19 @@ class Stager:
 class _Lease:
     """Memory that is given back when the last tensor in it has gone."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("give", "memory")
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = host_memory.take(nbytes)
+    def __init__(self, memory: host_memory.Memory) -> None:
+        self.memory = memory
+        # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+        self.give: Any = host_memory.give
 
-    # Names of the module may have gone when the interpreter ends: what is needed is bound here.
-    def __del__(self, *, give: Any = host_memory.give) -> None:
-        give(self.memory)
+    def spoil(self) -> None:
+        """What a broken device was writing to is no good for others."""
+        self.give = host_memory.Memory.close
+
+    def __del__(self) -> None:
+        self.give(self.memory)
 
 
 class _Copier:
@@ -69,8 +78,11 @@ class _Copier:
     def __init__(self) -> None:
         self.nbytes = 0
         self.used = 0
-        self.devices: dict[str, Any] = {}
+        self.lease: _Lease | None = None
         self.memory: Any = None
+        #: What comes from devices: what brings each tensor, and where it goes.
+        self.movers: dict[int, Any] = {}
+        self.ranges: list[Range] = []
         self.known: dict[Any, Any] = {}
         self.counted: set[Any] = set()
 
@@ -85,8 +97,6 @@ class _Copier:
                         self.counted.add(_identity(local))
                         base = _base(local.detach())
                         self.nbytes += _padded(base.numel() * base.element_size())
-                        if not local.is_cpu:
-                            self.devices[str(local.device)] = local.device
             elif _is_mapping(one):
                 todo.extend(one.values())
             elif isinstance(one, (list, tuple)):
@@ -96,9 +106,8 @@ class _Copier:
         """Take the memory."""
         if not self.nbytes:
             return
-        lease = _Lease(self.nbytes)
-        lease.memory.pin(self.devices.values())
-        self.memory = _memory.at(lease.memory.core.address, self.nbytes, lease)
+        self.lease = _Lease(host_memory.take(self.nbytes))
+        self.memory = _memory.at(self.lease.memory.core.address, self.nbytes, self.lease)
 
     def copy(self, value: Any) -> Any:
         """The copy of a value."""
@@ -147,12 +156,25 @@ class _Copier:
         self.used += _padded(nbytes)
         if value.is_cpu:
             return made.copy_(value)
-        _tensors.mover_out(value)(0, made.data_ptr(), nbytes)
+        number = len(self.movers)
+        self.movers[number] = _tensors.mover_out(value)
+        self.ranges.append((number, 0, made.data_ptr(), nbytes))
         return made
 
-    def settle(self) -> None:
-        """Let go of the memory, which the tensors in it keep."""
-        self.memory = None
+    def bring(self) -> None:
+        """Bring what is on devices, and wait for it."""
+        lease, self.memory, self.lease = self.lease, None, None
+        if lease is None or not self.ranges:
+            return
+        devices = Devices("fastckpt.dcp.Stager", self.movers, None)
+        devices.memory = lease.memory
+        devices.pin()
+        try:
+            devices.ask(self.ranges)
+            devices.wait()
+        finally:
+            if not devices.settle():
+                lease.spoil()
 
 
 def _locals(value: Any) -> list[Any]:

@@ -118,7 +118,7 @@ fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Stag
         let room = budget / threads;
         return (threads, Staged { room, largest, batch: 0, buffers: None, strides: None });
     }
-    let largest = job.largest().next_multiple_of(PAGE as usize);
+    let largest = job.largest().max(1).next_multiple_of(PAGE as usize);
     let halves = lent.map_or(largest, |_| BATCH.max(largest));
     let threads = threads.min(budget / (2 * halves)).max(1);
     let room = budget / threads;

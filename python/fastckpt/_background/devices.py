@@ -1,0 +1,133 @@
+"""The devices that a save copies from, and the memory of its snapshot, which they must not be left to write to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastckpt._api import host_memory
+from fastckpt._tensors.movers import Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from fastckpt._tensors.memory import Mover
+    from fastckpt._tensors.movers import Copies, Range
+
+#: Bytes that are asked for at a time: what progress and cancellation go by, and steps before memory is pinned.
+PART = 1 << 30
+#: Parts of a tensor begin at whole elements: no element is larger.
+_ELEMENT = 16
+
+
+class Devices:
+    """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
+
+    Args:
+        operation: the name of the operation, for errors.
+        movers: by number, what brings the bytes of tensors without an address.
+        pin: the most bytes that may be pinned in this process; None for any number.
+
+    Raises:
+        RuntimeError: a stream is being captured into a CUDA graph.
+    """
+
+    def __init__(self, operation: str, movers: Mapping[int, Mover], pin: int | None) -> None:
+        self.sources = Sources(operation, movers)
+        self.is_on_device = self.sources.is_on_device
+        self.memory: host_memory.Memory | None = None
+        self._pin = pin
+        #: What has been asked for and not been waited for, and its bytes.
+        self._left: list[tuple[Copies, int]] = []
+        #: Whether an exception has come while copies were being asked for, or before they were noted here.
+        self._lost = False
+        self._is_sound = True
+
+    def take(self, nbytes: int) -> host_memory.Memory:
+        """Memory for a snapshot."""
+        self.memory = host_memory.take(nbytes)
+        return self.memory
+
+    def pin(self) -> None:
+        """Have the memory pinned in the background, where that is wanted. Copies wait for what they need of it."""
+        if self.memory is not None and self._pin != 0:
+            self.memory.pin(self.sources.devices, self._pin)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether copies go on by themselves once they are asked for: otherwise the host may wait for each."""
+        return self.memory is not None and self.memory.is_pinned
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a report says of pinning that was wanted."""
+        problem = None if self.memory is None or self._pin == 0 else self.memory.problem
+        return () if problem is None or not self.sources.devices else (problem,)
+
+    def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
+        """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
+        made = []
+        for part in _parts(sorted(ranges, key=lambda each: each[2])):
+            go_on()
+            self._lost = True
+            copies = self.sources.enqueue(part)
+            self._left.append((copies, sum(each[3] for each in part)))
+            self._lost = False
+            made.append(copies)
+        return made
+
+    def wait(self, arrived: Callable[[int], object] = lambda _: None) -> None:
+        """Wait for all of it; ``arrived`` is told the bytes of each part that has come.
+
+        Raises:
+            Exception: a device has failed, or ``arrived`` raises. The rest is still to be waited for.
+        """
+        while self._left:
+            copies, nbytes = self._left[0]
+            copies.wait()
+            del self._left[0]
+            arrived(nbytes)
+
+    def settle(self) -> bool:
+        """Wait until nothing writes to the memory any more; whether all that was waited for here went well.
+
+        It waits only where a save has failed, so whatever comes meanwhile, also from a signal handler, comes after an
+        error that is on its way to the caller, and ends nothing.
+        """
+        while self._left:
+            copies, _ = self._left.pop()
+            try:
+                copies.wait()
+            except BaseException:  # noqa: BLE001 - they have ended all the same
+                self._is_sound = False
+        if self._lost:
+            self._lost = False
+            try:
+                self.sources.synchronize()
+            except BaseException:  # noqa: BLE001 - as above
+                self._is_sound = False
+        return self._is_sound
+
+    def give_back(self) -> None:
+        """Give the memory back, once nothing is copied to it any more."""
+        memory, self.memory = self.memory, None
+        sound = self.settle()
+        if memory is not None:
+            # What a broken device was writing to is no good for others.
+            (host_memory.give if sound else host_memory.Memory.close)(memory)
+
+
+def _parts(ranges: list[Range]) -> Iterator[list[Range]]:
+    part: list[Range] = []
+    room = PART
+    for index, first, address, nbytes in ranges:
+        done = 0
+        while done < nbytes:
+            size = min(nbytes - done, room)
+            part.append((index, first + done, address + done, size))
+            done += size
+            room = (room - size) // _ELEMENT * _ELEMENT
+            if not room:
+                yield part
+                part, room = [], PART
+    if part:
+        yield part

@@ -1,0 +1,70 @@
+"""The tensors of devices that a lazy save copies after its call, and the steps that are about to change them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastckpt._tensors.movers import Copies
+
+
+class Late:
+    """What a step needs to know of the copies of one save.
+
+    A change before the first step is found by the versions, which torch raises on the host when a change is asked for.
+    From the first step on, versions rise as they should, and the order on the device keeps the copies right: the
+    streams of the step wait for them. So versions are compared once: by the first step, or when the copies have ended
+    and no step has come by then.
+
+    Args:
+        versions: of each tensor its name, itself, and its version at the call.
+    """
+
+    __slots__ = ("_verdicts", "_versions", "copies")
+
+    def __init__(self, versions: list[tuple[str, Any, int]]) -> None:
+        self._versions = versions
+        #: The first one holds.
+        self._verdicts: list[list[str]] = []
+        #: What has been asked of streams; complete before the first step may come.
+        self.copies: list[Copies] = []
+
+    def changed(self) -> list[str]:
+        """The names of the tensors that were changed between the call and the first step.
+
+        No lock, for a signal handler may step on top of a step. Many may compare at a time: a step goes on only after
+        it has appended what it found, so whoever appended first had compared before any step changed a version.
+        """
+        if not self._verdicts:
+            self._verdicts.append(changed(self._versions))
+        return self._verdicts[0]
+
+    def hold_step(self) -> None:
+        """Have the streams of the calling thread wait for the copies.
+
+        Raises:
+            RuntimeError: such a stream is being captured into a CUDA graph. The step must not go on.
+        """
+        for copies in self.copies:
+            copies.hold_streams()
+        self.changed()
+
+    def forget(self) -> None:
+        """Let go of the tensors; the verdict stays."""
+        self.changed()
+        self._versions.clear()
+
+
+def versions_of(tensors: dict[str, Any]) -> list[tuple[str, Any, int]]:
+    """The names of tensors, these, and how often each has been changed."""
+    return [(name, tensor, tensor._version) for name, tensor in tensors.items()]  # noqa: SLF001 - no public name
+
+
+def changed(versions: list[tuple[str, Any, int]]) -> list[str]:
+    """The names of those that have been changed since.
+
+    A version is raised after a tensor of the host has been written to. So a change that ended before its tensor was
+    copied, or while it was, shows here, after the copy; and none that was allowed does, for who waits for the copy
+    still waits. A change that is under way at this moment, and began before its tensor was copied, does not show.
+    """
+    return [name for name, tensor, version in versions if tensor._version != version]  # noqa: SLF001

@@ -1,0 +1,207 @@
+"""Asynchronous saves from devices: who compares versions, what is left when a device or a signal handler ends a save."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt._api import host_memory as _memory
+from fastckpt._api.options import check_pin
+from fastckpt._background.late import Late, versions_of
+from fastckpt._tensors import movers as _movers
+from harness import needs, standin
+from harness.standin import faults
+
+if not standin.AVAILABLE:
+    needs.missing("a torch that can set up a device from Python")
+
+DEVICE = torch.device("standin", 0)
+COUNT = 100_000
+pytestmark = pytest.mark.usefixtures("alone", "clean")
+
+
+@pytest.fixture
+def clean():
+    fastckpt.release_buffers()
+    faults.reset()
+    yield
+    misuse = faults.misuse
+    faults.reset()
+    standin.cudart.reset()
+    fastckpt.drain(60)
+    standin.forget_errors()
+    fastckpt.release_buffers()
+    assert misuse == []
+    assert standin.cudart.bytes == 0
+
+
+def state_of(value=1.0):
+    return {"w": torch.full((COUNT,), value, device=DEVICE), "b": torch.full((10,), value, device=DEVICE)}
+
+
+class OnTop:
+    """A tensor during whose comparison something else happens, as below a signal handler."""
+
+    def __init__(self):
+        self.version = 0
+        self.function = None
+
+    @property
+    def _version(self):
+        function, self.function = self.function, None
+        if function is not None:
+            function()
+        return self.version
+
+
+def test_a_step_on_top_of_a_comparison_decides_it():
+    """What the inner one found holds: the outer one sees what the inner step has changed."""
+    tensor = OnTop()
+    late = Late(versions_of({"t": tensor}))
+
+    def step():
+        late.hold_step()
+        tensor.version += 1
+
+    tensor.function = step
+    late.hold_step()
+    assert tensor.version == 1
+    assert late.changed() == []
+    late.forget()
+    assert late.changed() == []
+
+
+def test_a_change_before_the_first_step_is_found_whatever_comes_later():
+    tensor = torch.zeros(3)
+    late = Late(versions_of({"t": tensor}))
+    tensor.add_(1)
+    late.hold_step()
+    late.forget()
+    assert late.changed() == ["t"]
+
+
+def test_thousands_of_tensors_are_compared_in_no_time():
+    late = {f"t{number}": torch.zeros(1) for number in range(2000)}
+    best = 1.0
+    for _ in range(10):
+        asked = Late(versions_of(late))
+        began = time.perf_counter()
+        asked.hold_step()
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.005, best
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_that_a_broken_device_wrote_to_is_not_used_again(tmp_path, lazy):
+    state = state_of()
+    fastckpt.save_async(state, tmp_path / "c").result(60)
+    assert len(_memory._free) == 1
+    faults.fail_at = faults.copies + 1
+    with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
+        fastckpt.save_async(state, tmp_path / "c", lazy=lazy, on_error=lambda _: None).result(60)
+    assert _memory._free == []
+    assert standin.cudart.bytes == 0
+    assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
+    standin.forget_errors()
+    fastckpt.save_async(state_of(2.0), tmp_path / "c", lazy=lazy).result(60)
+    assert (fastckpt.load(tmp_path / "c")["w"] == 2).all()
+    assert len(_memory._free) == 1
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_call_that_ends_as_copies_are_asked_for_waits_for_them(tmp_path, monkeypatch, lazy):
+    """A signal handler raises when nobody knows of the copies yet."""
+    state = state_of()
+    fastckpt.save_async(state, tmp_path / "c").result(60)
+    real, timers = _movers.Sources.enqueue, []
+
+    def enqueue(sources, ranges):
+        real(sources, ranges)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_movers.Sources, "enqueue", enqueue)
+    with faults.held() as go:
+        timers.append(threading.Timer(0.2, go))
+        timers[0].start()
+        with pytest.raises(KeyboardInterrupt):
+            fastckpt.save_async(state, tmp_path / "c", lazy=lazy)
+        assert faults.flow.is_set(), "the memory was given back before the copies had ended"
+    assert len(_memory._free) == 1
+
+
+def test_a_cancelled_save_gives_its_memory_back_when_the_copies_have_ended(tmp_path):
+    state = state_of()
+    fastckpt.save_async(state, tmp_path / "c").result(60)
+    with faults.held() as go:
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        canceller = threading.Thread(target=pending.cancel)
+        canceller.start()
+        while not pending._cancelled:
+            time.sleep(0.001)
+        assert not pending.done()
+        assert _memory._free == []
+        go()
+        canceller.join(60)
+    assert pending.cancelled()
+    assert len(_memory._free) == 1
+
+
+def test_time_of_the_device_is_no_stall(tmp_path):
+    parameter = torch.nn.Parameter(state_of()["w"])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    fastckpt.save_async({"w": parameter}, tmp_path / "c").result(60)
+    with faults.held() as go:
+        pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+        optimizer.step()
+        time.sleep(0.5)
+        go()
+        report = pending.result(60)
+    assert report.staging >= 0.5
+    assert report.stall < 0.5
+    assert report.staged == report.bytes
+
+
+def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_path, held_background):
+    release, begun = held_background
+    fastckpt.save_async({**state_of(), "h": torch.ones(COUNT)}, tmp_path / "c").result(60)
+    both = [torch.nn.Parameter(torch.ones(COUNT)), torch.nn.Parameter(state_of()["w"])]
+    for parameter in both:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(both, lr=1.0, foreach=False)
+    for state in ({"w": both[1]}, dict(zip("hw", both, strict=True))):
+        release.clear()
+        begun.clear()
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        assert begun.wait(60)
+        assert pending._may_step.is_open() == ("h" not in state)
+        timer = threading.Timer(0.2, release.set)
+        timer.start()
+        began = [float(value.detach().flatten()[0]) for value in (standin.on_host(each) for each in both)]
+        optimizer.step()
+        assert release.is_set() or "h" not in state
+        pending.result(60)
+        standin.default_stream(DEVICE).synchronize()
+        loaded = fastckpt.load(tmp_path / "c")
+        assert (loaded["w"] == began[1]).all()
+        assert "h" not in loaded or (loaded["h"] == began[0]).all()
+        timer.join()
+
+
+@pytest.mark.parametrize(
+    ("pin", "most"),
+    [(True, None), (False, 0), (0, 0), (1, 1), (8 << 30, 8 << 30), ("8GB", 8 * 10**9), ("8GiB", 8 << 30)],
+)
+def test_pin(pin, most):
+    assert check_pin("save_async", pin) == most
+
+
+@pytest.mark.parametrize("pin", [-1, 1.5, None, "much", "0", "-1GB", [1], b"8GB"])
+def test_wrong_pins_are_refused(tmp_path, pin):
+    with pytest.raises(ValueError, match=r"save_async: pin must be True, False, or the most bytes to pin .* not "):
+        fastckpt.save_async({"w": torch.ones(3)}, tmp_path / "c", pin=pin)
+    assert not (tmp_path / "c").exists()
