@@ -1,4 +1,4 @@
-"""Asynchronous saves from devices: who compares versions, what is left when a device or a signal handler ends a save."""
+"""Saves from devices in the background: who compares versions, what a broken device or a signal handler leaves."""
 
 from __future__ import annotations
 

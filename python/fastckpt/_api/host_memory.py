@@ -67,11 +67,6 @@ class Memory:
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         self._limit = limit
 
-    def is_pinned(self) -> bool:
-        """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""
-        registration = self.registration
-        return registration is None or registration.pinned == registration.nbytes
-
     @property
     def is_pinned(self) -> bool:
         """Whether all of it is pinned: then copies from devices need no thread of the host once they are asked for."""
