@@ -14,6 +14,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,7 +311,7 @@ def _save_too_late(path: str, number: int, timeout: float) -> int:
     real = _save_module.carried
 
     def carried(work: Any, exchange: Any, attend: Any) -> Any:
-        while [name for name in os.listdir(os.path.dirname(path)) if name.startswith(".c.tmp-")]:
+        while any(Path(path).parent.glob(".c.tmp-*")):
             time.sleep(0.01)
         return real(work, exchange, attend)
 
