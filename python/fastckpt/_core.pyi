@@ -314,7 +314,7 @@ class Memory:
     @property
     def nbytes(self) -> int: ...
     def close(self) -> None:
-        """Unmap it, unless a snapshot has it."""
+        """Unmap it, unless a snapshot or an operation has it: then it comes back, to be closed again."""
 
 @final
 class Snapshot:

@@ -563,6 +563,13 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     return ends
 
 
+def look_first(channel: Channel, *, path: str, answer: str) -> None:
+    """What ``convert`` starts a child for: it ends the process, with an exception where the child has one."""
+    from fastckpt._tools.convert import pickled
+
+    pickled.look(path, os.open(answer, os.O_WRONLY))
+
+
 def _limit_address_space(headroom: int) -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + headroom

@@ -26,15 +26,22 @@ from harness import groups
 from harness.groups import decode, encode
 from harness.zygote import Channel
 
-# What the first use of FSDP, tensor parallelism and DCP imports, a second or more of it: once, before the forks.
+# What the first save, FSDP, tensor parallelism and DCP import, a second or more of it: once, before the forks.
 for late in (
+    "encodings.idna",
+    "fastckpt.distributed",
+    "fastckpt._tensors.dtensor",
+    "fastckpt._tensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "harness.mounts",
     "harness.parallel",
+    "harness.strace",
     "hypothesis",
+    "hypothesis.strategies",
     "numpy.testing",
     "pytest",
 ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -181,7 +182,8 @@ class Zygote:
         theirs.close()
         self.control = Channel(ours)
         self._lock = threading.Lock()
-        if self.control.receive(60) != "ready":
+        # It imports torch, and more: a second alone, minutes on a busy machine.
+        if self.control.receive(300) != "ready":
             raise AssertionError("the zygote did not start")
 
     def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
@@ -274,12 +276,16 @@ def serve(descriptor: int) -> None:
     importlib.import_module("harness.jobs")
     for module in filter(None, os.environ.get("FASTCKPT_TEST_IMPORT", "").split(",")):
         importlib.import_module(module)
+    # A collection in a child would write to every object, and so copy the pages that it shares with this process.
+    gc.collect()
+    gc.freeze()
     control = Channel(socket.socket(fileno=descriptor))
     control.send("ready")
     while True:
         try:
             request = control.receive()
         except EOFError:
+            gc.unfreeze()  # or libraries complain of what is left at the end
             return
         if "reap" in request:
             control.send(os.waitpid(request["reap"], 0)[1])

@@ -29,6 +29,8 @@ def device():
 def values():
     torch.manual_seed(5)
     return {
+        # Of this the second rank has nothing.
+        "one": torch.randn(1, 5),
         "rows": torch.randn(ROWS, 500),
         "columns": torch.randn(40, ROWS),
         "same": torch.randn(300_000),
@@ -41,7 +43,7 @@ def state(spread, *, empty):
     made = {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, whole in values().items():
-        dim = {"rows": 0, "columns": 1}.get(name)
+        dim = {"one": 0, "rows": 0, "columns": 1}.get(name)
         if empty:
             whole = torch.zeros_like(whole)  # noqa: PLW2901
         if dim is None or not spread:

@@ -351,6 +351,7 @@ def test_verify_shows_progress_on_a_terminal_only(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin"])
 @pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.usefixtures("quick_look")
 def test_convert_from_torch_save(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any], suffix: str, legacy: bool
 ) -> None:
@@ -462,6 +463,7 @@ def test_an_index_does_not_lead_out_of_its_directory(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("quick_look")
 def test_damaged_sources_are_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
     torch.save(model, tmp_path / "whole.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:5000])

@@ -175,6 +175,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.usefixtures("quick_look")
 @pytest.mark.parametrize("how", SPOILED)
 def test_damage_is_found_and_nothing_is_left(tmp_path, capsys, how):
     spoiled(tmp_path / "torchs", how)
