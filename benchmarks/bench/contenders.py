@@ -8,6 +8,7 @@ well, and pays for it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import BLOCK
 from bench.device import fsync_tree, transfer, transfer_name
-from bench.states import fill, largest, total_bytes
+from bench.states import fill, largest, total_bytes, touch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,17 +32,27 @@ TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
 
 @dataclass(frozen=True)
 class Spec:
-    """A contender's name and what it is made with: its keyword arguments and its environment."""
+    """A contender's name and what it is made with: its keyword arguments and its environment.
+
+    ``module`` has the ``registry()`` that knows its class.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     title: str = ""
+    module: str = "bench.contenders"
 
     @property
     def kind(self) -> str:
         """The name of its class in the registry: what stands before a colon."""
         return self.name.partition(":")[0]
+
+    @property
+    def contender(self) -> type[Contender]:
+        """Its class, from the registry of ``module``."""
+        found: type[Contender] = importlib.import_module(self.module).registry()[self.kind]
+        return found
 
 
 class Contender:
@@ -83,8 +94,16 @@ class Contender:
         """Return what it has to say about the last load, and forget it."""
         return {}
 
+    def finish(self, loaded: Any, *, write: bool) -> None:
+        """End a load: what was loaded is there, every page of it; ``write`` writes to each. Inside the timing."""
+        touch(loaded, write=write)
+
+    def kept(self, loaded: Any) -> int:
+        """Return how many bytes of host memory the result of a load is."""
+        return total_bytes(loaded)
+
     def release(self) -> None:
-        """Let go of what the last load's result stood on."""
+        """Let go of what the last load's result stood on, and of other memory that nobody needs until the next turn."""
 
 
 class Torch(Contender):
@@ -290,7 +309,7 @@ def registry() -> dict[str, type[Contender]]:
 
 def title(spec: Spec) -> str:
     """Return what a table calls this contender."""
-    return spec.title or registry()[spec.kind].title
+    return spec.title or spec.contender.title
 
 
 # fastckpt's variants: an engine, one way of writing under the automatic engine, or one of loading. The two ways of

@@ -56,12 +56,18 @@ class Sample:
         return self.user + self.system
 
 
-def status(field_name: str) -> int:
-    """Return a size from /proc/self/status, such as ``VmRSS`` or ``VmHWM``, in bytes."""
+def status(field_name: str) -> int | None:
+    """Return a size from /proc/self/status, such as ``VmRSS`` or ``VmHWM``, in bytes; None where it is not told."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field_name):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field_name}")
+    # gVisor has fewer fields than Linux.
+    return None
+
+
+def grown(before: int | None, after: int | None, but: int = 0) -> int | None:
+    """Return by how many bytes a size has grown, without ``but`` of them; None where it is not known."""
+    return None if before is None or after is None else max(0, after - before - but)
 
 
 def reset_peak() -> bool:
@@ -101,8 +107,8 @@ def measure(call: Callable[[], Any], kept: Callable[[Any], int] = lambda _: 0) -
         system=after.ru_stime - before.ru_stime,
         minor=after.ru_minflt - before.ru_minflt,
         major=after.ru_majflt - before.ru_majflt,
-        extra=max(0, status("VmHWM") - memory - kept(result)) if can_tell else None,
-        mapped=max(0, status("RssFile") - files),
+        extra=grown(memory, status("VmHWM"), kept(result)) if can_tell else None,
+        mapped=grown(files, status("RssFile")),
     )
     return sample, result
 

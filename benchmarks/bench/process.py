@@ -10,14 +10,17 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.contenders import Contender, Spec, environment, knows, registry
+from bench.contenders import Contender, Spec, environment, knows
 from bench.measure import Sample, measure, with_notes
-from bench.states import Workload, differences, total_bytes, touch
+from bench.states import Workload, differences, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
+
+# Seconds that the import of a contender's libraries may take, at least.
+IMPORTS = 120
 
 # What a round consists of, in its order. Both loads are told apart by what the parent does to the page cache.
 OPERATIONS = ("save", "load", "into", "hot")
@@ -84,13 +87,13 @@ def timed_load(contender: Contender, request: Request, target: Any, expected: An
 
     def load() -> Any:
         loaded = contender.load(request.path) if target is None else contender.load_into(request.path, target)
-        touch(loaded, write=request.write)
+        contender.finish(loaded, write=request.write)
         return loaded
 
     if contender.is_device:
         sample, notes = measure(lambda: contender.load(request.path))
         return with_notes(sample, 0, notes)
-    sample, loaded = measure(load, total_bytes if target is None else lambda _: 0)
+    sample, loaded = measure(load, contender.kept if target is None else lambda _: 0)
     sample = with_notes(sample, total_bytes(loaded), contender.take_notes())
     difference = None if expected is None else differences(expected, loaded)
     del loaded
@@ -110,7 +113,7 @@ def made(spec: Spec, workload: Workload) -> Contender:
     for variable in spec.environment:
         if not knows(variable):
             raise ValueError(f"this build of fastckpt does not read {variable}")
-    contender = registry()[spec.kind](**spec.options)
+    contender = spec.contender(**spec.options)
     if workload.kind not in contender.kinds:
         raise ValueError(contender.refusal)
     return contender
@@ -133,6 +136,7 @@ def serve(connection: Connection, spec: Spec, workload: Workload) -> None:
             connection.recv()
             sample = operation()
             del operation
+            contender.release()
             connection.send(sample)
     except (EOFError, ConnectionError):
         pass
@@ -147,11 +151,17 @@ def serve(connection: Connection, spec: Spec, workload: Workload) -> None:
 class Process:
     """A contender's process, seen from the parent.
 
+    Args:
+        spec: the contender.
+        workload: what it saves.
+        patience: seconds to wait for an answer; None to wait for ever.
+
     Raises:
         ContenderError: from every method, where the contender cannot go on. ``close`` is still to be called.
     """
 
-    def __init__(self, spec: Spec, workload: Workload) -> None:
+    def __init__(self, spec: Spec, workload: Workload, patience: float | None = None) -> None:
+        self.patience = patience
         context = multiprocessing.get_context("spawn")
         self.name, self.note = spec.name, ""
         self.connection, theirs = context.Pipe()
@@ -162,10 +172,15 @@ class Process:
 
     def wait_until_made(self) -> None:
         """Return when its libraries are imported; several may do that at the same time."""
-        self.receive()
+        self.receive(IMPORTS)
 
-    def receive(self) -> Any:
-        """Return the answer of the process."""
+    def receive(self, least: float = 0) -> Any:
+        """Return the answer of the process; wait ``least`` seconds for it, however little patience there is."""
+        patience = None if self.patience is None else max(self.patience, least)
+        if not self.connection.poll(patience):
+            self.process.kill()
+            reason = f"it did not answer for {patience:.0f} s"
+            raise ContenderError(self.name, Failure(reason, reason))
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionError):

@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.contenders import registry
 from bench.device import back_memory, drop_caches, remove
 from bench.process import OPERATIONS, ContenderError, Process, Request, say, system_calls
 from fastckpt._tools.bench import caches
@@ -65,6 +64,7 @@ class Rounds:
         rounds: how many rounds.
         write: whether the touching of results writes.
         syscalls: whether one more round counts system calls.
+        patience: seconds that a contender has for an operation; None for as long as it takes.
     """
 
     specs: list[Spec]
@@ -74,6 +74,7 @@ class Rounds:
     rounds: int = 5
     write: bool = False
     syscalls: bool = False
+    patience: float | None = None
     outcome: Outcome = field(default_factory=Outcome)
     processes: dict[str, Process] = field(default_factory=dict)
 
@@ -85,12 +86,14 @@ class Rounds:
         """
         try:
             for spec in self.specs:
-                self.processes[spec.name] = Process(spec, self.workload)
+                self.processes[spec.name] = Process(spec, self.workload, self.patience)
             for spec in self.specs:
                 self.guard(spec.name, self.processes[spec.name].wait_until_made)
                 if spec.name in self.processes:
                     self.outcome.samples[spec.name] = {}
             for number in range(self.rounds):
+                if not self.may_begin(number):
+                    break
                 for name in self.order(number):
                     self.guard(name, lambda name=name, number=number: self.turn(name, number))
             if self.syscalls:
@@ -103,6 +106,10 @@ class Rounds:
         named = {spec.name: self.outcome.samples[spec.name] for spec in self.specs if spec.name in self.outcome.samples}
         self.outcome.samples = named
         return self.outcome
+
+    def may_begin(self, number: int) -> bool:  # noqa: ARG002 - for those who have to end in time
+        """Whether there is time for this round."""
+        return True
 
     def give_up(self, name: str, error: ContenderError) -> None:
         """Go on without this contender."""
@@ -132,6 +139,10 @@ class Rounds:
         finally:
             for left in self.directory.glob(f"*{path.name}*"):
                 remove(left)
+
+    def saves(self, name: str) -> bool:
+        """Whether this contender saves at all."""
+        return next(spec for spec in self.specs if spec.name == name).contender.saves
 
     def path(self, name: str) -> Path:
         """Return where this contender saves."""
@@ -163,7 +174,7 @@ class Rounds:
             self.make_ready(request)
             sample = process.go()
             records = request.operation in self.operations
-            if records and (request.operation != "save" or registry()[name.partition(":")[0]].saves):
+            if records and (request.operation != "save" or self.saves(name)):
                 self.outcome.samples[name].setdefault(request.operation, []).append(sample)
                 done.append(f"{request.operation} {sample.seconds:.3f} s")
         if process.note:

@@ -204,7 +204,10 @@ def leaves(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def as_bytes(leaf: Any) -> Any:
-    """Return the bytes of a contiguous tensor or array as a NumPy vector, or None of another value."""
+    """Return the bytes of a contiguous tensor or array as a NumPy vector, or None of another value.
+
+    Of a tensor on another device they are a copy.
+    """
     import numpy as np
 
     if isinstance(leaf, np.ndarray):
@@ -212,7 +215,7 @@ def as_bytes(leaf: Any) -> Any:
     if is_tensor(leaf):
         import torch
 
-        return leaf.detach().reshape(-1).view(torch.uint8).numpy()
+        return leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return None
 
 

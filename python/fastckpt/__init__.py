@@ -37,12 +37,12 @@ from fastckpt.exceptions import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fastckpt._api.host_memory import release_buffers
     from fastckpt._api.in_flight import drain
     from fastckpt._api.probe import probe
     from fastckpt._background.guard import Guard, guard
     from fastckpt._background.pending import PendingSave, SaveProgress
     from fastckpt._background.save_async import save_async
-    from fastckpt._background.snapshot_memory import release_buffers
     from fastckpt._core import Probe
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
@@ -103,7 +103,7 @@ logging.getLogger("fastckpt").addHandler(LastWord())
 
 #: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
 _LATER = {
-    "release_buffers": "_background.snapshot_memory",
+    "release_buffers": "_api.host_memory",
     "PendingSave": "_background.pending",
     "SaveProgress": "_background.pending",
     "save_async": "_background.save_async",

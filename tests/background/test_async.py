@@ -23,9 +23,9 @@ import pytest
 
 import fastckpt
 from fastckpt import _core
+from fastckpt._api import host_memory as _memory
 from fastckpt._api import in_flight as _in_flight
 from fastckpt._background import job as _job
-from fastckpt._background import snapshot_memory as _memory
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure

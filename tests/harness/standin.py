@@ -1,8 +1,12 @@
 """A device for machines without one: PyTorch's PrivateUse1 back end, set up from Python, with streams that are late.
 
-``torch.empty(3, device="standin")`` is a tensor with an address, strides and views, whose memory only the stand-in's
-own copies reach. Each stream is a thread that takes its time: what is used before its event is stale, and what is
-written to before its event spoils the copy. So order, events and reuse show in the data.
+``torch.empty(3, device="standin:1")`` is a tensor with an address, strides and views, whose memory only the stand-in's
+own kernels reach. Each stream is a thread that takes its time: what is used before its event is stale, and what is
+written to before its event spoils the copy. Memory that is freed is given to the next in the order of the stream it
+came from, as CUDA's caching allocator does it: it is overwritten. Host memory can be registered, and misuse of it is
+written down. So order, events, reuse and pinning show in the data or in :data:`faults`.
+
+This file imports no pytest: it is also used where there is none.
 """
 
 # ruff: noqa: ARG002 - the methods take what torch passes
@@ -10,24 +14,29 @@ written to before its event spoils the copy. So order, events and reuse show in 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import backend_registration
-
-import fastckpt
-from fastckpt._tensors import device as _device
+from torch.utils import _pytree, backend_registration
 
 NAME = "standin"
+DEVICES = 2
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_memory: dict[int, np.ndarray] = {}
+_KIND = int(torch._C._autograd.DeviceType.PrivateUse1)
+_PATIENCE = 60
+#: What new memory holds, and what memory holds that has been given to somebody else.
+NEW, REUSED = 0xA5, 0xDB
 _local = threading.local()
 
 
@@ -35,18 +44,45 @@ class Faults:
     """What goes wrong, and when; and what has been counted."""
 
     def __init__(self) -> None:
-        self.late = 0.0
         self.random = random.Random(0)
+        self.flow = threading.Event()
+        self.flow.set()
         self.reset()
 
     def reset(self, late: float = 0.0) -> None:
-        """As new; copies take up to ``late`` seconds."""
+        """As new; copies and kernels take up to ``late`` seconds."""
         self.late = late
+        #: Copies, and those of them between host and device.
         self.copies = 0
+        self.transfers = 0
+        #: Bytes of the largest copy.
         self.largest = 0
+        #: What has been asked for by threads that had not selected the device.
         self.astray = 0
+        #: By number: a copy that fails when it runs, and one that cannot even be asked for.
         self.fail_at: int | None = None
         self.refuse_at: int | None = None
+        self.kernels = 0
+        self.events = 0
+        self.records = 0
+        #: Waits of streams for events, and of hosts for events and streams: by thread.
+        self.stream_waits: Counter[int] = Counter()
+        self.host_waits: Counter[int] = Counter()
+        #: What a real device would have answered with a crash or with wrong data.
+        self.misuse: list[str] = []
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Inside, copies of streams other than the default ones wait, until the function is called."""
+        self.flow.clear()
+        try:
+            yield self.flow.set
+        finally:
+            self.flow.set()
+
+    def delay(self) -> None:
+        if self.late:
+            time.sleep(self.random.random() * self.late)
 
 
 faults = Faults()
@@ -54,95 +90,297 @@ faults = Faults()
 
 def _use() -> None:
     """Whoever asks for something must have selected the device, but for the program itself."""
-    if threading.current_thread() is not threading.main_thread() and not getattr(_local, "selected", False):
+    if threading.current_thread() is not threading.main_thread() and getattr(_local, "index", None) is None:
         faults.astray += 1
 
 
-class Stream:
-    """Does one thing after the other, in a thread of its own."""
+def _index(device: Any = None) -> int:
+    if device is None:
+        return getattr(_local, "index", None) or 0
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return _index() if index is None else index
 
-    def __init__(self, device: Any = None) -> None:
+
+# Host memory.
+
+
+class _Registered(NamedTuple):
+    address: int
+    nbytes: int
+
+
+def _is_mapped(address: int, nbytes: int) -> bool:
+    """Whether the first and the last page of some memory are this process's."""
+    page = os.sysconf("SC_PAGESIZE")
+    vector = (ctypes.c_ubyte * 1)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    return all(
+        libc.mincore(ctypes.c_void_p(at // page * page), ctypes.c_size_t(1), vector) == 0
+        for at in (address, address + nbytes - 1)
+    )
+
+
+class Cudart:
+    """CUDA's runtime, as far as pinning goes: each thread has a last error, kept until that thread asks for it."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, _Registered] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """No more faults; what is registered stays."""
+        #: The status that calls return, if not 0; and how many bytes may be registered.
+        self.status = 0
+        self.limit: int | None = None
+        #: Called with the address before memory is registered: it may wait, or raise.
+        self.before: Callable[[int], None] = lambda _address: None
+        #: ``(thread, "register" or "unregister", address, bytes)``.
+        self.calls: list[tuple[int, str, int, int]] = []
+        self.last = threading.local()
+
+    @property
+    def bytes(self) -> int:
+        """How many are registered."""
+        return sum(memory.nbytes for memory in tuple(self.registered.values()))
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
         _use()
+        self.before(address)
+        self.calls.append((threading.get_ident(), "register", address, nbytes))
+        if flags != 1:
+            faults.misuse.append(f"memory registered with flags {flags}, which are not portable")
+        if self.status:
+            return self._return(self.status)
+        if not _is_mapped(address, nbytes):
+            return self._return(1)
+        if any(_overlap(known, address, nbytes) for known in tuple(self.registered.values())):
+            return self._return(712)
+        if self.limit is not None and self.bytes + nbytes > self.limit:
+            return self._return(2)
+        self.registered[address] = _Registered(address, nbytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        _use()
+        known = self.registered.get(address)
+        self.calls.append((threading.get_ident(), "unregister", address, known.nbytes if known else 0))
+        if known is None:
+            return self._return(713)
+        del self.registered[address]
+        if not _is_mapped(*known):
+            faults.misuse.append(f"{known.nbytes} bytes were unmapped before they were unregistered")
+        return self._return(self.status)
+
+    def _return(self, status: int) -> int:
+        if status:
+            self.last.error = status
+        return status
+
+    def check(self) -> None:
+        """What every check after a kernel does: raise the last error of this thread."""
+        error, self.last.error = getattr(self.last, "error", 0), 0
+        if error:
+            raise RuntimeError(f"standin: CUDA error {error}, left behind by another call")
+
+    def covering(self, address: int, nbytes: int) -> _Registered | None:
+        """The registration of some host memory, or None; RuntimeError for memory of which only a part is one's."""
+        for known in tuple(self.registered.values()):
+            if _overlap(known, address, nbytes):
+                if known.address <= address and address + nbytes <= known.address + known.nbytes:
+                    return known
+                raise RuntimeError(
+                    "standin: CUDA error: invalid argument (a copy across the edge of registered memory)"
+                )
+        return None
+
+
+def _overlap(known: _Registered, address: int, nbytes: int) -> bool:
+    return known.address < address + nbytes and address < known.address + known.nbytes
+
+
+cudart = Cudart()
+
+
+# Streams and events.
+
+
+class _Worker:
+    """Does one thing after the other, in a thread of its own, which takes its time to begin."""
+
+    def __init__(self) -> None:
+        #: What failed, and whether a host knows: nothing is done after it.
         self.error: BaseException | None = None
+        self.is_told = False
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="standin").start()
+        threading.Thread(target=self._run, daemon=True, name=NAME).start()
 
     def _run(self) -> None:
         # Else it has the name of the thread that made it, which may be one of the core's.
         ctypes.CDLL(None).prctl(15, NAME.encode())
-        while True:
-            task, always = self.tasks.get()
+        while (item := self.tasks.get()) is not None:
+            task, always = item
             if self.error is None or always:
                 try:
                     task()
                 except RuntimeError as error:
                     self.error = error
-            del task
+            del task, item
 
-    def submit(self, task: Any, *, always: bool = False) -> None:
+    def submit(self, task: Callable[[], object], *, always: bool = False) -> None:
         self.tasks.put((task, always))
 
+    def mark(self) -> threading.Event:
+        """What is set when all that was asked for before is done."""
+        done = threading.Event()
+        self.submit(done.set, always=True)
+        return done
+
+
+def _come(done: threading.Event) -> None:
+    if not done.wait(_PATIENCE):
+        faults.misuse.append("an event never came")
+
+
+_numbers = itertools.count(1)
+_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+_defaults: dict[int, Stream] = {}
+#: Numbers of streams that are being captured into a graph.
+_captured: set[int] = set()
+
+
+class Stream(torch.Stream):
+    """Of one device."""
+
+    worker: _Worker
+
+    def __new__(cls, device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG004, PYI034 - no Self in Python 3.10
+        _use()
+        return super().__new__(cls, stream_id=next(_numbers), device_index=_index(device), device_type=_KIND)
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.worker = _Worker()
+        _streams[self.stream_id] = self
+        # The thread ends after what it has been asked for.
+        weakref.finalize(self, self.worker.tasks.put, None).atexit = False
+
     def wait_event(self, event: Event) -> None:
+        faults.stream_waits[threading.get_ident()] += 1
         done = event.done
-        self.submit(lambda: done.wait(60))
+        self.worker.submit(lambda: _come(done))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.record_event().query()
 
     def synchronize(self) -> None:
-        event = Event()
-        event.record(self)
-        event.synchronize()
+        _wait(self.worker.mark(), self)
 
 
 class Event:
     """A point in a stream."""
 
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        faults.events += 1
         self.blocking = blocking
         self.done = threading.Event()
         self.done.set()
         self.stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.done = threading.Event()
-        self.stream = stream or current_stream()
-        self.stream.submit(self.done.set, always=True)
+        stream = stream or current_stream()
+        cudart.check()
+        if self.stream is not None and self.stream.device_index != stream.device_index:
+            raise RuntimeError("standin: an event of one device was recorded on a stream of another")
+        faults.records += 1
+        self.stream = stream
+        self.done = stream.worker.mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.done.is_set()
 
     def synchronize(self) -> None:
-        _use()
-        if not self.done.wait(60):
-            raise AssertionError("an event never came")
-        if self.stream is not None and self.stream.error is not None:
-            raise self.stream.error
+        _wait(self.done, self.stream)
 
 
-_default = Stream()
+def _wait(done: threading.Event, stream: Stream | None) -> None:
+    """The calling thread waits."""
+    _use()
+    faults.host_waits[threading.get_ident()] += 1
+    if _captured:
+        raise RuntimeError("standin: operation not permitted when stream is capturing")
+    if not done.wait(_PATIENCE):
+        raise AssertionError("an event never came")
+    if stream is not None and stream.worker.error is not None:
+        stream.worker.is_told = True
+        raise stream.worker.error
 
 
-def late(monkeypatch: Any, seconds: float) -> Iterator[Faults]:
-    """The body of a fixture: copies take up to ``seconds``, and slabs are small next to the tensors."""
-    monkeypatch.setattr(_device, "GATHERED", 1 << 16)
-    fastckpt.release_buffers()
-    faults.reset(late=seconds)
-    yield faults
-    faults.reset()
-    _default.error = None
-    fastckpt.drain(60)
-    # Slabs are kept: these are too small for others.
-    fastckpt.release_buffers()
+def default_stream(device: Any = None) -> Stream:
+    index = _index(device)
+    if index not in _defaults:
+        _defaults.setdefault(index, Stream(index))
+    return _defaults[index]
 
 
 def current_stream(device: Any = None) -> Stream:
-    return getattr(_local, "stream", None) or _default
+    index = _index(device)
+    found: Stream | None = getattr(_local, "streams", {}).get(index)
+    return found or default_stream(index)
+
+
+def forget_errors() -> None:
+    """Streams in which something failed go on."""
+    for stream in tuple(_streams.values()):
+        stream.worker.error, stream.worker.is_told = None, False
 
 
 @contextmanager
-def _held(name: str, value: Any) -> Any:
-    """Inside, the thread's own ``name`` is ``value``."""
-    before = getattr(_local, name, None)
-    setattr(_local, name, value)
+def _selected(device: Any) -> Iterator[None]:
+    """Inside, ``device`` is the thread's own."""
+    before = getattr(_local, "index", None)
+    _local.index = _index(device)
     try:
         yield
     finally:
-        setattr(_local, name, before)
+        _local.index = before
+
+
+@contextmanager
+def _stream(stream: Stream | None) -> Iterator[None]:
+    """Inside, the thread asks ``stream``, and its device is the thread's own."""
+    if stream is None:
+        yield
+        return
+    before = getattr(_local, "streams", {})
+    _local.streams = {**before, stream.device_index: stream}
+    try:
+        with _selected(stream.device_index):
+            yield
+    finally:
+        _local.streams = before
+
+
+@contextmanager
+def capturing(stream: Stream | None = None) -> Iterator[None]:
+    """Inside, what ``stream`` is asked for would be captured into a graph."""
+    number = (stream or current_stream()).stream_id
+    _captured.add(number)
+    try:
+        yield
+    finally:
+        _captured.remove(number)
 
 
 class _Module:
@@ -151,8 +389,9 @@ class _Module:
     Stream = Stream
     Event = Event
     current_stream = staticmethod(current_stream)
-    stream = staticmethod(lambda stream: _held("stream", stream))
-    device = staticmethod(lambda _device: _held("selected", True))
+    default_stream = staticmethod(default_stream)
+    stream = staticmethod(_stream)
+    device = staticmethod(_selected)
 
     def is_initialized(self) -> bool:
         return True
@@ -161,7 +400,13 @@ class _Module:
         return True
 
     def current_device(self) -> int:
-        return 0
+        return _index()
+
+    def is_current_stream_capturing(self) -> bool:
+        return current_stream().stream_id in _captured
+
+    def cudart(self) -> Cudart:
+        return cudart
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -170,14 +415,103 @@ class _Module:
         pass
 
     def device_count(self) -> int:
-        return 1
+        return DEVICES
 
     def synchronize(self, device: Any = None) -> None:
-        _default.synchronize()
+        index = _index(device)
+        for stream in tuple(_streams.values()):
+            if stream.device_index == index and not stream.worker.is_told:
+                stream.synchronize()
 
 
-def _bytes(storage: Any) -> np.ndarray:
-    return np.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+# Device memory. It comes to torch by DLPack, which knows devices by number.
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_EXTENSION = 12  # DLPack's kind of device that PrivateUse1 is
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+#: torch keeps the address, and looks for a deleter there: there is none, so one will do for all.
+_managed = _Managed()
+_allocating = threading.Lock()
+
+
+class _Allocation:
+    """Device memory, until it is free."""
+
+    def __init__(self, nbytes: int, index: int) -> None:
+        room = np.full(nbytes + 16, NEW, np.uint8)
+        self.memory = room[-room.ctypes.data % 16 :][:nbytes]
+        self.stream = current_stream(index)
+        #: Streams that still read it, as ``record_stream`` told.
+        self.users: dict[int, Stream] = {}
+
+    def reuse(self) -> None:
+        """Another owner writes to it, in the order of its stream, and after those that ``record_stream`` named."""
+        memory, users = self.memory, [stream.worker.mark() for stream in self.users.values()]
+        self.users = {}
+
+        def overwrite() -> None:
+            for done in users:
+                _come(done)
+            memory.fill(REUSED)
+
+        self.stream.worker.submit(overwrite, always=True)
+
+
+#: What is in use, by address.
+_memory: dict[int, _Allocation] = {}
+
+
+def _gone(address: int) -> None:
+    allocation = _memory.pop(address, None)
+    if allocation is not None:
+        allocation.reuse()
+
+
+def _allocate(nbytes: int, index: int) -> torch.Tensor:
+    allocation = _Allocation(nbytes, index)
+    address = allocation.memory.ctypes.data
+    with _allocating:
+        _managed.data, _managed.device = address, _Device(_EXTENSION, index)
+        _managed.ndim, _managed.code, _managed.bits, _managed.lanes = 1, 1, 8, 1
+        _managed.shape = (ctypes.c_int64 * 1)(nbytes)
+        tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(_managed), b"dltensor", None))  # type: ignore[attr-defined]
+    if nbytes:
+        _memory[address] = allocation
+        # torch keeps the Python object of a storage as long as the storage itself.
+        weakref.finalize(tensor.untyped_storage(), _gone, address).atexit = False
+    return tensor
+
+
+def free(tensor: torch.Tensor) -> None:
+    """What ``tensor.untyped_storage().resize_(0)`` does to memory; the stand-in's storages cannot be resized."""
+    _memory[tensor.untyped_storage().data_ptr()].reuse()
+
+
+def live() -> int:
+    """How many bytes of device memory are in use."""
+    return sum(allocation.memory.nbytes for allocation in tuple(_memory.values()))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,70 +520,175 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    whole = torch.from_numpy(_bytes(tensor.untyped_storage())).view(tensor.dtype)
-    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    memory = _memory[tensor.untyped_storage().data_ptr()].memory
+    return (
+        torch.from_numpy(memory[: memory.nbytes // tensor.itemsize * tensor.itemsize])
+        .view(tensor.dtype)
+        .as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    )
 
 
-def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     dtype = dtype or torch.get_default_dtype()
-    tensor = torch._C._acc.create_empty_tensor(list(size), dtype)
+    index = _index(device)
     if not all(size):
-        return tensor
+        return _allocate(0, index).view(dtype).as_strided(size, stride)
     nbytes = (1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))) * dtype.itemsize
-    memory = np.full(nbytes + 16, 0xA5, np.uint8)
-    address = -(-memory.ctypes.data // 16) * 16
-    _memory[address] = memory
-    storage = torch._C._construct_storage_from_data_pointer(address, torch.device(NAME, 0), nbytes)
-    torch.ops.aten.set_.source_Storage_storage_offset.redispatch(_CPU, tensor, storage, 0, list(size), list(stride))
-    return tensor
+    return _allocate(nbytes, index).view(dtype).as_strided(size, stride)
 
 
-def _empty(size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     strides, step = [], 1
     for length in reversed(size):
         strides.append(step)
         step *= length
-    return _empty_strided(size, strides[::-1], dtype=dtype)
+    return _empty_strided(size, strides[::-1], dtype=dtype, device=device)
+
+
+# What streams are asked for.
+
+
+def _submit(stream: Stream, task: Callable[[], object]) -> None:
+    cudart.check()
+    faults.kernels += 1
+
+    def run() -> None:
+        faults.delay()
+        if stream is not _defaults.get(stream.device_index):
+            _come(faults.flow)
+        with torch.no_grad():
+            task()
+
+    stream.worker.submit(run)
+
+
+def _host_range(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (reach + 1) * tensor.itemsize
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copies in the current stream, later."""
+    """Copies in the current stream of the source's device, or else of the target's, later."""
     faults.copies += 1
     number = faults.copies
     faults.largest = max(faults.largest, source.nbytes)
     if number == faults.refuse_at:
         raise RuntimeError("standin: out of memory")
+    stream = current_stream((target if source.is_cpu else source).device)
+    host = source if source.is_cpu else target
+    is_transfer = host.is_cpu and host.numel() > 0
+    memory = _host_range(host) if is_transfer else None
+    registered = cudart.covering(*memory) if memory else None
+    faults.transfers += is_transfer
+    if not is_transfer and source.device != target.device:
+        stream.wait_stream(current_stream(target.device))
     ours, theirs = on_host(target), on_host(source)
 
     def copy() -> None:
-        if faults.late:
-            time.sleep(faults.random.random() * faults.late)
         if number == faults.fail_at:
             raise RuntimeError("standin: unspecified launch failure")
-        with torch.no_grad():
-            ours.copy_(theirs)
+        if registered is not None and cudart.registered.get(registered.address) is not registered:
+            faults.misuse.append("host memory was unregistered before its copy had ended")
+        if memory is not None and not _is_mapped(*memory):
+            faults.misuse.append("host memory was unmapped before its copy had ended")
+            return
+        ours.copy_(theirs)
 
-    stream = current_stream()
-    stream.submit(copy)
+    _submit(stream, copy)
+    if not is_transfer and source.device != target.device:
+        current_stream(target.device).wait_stream(stream)
     if not non_blocking:
         stream.synchronize()
     return target
+
+
+def _foreach_copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], non_blocking: bool = False) -> None:
+    targets, sources = list(targets), list(sources)
+    devices = {tensor.device for tensor in (*targets, *sources)}
+    if len(devices) > 1:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking)
+        return
+    pairs = [(on_host(target), on_host(source)) for target, source in zip(targets, sources, strict=True)]
+
+    def copy() -> None:
+        for ours, theirs in pairs:
+            ours.copy_(theirs)
+
+    _submit(current_stream(*devices), copy)
+
+
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    allocation = _memory[tensor.untyped_storage().data_ptr()]
+    if stream.stream_id != allocation.stream.stream_id:
+        allocation.users[stream.stream_id] = _streams[stream.stream_id]
+
+
+def _any_other(operator: Any, *arguments: Any, **named: Any) -> Any:
+    """What the CPU's kernel does, in the current stream; at once where the host is to have the result."""
+    flat, _ = _pytree.tree_flatten((arguments, named))
+    device = next(item.device for item in flat if isinstance(item, torch.Tensor) and not item.is_cpu)
+    stream = current_stream(device)
+
+    def here(item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return torch.device("cpu")
+        return on_host(item) if isinstance(item, torch.Tensor) else item
+
+    _resize_out(operator, arguments, named)
+    host_arguments, host_named = _pytree.tree_map(here, (arguments, named))
+    schema = operator._schema.arguments
+    written = [
+        arguments[number] if number < len(arguments) else named[argument.name]
+        for number, argument in enumerate(schema)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if written:
+        _submit(stream, lambda: operator(*host_arguments, **host_named))
+        return written[0] if len(operator._schema.returns) == 1 else tuple(written) or None
+    stream.synchronize()
+
+    def there(item: Any) -> Any:
+        return item.to(device) if isinstance(item, torch.Tensor) else item
+
+    return _pytree.tree_map(there, operator(*host_arguments, **host_named))
+
+
+def _resize_out(operator: Any, arguments: Any, named: Any) -> None:
+    """An ``out=`` that was made empty gets the shape that the operator gives it."""
+    out = named.get("out")
+    if out is None or out.is_cpu or out.numel():
+        return
+
+    def bare(item: Any) -> Any:
+        return item.to("meta") if isinstance(item, torch.Tensor) and (item.dim() or not item.is_cpu) else item
+
+    shaped = operator(*_pytree.tree_map(bare, arguments), **_pytree.tree_map(bare, named))
+    if shaped.shape != out.shape:
+        room = _empty(shaped.shape, dtype=out.dtype, device=out.device)
+        torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
+            _CPU, out, room.untyped_storage(), 0, list(room.shape), list(room.stride())
+        )
 
 
 def _redispatch(operator: Any) -> Any:
     return lambda *arguments, **named: operator.redispatch(_CPU, *arguments, **named)
 
 
-def _set_up() -> torch.library.Library:
+def _set_up() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
     library.impl("_copy_from", _copy_from)
+    library.impl("_foreach_copy_", _foreach_copy)
+    library.impl("record_stream", _record_stream)
     for name in ("as_strided", "view", "_reshape_alias"):
         library.impl(name, _redispatch(getattr(torch.ops.aten, name).default))
-    return library
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(_any_other, "PrivateUse1")
+    return library, rest
 
 
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # since torch 2.10
-_library = _set_up() if AVAILABLE else None
+_libraries = _set_up() if AVAILABLE else ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._api import in_flight
+from fastckpt._api import host_memory, in_flight
 from fastckpt._api.outcome import logger, report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
@@ -21,7 +21,6 @@ from fastckpt._state.flatten import flatten
 from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
-from . import snapshot_memory
 from .claim import Claim
 
 if TYPE_CHECKING:
@@ -73,16 +72,15 @@ class Job:
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
-        self.memory: snapshot_memory.Memory | None = None
+        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
 
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
-        self.memory = snapshot_memory.take(self.snapshot.nbytes)
+        self.memory = host_memory.take(self.snapshot.nbytes)
         self.snapshot.attach(self.memory.core)
-        for device in self.devices:
-            self.memory.pin(device)
+        self.memory.pin(self.devices)
         if self.late:
             # First: a guard that comes meanwhile waits for this save.
             _guard.hold_steps()
@@ -227,7 +225,7 @@ class Job:
         """Give the memory back."""
         self.snapshot.close()
         if self.memory is not None:
-            snapshot_memory.give(self.memory)
+            host_memory.give(self.memory)
             self.memory = None
         self.let_go()
 

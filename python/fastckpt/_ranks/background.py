@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from fastckpt._api import in_flight
+from fastckpt._api import host_memory, in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport
-from fastckpt._background import snapshot_memory
 from fastckpt._background.claim import Claim
+from fastckpt._tensors.device import Download
 from fastckpt._tensors.ranges import range_of
 
 from .save import save_order
@@ -47,7 +47,7 @@ class Job:
         self.call = call
         self.order = order
         self.progress = progress
-        self.memory: snapshot_memory.Memory | None = None
+        self.memory: host_memory.Memory | None = None
         self.waited = 0.0
         self.staging = 0.0
         self.claim = Claim()
@@ -64,10 +64,9 @@ class Job:
         began = time.perf_counter()
         with range_of("fastckpt.stage"):
             sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
-            memory = self.memory = snapshot_memory.take(sum(sizes))
-            for device in {getattr(mover, "device", None) for flat in self._flats() for mover in flat.movers.values()}:
-                if device is not None:
-                    memory.pin(device)
+            memory = self.memory = host_memory.take(sum(sizes))
+            movers = (mover for flat in self._flats() for mover in flat.movers.values())
+            memory.pin({mover.device for mover in movers if isinstance(mover, Download)})
             pieces: list[tuple[int, int, int]] = []
             address = memory.core.address
             size_of = iter(sizes)
@@ -137,7 +136,7 @@ class Job:
     def release(self) -> None:
         """Give the memory back."""
         if self.memory is not None:
-            snapshot_memory.give(self.memory)
+            host_memory.give(self.memory)
             self.memory = None
         self.order.local.clear()
 

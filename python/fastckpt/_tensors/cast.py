@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     #: Makes elements of one dtype of as many of another; neither need be aligned.
     Convert = Callable[[Bytes, Bytes], None]
 
-#: Elements that are converted at a time on their way through a mover.
+#: Elements that are converted at a time on their way to a mover: what fits the processor's caches.
 _PIECE = 1 << 17
 
 
@@ -43,21 +43,37 @@ class Cast:
 
     def __call__(self, start: int, address: int, nbytes: int) -> None:
         """See :data:`._memory.Mover`."""
+        self.convert(start, address, nbytes, self._move)
+
+    def _move(self, start: int, made: Bytes) -> None:
+        assert self.mover is not None  # noqa: S101 - there is an address otherwise
+        self.mover(start, _memory.address_of(made), len(made))
+
+    def convert(self, start: int, address: int, nbytes: int, move: Callable[[int, Bytes], None]) -> None:
+        """Convert what can be converted of a range, which may cut elements.
+
+        Args:
+            start: where the range begins in the stored tensor.
+            address: where it lies in memory.
+            nbytes: its size.
+            move: where there is no address, called with converted elements, in memory of their own, and the byte of the
+                converted tensor that they begin at.
+        """
         data = _memory.at(address, nbytes)
         size = self._from
         first, last = -(-start // size), (start + nbytes) // size
         if first > last:
-            self._part(last, start - last * size, data)
+            self._part(last, start - last * size, data, move)
             return
         head, tail = first * size - start, last * size - start
         if head:
-            self._part(first - 1, size - head, data[:head])
+            self._part(first - 1, size - head, data[:head], move)
         if first < last:
-            self._whole(first, last, data[head:tail])
+            self._whole(first, last, data[head:tail], move)
         if tail < nbytes:
-            self._part(last, 0, data[tail:])
+            self._part(last, 0, data[tail:], move)
 
-    def _part(self, element: int, offset: int, data: Bytes) -> None:
+    def _part(self, element: int, offset: int, data: Bytes, move: Callable[[int, Bytes], None]) -> None:
         """A part of one element, which is converted when all of it is there. Two threads may have the two halves."""
         with self._lock:
             known = self._cut.get(element)
@@ -67,17 +83,15 @@ class Cast:
             whole[offset : offset + len(data)] = data
             there[offset : offset + len(data)] = 1
             if there.all():
-                self._whole(element, element + 1, whole)
+                self._whole(element, element + 1, whole, move)
 
-    def _whole(self, first: int, last: int, data: Bytes) -> None:
+    def _whole(self, first: int, last: int, data: Bytes, move: Callable[[int, Bytes], None]) -> None:
         size = self._to
         if self._address:
             self._convert(data, _memory.at(self._address + first * size, (last - first) * size))
             return
-        assert self.mover is not None  # noqa: S101 - one of the two is there
-        made = np.empty(min(_PIECE, last - first) * size, np.uint8)
-        for begin in range(first, last, _PIECE):
-            end = min(last, begin + _PIECE)
-            piece = made[: (end - begin) * size]
-            self._convert(data[(begin - first) * self._from : (end - first) * self._from], piece)
-            self.mover(begin * size, _memory.address_of(piece), len(piece))
+        made = np.empty((last - first) * size, np.uint8)
+        for begin in range(0, last - first, _PIECE):
+            end = min(last - first, begin + _PIECE)
+            self._convert(data[begin * self._from : end * self._from], made[begin * size : end * size])
+        move(first * size, made)

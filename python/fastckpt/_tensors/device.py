@@ -20,14 +20,12 @@ This file does not import torch: :mod:`.torch` hands it over.
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-from bisect import bisect_right, insort
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import memory as _memory
+from . import pinned as _pinned
 from .pieces import elements, pieces
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 GATHERED = 16 << 20
 #: Ranges of fewer bytes than this share a copy with their neighbours.
 SMALL = 1 << 20
-
-logger = logging.getLogger("fastckpt")
 
 #: Streams that nothing is under way in, by device. The lists change in atomic steps: signal handlers save, too.
 _free: dict[Any, list[Any]] = {}
@@ -192,6 +188,21 @@ class Download(_Tensor):
         link.synchronize()
         download(link, [(self, start, address, nbytes)], None).wait()
 
+    def protect(self, stream: Any) -> None:
+        """Have torch's allocator keep the memory until ``stream`` has ended what it will have been asked for.
+
+        A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
+        sharded modules do between steps.
+        """
+        if not self.raw.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"the memory of a tensor of {self.device} was freed before it was copied, as sharded modules do "
+                "between steps: call wait_staged() of the save first, or save what they hold between steps"
+            )
+        # Not every allocator can, and not every kind of stream is one to torch.
+        with contextlib.suppress(NotImplementedError, TypeError):
+            self.raw.record_stream(stream)
+
     def parts(self, start: int, nbytes: int) -> Iterator[tuple[Any, int]]:
         """Vectors of bytes on the device that make up a range, in order, each with its length."""
         if self.flat is not None:
@@ -308,22 +319,31 @@ class Transfer:
                 return True
 
     def wait(self) -> None:
-        """Wait until they have ended, and do what is left for the host. To be called once."""
+        """Wait until they have ended, and do what is left for the host.
+
+        May be called again where a signal handler has ended it while :attr:`event` is not None.
+        """
         if self.event is not None:
             with self.link.selected():
                 self.event.synchronize()
-        self.link.give(self.stream)
+            self.link.give(self.stream)
+            self.event = None
         for flip, address, nbytes, start in self.flips:
             flip(_memory.at(address, nbytes), start)
+        self.flips.clear()
         self.kept.clear()
 
     def copy(self, part: Any, address: int, nbytes: int, *, to_host: bool) -> None:
         """Ask for a copy between a vector of bytes on the device and host memory."""
-        host = self.link.torch.from_numpy(_memory.at(address, nbytes))
-        if to_host:
-            host.copy_(part, non_blocking=True)
-        else:
-            part.copy_(host, non_blocking=True)
+        _pinned.wait(address, nbytes)
+        begin = address
+        for at, size in _pinned.split(address, nbytes):
+            host = self.link.torch.from_numpy(_memory.at(at, size))
+            device = part if size == nbytes else part[at - begin : at - begin + size]
+            if to_host:
+                host.copy_(device, non_blocking=True)
+            else:
+                device.copy_(host, non_blocking=True)
 
 
 class _Run:
@@ -358,11 +378,24 @@ class _Run:
         self.begin = self.end
 
 
-def download(link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: Any) -> Transfer:
-    """Ask for ranges of tensors of one device; they are in host memory when the transfer has been waited for."""
+def download(
+    link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: Any, *, outlives: bool = False
+) -> Transfer:
+    """Ask for ranges of tensors of one device; they are in host memory when the transfer has been waited for.
+
+    Args:
+        link: the device.
+        jobs: what to bring: the tensor, and start, address and bytes.
+        ready: an event that the copies come after, or None.
+        outlives: whether the transfer may outlive the call that asks for it: then the tensors are protected.
+    """
     torch = link.torch
 
     def ask(transfer: Transfer) -> None:
+        if outlives and transfer.stream is not None:
+            for mover, *_ in jobs:
+                mover.protect(transfer.stream)
+
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:
                 # Not every kind of device can, and a device may be full: then one by one.
@@ -386,7 +419,7 @@ def download(link: Link, jobs: Sequence[tuple[Download, int, int, int]], ready: 
 
 
 def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any) -> Transfer:
-    """Ask for ranges of tensors of one device to be filled from host memory, which stays until it was waited for."""
+    """Ask for ranges of tensors of one device to be filled from host memory; arguments as for :func:`download`."""
     torch = link.torch
 
     def ask(transfer: Transfer) -> None:
@@ -428,115 +461,3 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
 
 def settle(movers: Iterable[Mover]) -> None:
     """Nothing to wait for: movers that are called one by one wait themselves."""
-
-
-class _Pinned(NamedTuple):
-    """Host memory of ours that is pinned."""
-
-    start: int
-    end: int
-
-
-_pinned: list[_Pinned] = []
-
-
-def pin(torch: ModuleType, device: Any, address: int, nbytes: int) -> Callable[[], None]:
-    """Pin host memory for copies from ``device``, where that can be done, and return what undoes it."""
-    if device.type != "cuda":
-        return lambda: None
-
-    def unpin(cudart: Any) -> Any:
-        return cudart.cudaHostUnregister(address)
-
-    # Portable: for every device.
-    status = _apart(torch, device, lambda cudart: cudart.cudaHostRegister(address, nbytes, 1), back=unpin)
-    if status:
-        logger.warning(
-            "cannot pin %d bytes for the snapshot (%s): copies from the device go through staging buffers",
-            nbytes,
-            status,
-        )
-        return lambda: None
-
-    def undo() -> None:
-        status = _apart(torch, device, unpin)
-        if status:
-            logger.warning("cannot unpin %d bytes of a snapshot (%s)", nbytes, status)
-
-    return _registered(address, nbytes, undo)
-
-
-def _apart(
-    torch: ModuleType, device: Any, call: Callable[[Any], Any], back: Callable[[Any], Any] | None = None
-) -> str | None:
-    """Make a call of CUDA's runtime in a thread of its own; why it failed, or None.
-
-    When a signal handler raises meanwhile, a call that has begun is waited for, and ``back`` undoes it; one that has
-    not never will. A call without ``back`` is made all the same: it undoes another.
-
-    The runtime keeps the last error of each thread until it is asked for, and the next to ask is the check after the
-    caller's next kernel: training would die of our failure. An error goes with the thread that has it.
-    """
-    outcome: list[str | None] = []
-    # The first to take it decides: the thread makes the call, or the caller gives it up.
-    decision = threading.Lock()
-
-    def run() -> None:
-        if not decision.acquire(blocking=False):
-            return
-        try:
-            with Link(torch, device).selected():
-                status = int(call(torch.cuda.cudart()))
-            outcome.append(f"CUDA error {status}" if status else None)
-        except Exception as error:  # noqa: BLE001 - raised below
-            outcome.append(str(error))
-
-    thread = threading.Thread(target=run, name="fastckpt-pin")
-    interrupt = _run_to_end(thread, decision)
-    if interrupt is None:
-        return outcome[0]
-    if isinstance(interrupt, RuntimeError) and thread.ident is None:
-        return str(interrupt)  # the process may have no more threads, or is ending
-    if back is None:
-        if not outcome:
-            _apart(torch, device, call)
-    elif outcome and outcome[0] is None:
-        _apart(torch, device, back)
-    raise interrupt
-
-
-def _run_to_end(thread: threading.Thread, decision: threading.Lock) -> BaseException | None:
-    """Start a thread and wait for it; the last error that was raised here meanwhile.
-
-    An error before the thread has taken ``decision`` takes it, and ends the wait.
-    """
-    interrupt: BaseException | None = None
-    started = ended = False
-    while not ended:
-        try:
-            if not started:
-                started = True
-                thread.start()
-            thread.join()
-            ended = True
-        except BaseException as error:  # noqa: BLE001, PERF203 - the caller raises it
-            interrupt = error
-            ended = decision.acquire(blocking=False)
-    return interrupt
-
-
-def _registered(address: int, nbytes: int, undo: Callable[[], object]) -> Callable[[], None]:
-    memory = _Pinned(address, address + nbytes)
-    insort(_pinned, memory)
-
-    def unpin() -> None:
-        _pinned.remove(memory)
-        undo()
-
-    return unpin
-
-
-def _is_pinned(address: int, nbytes: int) -> bool:
-    known = tuple(_pinned)
-    at = bisect_right(known, (address, 1 << 64)) - 1
-    return at >= 0 and address + nbytes <= known[at].end

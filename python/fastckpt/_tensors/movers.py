@@ -7,10 +7,13 @@ the call: what its streams were asked for until then is what a save finds, and w
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import device as _device
+from . import memory as _memory
+from .cast import Cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -44,6 +47,7 @@ class Copies:
         Raises:
             Exception: the first error of any device, after the copies of all have ended.
         """
+        interrupt: BaseException | None = None
         with self._lock:
             while self._transfers:
                 transfer = self._transfers[0]
@@ -51,7 +55,14 @@ class Copies:
                     transfer.wait()
                 except Exception as error:  # noqa: BLE001 - raised below
                     self._error = self._error or error
+                except BaseException as error:  # noqa: BLE001 - of a signal handler, raised below
+                    interrupt = error
+                    if transfer.event is not None:
+                        continue  # copies may still run, in memory that the caller will use
+                    self._error = self._error or error
                 self._transfers.remove(transfer)
+            if interrupt is not None:
+                raise interrupt
             if self._error is not None:
                 raise self._error
 
@@ -64,11 +75,14 @@ class Copies:
         Raises:
             RuntimeError: such a stream is being captured into a CUDA graph. No stream has been held.
         """
-        transfers = [transfer for transfer in tuple(self._transfers) if transfer.event is not None]
-        for transfer in transfers:
-            transfer.link.refuse_capture(self._operation)
-        for transfer in transfers:
-            transfer.link.hold(transfer.event)
+        # Another thread may be waiting: an event is None once it has come.
+        events = [
+            (transfer.link, event) for transfer in tuple(self._transfers) if (event := transfer.event) is not None
+        ]
+        for link, _ in events:
+            link.refuse_capture(self._operation)
+        for link, event in events:
+            link.hold(event)
 
     def is_done(self) -> bool:
         """Whether the devices have ended all copies. :meth:`wait` may still have something to do, or to raise.
@@ -85,22 +99,18 @@ class _Movers:
         operation: the name of the operation, for errors.
         movers: by number.
         kind: the class of those of devices.
-        ask: asks one device for copies.
 
     Attributes:
         devices: the ``torch.device`` objects of the movers; empty when there are none.
     """
 
-    def __init__(
-        self, operation: str, movers: Mapping[int, Mover], kind: type[Any], ask: Callable[..., _device.Transfer]
-    ) -> None:
+    def __init__(self, operation: str, movers: Mapping[int, Mover], kind: type[Any]) -> None:
         self.operation = operation
         self._movers = movers
         self._kind = kind
-        self._ask_one = ask
         links: dict[Any, _device.Link] = {}
         for mover in movers.values():
-            own: Any = getattr(mover, "mover", mover)  # of a Cast, what takes its elements
+            own: Any = mover.mover if isinstance(mover, Cast) else mover
             if isinstance(own, kind) and own.device not in links:
                 links[own.device] = _device.Link(own.torch, own.device)
         # All of them first: an event recorded in a captured stream would become part of the graph.
@@ -113,26 +123,34 @@ class _Movers:
         """Whether the bytes of that number come from or go to a device."""
         return isinstance(self._movers.get(index), self._kind)
 
-    def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any]]:
-        """The jobs of each device, and those of the processor."""
-        jobs: dict[Any, list[Any]] = {}
+    def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
+        """The jobs of each device, those of the processor, and memory of ours that the first need."""
+        jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
         rest: list[Any] = []
+        kept: list[Any] = []
         movers, kind = self._movers, self._kind
         for index, start, address, nbytes in ranges:
             mover: Any = movers[index]
             if isinstance(mover, kind):
-                jobs.setdefault(mover.device, []).append((mover, start, address, nbytes))
+                jobs[mover.device].append((mover, start, address, nbytes))
+            elif isinstance(mover, Cast) and isinstance(mover.mover, kind):
+                made: list[tuple[int, Any]] = []
+                mover.convert(start, address, nbytes, lambda *each, made=made: made.append(each))
+                jobs[mover.mover.device] += [
+                    (mover.mover, at, _memory.address_of(data), len(data)) for at, data in made
+                ]
+                kept += made
             else:
                 rest.append((mover, start, address, nbytes))
-        return jobs, rest
+        return jobs, rest, kept
 
-    def _ask(self, jobs: Mapping[Any, list[Any]]) -> Copies:
+    def _ask(self, jobs: Mapping[Any, list[Any]], ask: Callable[..., _device.Transfer]) -> Copies:
         transfers: list[_device.Transfer] = []
         copies = Copies(self.operation, transfers)
         try:
-            for device, wanted in jobs.items():
-                link, ready = self._links[device]
-                transfers.append(self._ask_one(link, wanted, ready))
+            for device, (link, ready) in self._links.items():
+                if jobs[device]:
+                    transfers.append(ask(link, jobs[device], ready))
         except BaseException:
             # Those of the devices before it must have ended when the caller hears of it.
             with contextlib.suppress(Exception):
@@ -140,10 +158,10 @@ class _Movers:
             raise
         return copies
 
-    def _move(self, ranges: Iterable[Range]) -> None:
+    def _move(self, ranges: Iterable[Range], ask: Callable[..., _device.Transfer]) -> None:
         """Move ranges, and wait. The processor moves what is in host memory while the devices copy."""
-        jobs, rest = self._sort(ranges)
-        copies = self._ask(jobs)
+        jobs, rest, _kept = self._sort(ranges)
+        copies = self._ask(jobs, ask)
         try:
             for mover, start, address, nbytes in rest:
                 mover(start, address, nbytes)
@@ -167,7 +185,7 @@ class Sources(_Movers):
     """
 
     def __init__(self, operation: str, movers: Mapping[int, Mover]) -> None:
-        super().__init__(operation, movers, _device.Download, _device.download)
+        super().__init__(operation, movers, _device.Download)
 
     def fill(self, ranges: Iterable[Range]) -> None:
         """Bring ranges to host memory; they are there when this returns. The core's callback, for any thread.
@@ -175,7 +193,7 @@ class Sources(_Movers):
         Raises:
             Exception: what failed; all copies have ended.
         """
-        self._move(ranges)
+        self._move(ranges, _device.download)
 
     def enqueue(self, ranges: Iterable[Range]) -> Copies:
         """Ask devices for copies of ranges; they are under way when this returns.
@@ -183,17 +201,21 @@ class Sources(_Movers):
         It returns at once where the host memory is pinned, and waits for memory that is being pinned. Other memory is
         filled before it returns. Any thread may call it.
 
+        The tensors are kept until the copies have been waited for, and their memory, if it is freed earlier all the
+        same, goes to nobody else before they have ended.
+
         Args:
             ranges: of tensors on devices alone.
 
         Raises:
             ValueError: a tensor is in host memory.
+            RuntimeError: the memory of a tensor has been freed.
             Exception: what a device refused; nothing is under way then.
         """
-        jobs, rest = self._sort(ranges)
+        jobs, rest, _ = self._sort(ranges)
         if rest:
             raise ValueError("a tensor in host memory comes from no device")
-        return self._ask(jobs)
+        return self._ask(jobs, partial(_device.download, outlives=True))
 
 
 class Sinks(_Movers):
@@ -211,7 +233,7 @@ class Sinks(_Movers):
     """
 
     def __init__(self, operation: str, movers: Mapping[int, Mover]) -> None:
-        super().__init__(operation, movers, _device.Upload, _device.upload)
+        super().__init__(operation, movers, _device.Upload)
 
     def drain(self, ranges: Iterable[Range]) -> None:
         """Bring ranges from host memory to where they belong. The core's callback, for any thread.
@@ -222,4 +244,4 @@ class Sinks(_Movers):
         Raises:
             Exception: what failed; all copies have ended.
         """
-        self._move(ranges)
+        self._move(ranges, _device.upload)

@@ -16,6 +16,7 @@ from fastckpt.exceptions import UnsupportedTypeError
 
 from . import device as _device
 from . import memory as _memory
+from . import pinned as _pinned
 from .described import (
     THROUGH,
     Describe,
@@ -32,7 +33,7 @@ from .described import (
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .memory import Bytes, Mover
     from .pieces import Index
@@ -483,9 +484,18 @@ def excerpt(value: Tensor, starts: Sequence[int], nbytes: int) -> Tensor:
     return value.view(_RAW[size]).take(places.to(value.device))
 
 
-def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
-    """Pin host memory for copies from ``device``; returns what undoes it."""
-    return _device.pin(torch, device, address, nbytes)
+def pin(
+    devices: Iterable[torch.device], address: int, nbytes: int, limit: int | None = None, piece: int | None = None
+) -> _pinned.Registration | None:
+    """Pin host memory for copies from and to ``devices``; see :func:`.pinned.register`.
+
+    None where no device knows pinning.
+    """
+    for device in devices:
+        found = _pinned.register(torch, device, address, nbytes, limit, piece or _pinned.PIECE)
+        if found is not None:
+            return found  # it is for all
+    return None
 
 
 def device_of(name: Any) -> torch.device | None:

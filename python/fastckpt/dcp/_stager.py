@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from fastckpt._background import snapshot_memory
+from fastckpt._api import host_memory
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 
@@ -56,10 +56,10 @@ class _Lease:
     __slots__ = ("memory",)
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = snapshot_memory.take(nbytes)
+        self.memory = host_memory.take(nbytes)
 
     # Names of the module may have gone when the interpreter ends: what is needed is bound here.
-    def __del__(self, *, give: Any = snapshot_memory.give) -> None:
+    def __del__(self, *, give: Any = host_memory.give) -> None:
         give(self.memory)
 
 
@@ -97,8 +97,7 @@ class _Copier:
         if not self.nbytes:
             return
         lease = _Lease(self.nbytes)
-        for device in self.devices.values():
-            lease.memory.pin(device)
+        lease.memory.pin(self.devices.values())
         self.memory = _memory.at(lease.memory.core.address, self.nbytes, lease)
 
     def copy(self, value: Any) -> Any:
@@ -146,12 +145,13 @@ class _Copier:
             return _torch.torch.empty(value.shape, dtype=value.dtype)
         made = _tensors.over(self.memory[self.used : self.used + nbytes], value.dtype, tuple(value.shape))
         self.used += _padded(nbytes)
-        return made.copy_(value, non_blocking=not value.is_cpu)
+        if value.is_cpu:
+            return made.copy_(value)
+        _tensors.mover_out(value)(0, made.data_ptr(), nbytes)
+        return made
 
     def settle(self) -> None:
-        """Wait for copies from devices."""
-        for device in self.devices.values():
-            _torch.torch.get_device_module(device).synchronize(device)
+        """Let go of the memory, which the tensors in it keep."""
         self.memory = None
 
 

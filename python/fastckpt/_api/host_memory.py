@@ -1,0 +1,168 @@
+"""Host memory of our own, kept from operation to operation: for snapshots, and for staging between files and devices.
+
+Fresh memory is slower than a disk, and pinning it is slower still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._tensors import device as _device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fastckpt._tensors.pinned import Registration
+
+#: Bytes of staging memory that an operation has, at most and at least.
+STAGING, LEAST_STAGING = 256 << 20, 32 << 20
+#: Bytes of it that are pinned at a time: the first copy waits for the first of them.
+_STAGING_PIECE = 32 << 20
+
+#: Free memory. The lists change in atomic steps only, so that signal handlers may save, too.
+_free: list[Memory] = []
+_free_staging: list[Memory] = []
+_generation = 0
+
+
+class Memory:
+    """The memory of one snapshot, or the staging memory of one operation.
+
+    Attributes:
+        core: what the core takes.
+        nbytes: its size.
+        generation: how often the caller had asked to free memory when this was made.
+        registration: what is pinned of it; None before :meth:`pin`, and where devices know no pinning.
+    """
+
+    __slots__ = ("_home", "_limit", "core", "generation", "nbytes", "registration")
+
+    def __init__(self, nbytes: int, home: list[Memory]) -> None:
+        self.core = _core.Memory(nbytes)
+        self.nbytes = self.core.nbytes
+        self.generation = _generation
+        self.registration: Registration | None = None
+        self._limit: int | None = None
+        self._home = home
+
+    def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
+        """Begin to pin it for copies from and to devices, in the background; copies wait for what they need of it.
+
+        What an earlier operation has pinned stays pinned. No copy may be under way.
+
+        Args:
+            devices: ``torch.device`` objects.
+            limit: bytes that this process pins at most, in all; None for no limit.
+            piece: bytes to pin at a time; None for the usual.
+        """
+        devices = tuple(devices)
+        if not devices or (self.registration is not None and limit == self._limit):
+            return
+        self._unpin()
+        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - a device is torch's
+
+        self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
+        self._limit = limit
+
+    @property
+    def problem(self) -> str | None:
+        """Why some of it could not be pinned, for the warnings of a report; None where there is nothing to say."""
+        return None if self.registration is None else self.registration.problem
+
+    def _unpin(self) -> None:
+        if self.registration is not None:
+            self.registration.close()
+            self.registration = None
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._unpin()
+        self.core.close()
+
+    def give(self) -> None:
+        """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile."""
+        if self.generation == _generation:
+            self._home.append(self)
+        else:
+            self.close()
+
+
+def take(nbytes: int) -> Memory:
+    """Memory for a snapshot of ``nbytes``, with what a former one left in it."""
+    return _take(nbytes, _free)
+
+
+def _take(nbytes: int, free: list[Memory]) -> Memory:
+    """The smallest that is free and large enough, or new memory."""
+    while True:
+        fitting = [memory for memory in free if memory.nbytes >= nbytes]
+        chosen = min(fitting or free, key=lambda memory: memory.nbytes, default=None)
+        if chosen is None:
+            return Memory(nbytes, free)
+        try:
+            free.remove(chosen)
+        except ValueError:  # another thread was faster
+            continue
+        if fitting:
+            return chosen
+        # Too small: it goes before its successor comes.
+        chosen.close()
+
+
+def give(memory: Memory) -> None:
+    """Take back memory that is no longer in use."""
+    memory.give()
+
+
+@contextlib.contextmanager
+def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
+    """Inside, staging memory for an operation between files and devices; the core has ended with it when this ends.
+
+    Args:
+        devices: the ``torch.device`` objects that it copies from or to.
+        nbytes: bytes that it moves in all.
+
+    Yields:
+        The memory, which is being pinned, for the core ``.core`` of it; None without devices or bytes.
+    """
+    devices = tuple(devices)
+    if not devices or not nbytes:
+        yield None
+        return
+    memory = _take(min(STAGING, max(LEAST_STAGING, nbytes)), _free_staging)
+    try:
+        memory.pin(devices, piece=_STAGING_PIECE)
+        yield memory
+    finally:
+        memory.give()
+
+
+def release_buffers() -> None:
+    """Free the host memory that is kept for the next operation.
+
+    That is, for asynchronous saves, one copy of the largest state saved so far for each save that was in flight at a
+    time, and for each operation at a time that copied from or to devices, up to 256 MiB. The memory of an operation
+    that is under way is freed when that ends. The next one maps new memory, and pins it where there are devices, which
+    makes it slower, and the stall of an asynchronous save longer.
+    """
+    global _generation  # noqa: PLW0603 - counted here alone
+    _generation += 1
+    for free in (_free, _free_staging):
+        for memory in tuple(free):
+            with contextlib.suppress(ValueError):  # another thread has taken it
+                free.remove(memory)
+                memory.close()
+    _device.release()
+
+
+def _forget() -> None:
+    # A forked child has none of the memory; closing it there does nothing.
+    _free.clear()
+    _free_staging.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,358 @@
+"""Host memory that is pinned, or being pinned: registered with CUDA, so that devices copy from and to it by themselves.
+
+To register memory is slow: each page of it is made and locked. So it goes on in the background, in pieces, and
+a copy waits only for the pieces it reaches into. CUDA refuses a copy whose host memory is registered in part, and does
+not promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
+
+CUDA's runtime keeps the last error of each thread until it is asked for, and the next to ask is the check after the
+caller's next kernel: training would die of a refusal of ours. So each call is made in a thread that ends soon after,
+and its error with it.
+
+A registered range must not be unmapped. :meth:`Registration.close` comes first, in every case: also when
+a signal handler raises meanwhile, when the process has no more threads, and when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import mmap
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._units import show_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+#: Bytes that are registered at a time.
+PIECE = 256 << 20
+#: For the contexts of all devices of the process.
+_PORTABLE = 1
+
+logger = logging.getLogger("fastckpt")
+
+
+class _Piece:
+    """A part of host memory that is registered as a whole, or not at all."""
+
+    __slots__ = ("begin", "end", "is_pinned", "settled")
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin = begin
+        self.end = end
+        self.is_pinned = False
+        #: Set when it is decided whether it is pinned.
+        self.settled = threading.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.end - self.begin
+
+
+class _Known:
+    """All pieces of the process. Lists are replaced, never changed: who reads them needs no lock."""
+
+    def __init__(self) -> None:
+        # Signal handlers save, too: one may come while its own thread is in here.
+        self.lock = threading.RLock()
+        self.live: list[Registration] = []
+        #: Of all pieces in order: the beginnings, and the pieces.
+        self.pieces: tuple[list[int], list[_Piece]] = [], []
+        #: Where pieces begin or end, in order.
+        self.borders: list[int] = []
+        #: Pinned bytes.
+        self.nbytes = 0
+
+    def add(self, registration: Registration) -> None:
+        """One more registration."""
+        with self.lock:
+            self.live = [*self.live, registration]
+            self._index()
+
+    def remove(self, registration: Registration) -> None:
+        """One less."""
+        with self.lock:
+            self.live = [live for live in self.live if live is not registration]
+            self._index()
+
+    def _index(self) -> None:
+        pieces = sorted((piece for live in self.live for piece in live.pieces), key=lambda piece: piece.begin)
+        self.pieces = [piece.begin for piece in pieces], pieces
+        self.borders = sorted({border for piece in pieces for border in (piece.begin, piece.end)})
+
+    def reserve(self, nbytes: int, limit: int | None) -> bool:
+        """Count bytes that are about to be pinned; False if there would be more than ``limit`` of them."""
+        with self.lock:
+            if limit is not None and self.nbytes + nbytes > limit:
+                return False
+            self.nbytes += nbytes
+            return True
+
+    def unreserve(self, nbytes: int) -> None:
+        """Count them no more."""
+        with self.lock:
+            self.nbytes -= nbytes
+
+
+_known = _Known()
+
+
+def wait(address: int, nbytes: int) -> None:
+    """Wait until it is decided for all of a range whether it is pinned. The GIL is free meanwhile."""
+    begins, pieces = _known.pieces
+    at = max(0, bisect_right(begins, address) - 1)
+    while at < len(pieces) and pieces[at].begin < address + nbytes:
+        if address < pieces[at].end:
+            pieces[at].settled.wait()
+        at += 1
+
+
+def split(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """A range cut at the borders of pieces, as address and size of each part, in order."""
+    borders, end = _known.borders, address + nbytes
+    for at in range(bisect_right(borders, address), bisect_left(borders, end)):
+        yield address, borders[at] - address
+        address = borders[at]
+    yield address, end - address
+
+
+class Registration:
+    """A range of host memory that is pinned piece by piece in the background. Made by :func:`register`.
+
+    Attributes:
+        nbytes: the size of the range.
+        pinned: bytes of it that are pinned so far.
+    """
+
+    def __init__(
+        self, torch: ModuleType, device: Any, address: int, nbytes: int, limit: int | None, piece: int
+    ) -> None:
+        self.nbytes = nbytes
+        self.pinned = 0
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._limit = limit
+        self._reason: str | None = None
+        # Pages are registered whole, and no page twice.
+        most = nbytes if limit is None else min(nbytes, limit // mmap.PAGESIZE * mmap.PAGESIZE)
+        if most < nbytes:
+            self._reason = _CAPPED
+        self.pieces = [
+            _Piece(begin, min(address + most, begin + piece)) for begin in range(address, address + most, piece)
+        ]
+        self._is_closed = False
+        #: Held while a piece is being registered, and while they are unregistered.
+        self._busy = threading.Lock()
+
+    @property
+    def problem(self) -> str | None:
+        """Why not all of the memory is pinned, and what to do; None while it is on its way, and when it is pinned."""
+        if self._reason is None or not self.is_done():
+            return None
+        return (
+            f"{show_bytes(self.pinned)} of {show_bytes(self.nbytes)} of host memory are pinned, as {self._reason}; "
+            "copies between devices and the rest are right, but slower"
+        )
+
+    def is_done(self) -> bool:
+        """Whether it is decided for all of the range whether it is pinned."""
+        return not self.pieces or self.pieces[-1].settled.is_set()
+
+    def wait(self) -> None:
+        """Wait until that is decided."""
+        for piece in self.pieces:
+            piece.settled.wait()
+
+    def start(self) -> None:
+        """Register in a thread of its own. No daemon: CUDA is still there as long as it runs."""
+        if not self.pieces:
+            return
+        try:
+            threading.Thread(target=self._register, name="fastckpt-pin").start()
+        except RuntimeError as error:
+            self._refuse(f"no thread could be started for it ({error})")
+
+    def _register(self) -> None:
+        reason: str | None = "it was given up"
+        try:
+            with self._module.device(self._device):
+                for piece in self.pieces:
+                    # Without the lock in between: who closes this waits for one piece at most.
+                    with self._busy:
+                        reason = self._pin(piece)
+                    if reason is not None:
+                        break
+                    piece.settled.set()
+        except Exception as error:  # noqa: BLE001 - it is told, and copies do without
+            reason = str(error)
+        finally:
+            if reason is not None:
+                self._refuse(reason)
+
+    def _pin(self, piece: _Piece) -> str | None:
+        """Register one piece; why not, or None."""
+        if self._is_closed:
+            return "its memory is no longer needed"
+        if not threading.main_thread().is_alive():
+            return "the program ends"
+        cudart = self._module.cudart()
+        pin = getattr(cudart, "cudaHostRegister", None)
+        if pin is None or not hasattr(cudart, "cudaHostUnregister"):
+            return f"torch cannot pin memory for a device of type {self._device.type}"
+        if not _known.reserve(piece.nbytes, self._limit):
+            return _CAPPED
+        try:
+            status = pin(piece.begin, piece.nbytes, _PORTABLE)
+            piece.is_pinned = not int(status)
+        finally:
+            if not piece.is_pinned:
+                _known.unreserve(piece.nbytes)
+        if not piece.is_pinned:
+            return f"CUDA refused ({_text(cudart, status)}; a smaller pin= needs less memory that cannot be swapped)"
+        self.pinned += piece.nbytes
+        return None
+
+    def _refuse(self, reason: str) -> None:
+        """The rest is not pinned."""
+        self._reason = reason
+        for piece in self.pieces:
+            piece.settled.set()
+
+    def close(self) -> None:
+        """Unregister what is registered, after the piece that is on its way; then the memory may be unmapped.
+
+        No copy may be under way. What a signal handler raises meanwhile is raised when it is done.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            _apart(self._unregister)
+        finally:
+            _known.remove(self)
+
+    def _unregister(self) -> None:
+        with self._busy:
+            for piece in self.pieces:
+                if not piece.is_pinned:
+                    continue
+                try:
+                    with self._module.device(self._device):
+                        cudart = self._module.cudart()
+                        status = cudart.cudaHostUnregister(piece.begin)
+                    reason = _text(cudart, status) if int(status) else None
+                except Exception as error:  # noqa: BLE001 - it is told
+                    reason = str(error)
+                piece.is_pinned = False
+                _known.unreserve(piece.nbytes)
+                self.pinned -= piece.nbytes
+                if reason is not None:
+                    logger.warning("cannot unpin %d bytes of host memory: %s", piece.nbytes, reason)
+
+    def forget(self) -> None:
+        """In a forked child, which has neither the memory nor the thread nor CUDA: nothing is pinned any more."""
+        self._is_closed = True
+        self.pinned = 0
+        self.pieces = []
+
+
+_CAPPED = "pin= allows no more"
+
+
+def register(
+    torch: ModuleType, device: Any, address: int, nbytes: int, limit: int | None = None, piece: int = PIECE
+) -> Registration | None:
+    """Pin host memory for copies from and to all devices of a kind, in the background.
+
+    Args:
+        torch: the module.
+        device: a ``torch.device``, any of that kind.
+        address: where the memory begins: at a page.
+        nbytes: its size.
+        limit: bytes that this process pins at most, all registrations together; None for no limit.
+        piece: bytes to register at a time, whole pages.
+
+    Returns:
+        What undoes it; None for devices that know no registration.
+    """
+    if not hasattr(torch.get_device_module(device), "cudart"):
+        return None
+    registration = Registration(torch, device, address, nbytes, limit, piece)
+    try:
+        _known.add(registration)
+        registration.start()
+    except BaseException:  # of a signal handler; the thread may run
+        registration.close()
+        raise
+    return registration
+
+
+def _text(cudart: Any, status: Any) -> str:
+    """What CUDA calls an error."""
+    text = f"error {int(status)}"
+    with contextlib.suppress(Exception):
+        text = f"{text}: {cudart.cudaGetErrorString(status)}"
+    return text
+
+
+def _apart(work: Callable[[], None]) -> None:
+    """Have ``work`` done in a thread of its own, and wait for it; raise what signal handlers raised after that.
+
+    Where no thread can be started, or it is not known whether one was, the first of the two that comes to it does it.
+    """
+    claim = threading.Lock()
+    done = threading.Event()
+    interrupt: BaseException | None = None
+
+    def run() -> None:
+        nonlocal interrupt
+        if not claim.acquire(blocking=False):
+            return
+        again = True
+        while again:
+            again = False
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
+                again = not isinstance(error, Exception)  # of a signal handler: the rest is still to be done
+        done.set()
+
+    try:
+        threading.Thread(target=run, name="fastckpt-unpin").start()
+    except RuntimeError:  # the process may have no more threads, or is ending
+        run()
+    except BaseException as error:  # noqa: BLE001 - raised below
+        interrupt = error
+        run()
+    while not done.is_set():
+        try:
+            done.wait()
+        except BaseException as error:  # noqa: BLE001, PERF203 - raised below
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _forget() -> None:
+    global _known  # noqa: PLW0603 - of this process alone
+    for registration in _known.live:
+        registration.forget()
+    _known = _Known()
+
+
+@atexit.register
+def _end() -> None:
+    # What is still mapped goes with the interpreter: after this.
+    for registration in _known.live:
+        registration.close()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)

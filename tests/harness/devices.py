@@ -1,0 +1,235 @@
+"""The device that tests run on: the stand-in, or with ``FASTCKPT_TEST_DEVICE=cuda`` a real one.
+
+What imports this file may need the standard library, numpy, torch and fastckpt, and nothing else: a machine with a GPU
+runs it by ``python -m unittest discover -s tests/device -t tests``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import tempfile
+import threading
+import time
+import unittest
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import fastckpt
+from fastckpt._tensors import torch as _torch
+
+from . import standin
+
+KIND = os.environ.get("FASTCKPT_TEST_DEVICE", standin.NAME)
+IS_STANDIN = KIND == standin.NAME
+DEVICE = torch.device(KIND, 0)
+OTHER = torch.device(KIND, 1)
+faults = standin.faults
+
+SAVES: dict[str, Callable[..., fastckpt.SaveReport]] = {
+    "save": fastckpt.save,
+    "async": lambda *arguments, **named: fastckpt.save_async(*arguments, **named).result(60),
+    "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, lazy=True, **named).result(60),
+}
+
+
+def missing(what: str) -> None:
+    """Skip with a reason; fail instead where CI promises that everything is there."""
+    if os.environ.get("CI") == "true":
+        raise AssertionError(f"CI must provide this, and does not: {what}")
+    raise unittest.SkipTest(f"NOT TESTED HERE: {what}")
+
+
+def module() -> Any:
+    """What torch has for the device: streams, events."""
+    return torch.get_device_module(DEVICE)
+
+
+def two_devices() -> None:
+    """Require a second device."""
+    if module().device_count() < 2:
+        missing("needs two devices")
+
+
+@contextmanager
+def raises(kind: type[BaseException], match: str) -> Iterator[list[BaseException]]:
+    """Inside, an exception of that kind must come, with a message in which ``match`` is found."""
+    caught: list[BaseException] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+        if re.search(match, str(error)) is None:
+            raise AssertionError(f"{match!r} is not in {str(error)!r}") from error
+    if not caught:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
+    """One test for each of ``values``, which it has as argument ``name``."""
+
+    def mark(function: Any) -> Any:
+        function.cases = [*getattr(function, "cases", []), (name, list(values))]
+        return function
+
+    return mark
+
+
+def in_thread(body: Callable[[], Any]) -> Any:
+    """What ``body`` returns or raises in a thread of its own."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((body(), None))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+class OnDevice(unittest.TestCase):
+    """Tests on the device. Each has a directory of its own, and leaves nothing behind."""
+
+    #: The kind of device that the class is for; None for all.
+    on: ClassVar[str | None] = None
+    #: Seconds that copies of the stand-in take at most.
+    late: ClassVar[float] = 0.002
+    path: Path
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        for name, function in tuple(vars(cls).items()):
+            cases = getattr(function, "cases", None)
+            if cases is None:
+                continue
+            delattr(cls, name)
+            keys = [key for key, _ in cases]
+            for number, values in enumerate(itertools.product(*(values for _, values in cases))):
+                text = "_".join(str(value) if isinstance(value, str | bool | int) else str(number) for value in values)
+                setattr(cls, f"{name}__{text}", _bound(function, dict(zip(keys, values, strict=True))))
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        if cls.on is not None and cls.on != KIND:
+            raise unittest.SkipTest(f"NOT TESTED HERE: needs the device {cls.on}")
+        if IS_STANDIN:
+            if not standin.AVAILABLE:
+                missing("needs torch 2.10 (a device that is set up from Python)")
+        elif not module().is_available():
+            raise AssertionError(f"there is no device {KIND}")
+
+    def setUp(self) -> None:
+        directory = tempfile.TemporaryDirectory(prefix="fastckpt-test-")
+        self.addCleanup(directory.cleanup)
+        self.path = Path(directory.name)
+        fastckpt.drain(60)
+        fastckpt.release_buffers()
+        faults.reset(late=self.late)
+        standin.cudart.reset()
+        self.addCleanup(self._leave)
+
+    def _leave(self) -> None:
+        misuse = faults.misuse
+        faults.reset()
+        standin.cudart.reset()
+        try:
+            fastckpt.drain(60)
+        finally:
+            standin.forget_errors()
+            fastckpt.release_buffers()
+        assert misuse == [], misuse
+        assert not standin.cudart.registered, "memory is still registered"
+
+
+def _bound(function: Any, named: dict[str, Any]) -> Any:
+    @functools.wraps(function)
+    def test(self: Any) -> None:
+        function(self, **named)
+
+    del test.cases  # type: ignore[attr-defined]
+    del test.__wrapped__  # type: ignore[attr-defined]
+    return test
+
+
+def moved(value: torch.Tensor, device: torch.device = DEVICE) -> torch.Tensor:
+    """A copy on the device, with the same flags."""
+    flags = ("p" if type(value) is torch.nn.Parameter else "") + "g" * value.requires_grad
+    return _torch.with_flags(value.detach().to(device), flags)
+
+
+def on_device(state: dict[str, Any], device: torch.device = DEVICE) -> dict[str, Any]:
+    return {name: moved(value, device) for name, value in state.items()}
+
+
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds at this moment, whatever other streams have still to do."""
+    if tensor.device.type == standin.NAME:
+        return standin.on_host(tensor).clone()
+    return tensor.detach().clone().cpu()
+
+
+def to_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: there(value) for name, value in state.items()}
+
+
+def busy(seconds: float = 0.05) -> None:
+    """The current stream has something else to do first."""
+    stream = module().current_stream(DEVICE)
+    if IS_STANDIN:
+        stream.worker.submit(lambda: time.sleep(seconds))
+    else:
+        torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def fill_later(tensor: torch.Tensor, value: float, seconds: float = 0.05) -> None:
+    """The current stream will write to ``tensor``; the host does not wait for it."""
+    busy(seconds)
+    tensor.fill_(value)
+
+
+def synchronize() -> None:
+    """Wait for everything on the device."""
+    module().synchronize(DEVICE)
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor that is still referenced, as sharded modules do, and give it to somebody else."""
+    if IS_STANDIN:
+        standin.free(tensor)
+        return
+    nbytes = tensor.untyped_storage().nbytes()
+    tensor.untyped_storage().resize_(0)
+    # The caching allocator gives the same block, unless something protects it.
+    torch.full((nbytes,), standin.REUSED, dtype=torch.uint8, device=tensor.device)
+
+
+def side_stream() -> Any:
+    """Inside what this returns, the calling thread asks a stream of its own."""
+    return module().stream(module().Stream(device=DEVICE))
+
+
+def on_time() -> Any:
+    """Inside, copies of the stand-in take no time."""
+    return _on_time() if IS_STANDIN else nullcontext()
+
+
+@contextmanager
+def _on_time() -> Iterator[None]:
+    late, faults.late = faults.late, 0.0
+    try:
+        yield
+    finally:
+        faults.late = late
