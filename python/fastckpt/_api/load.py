@@ -11,7 +11,8 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
-from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
+from .direct_io import way_of
+from .options import DeviceEngine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
@@ -38,7 +39,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[False] = ...,
@@ -60,7 +61,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[True],
@@ -81,7 +82,7 @@ def load(  # noqa: PLR0913 - all by name
     unknown: Unknown = "error",
     mmap: bool = False,
     verify: bool = True,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     progress: bool = False,
     report: bool = False,
@@ -210,14 +211,17 @@ def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int
             if targets.mappings is not None:
                 checked = numbers if wishes.verify else []
                 return reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
-            return reader.read(
-                targets.requests,
-                verify=wishes.verify,
-                io=wishes.io,
-                threads=wishes.threads,
-                drain=targets.drain if targets.movers else None,
-                tick=tick,
-            )
+            with way_of("load", wishes.io, targets.movers, write=False) as way:
+                report = reader.read(
+                    targets.requests,
+                    verify=wishes.verify,
+                    io=way.engine,
+                    threads=wishes.threads,
+                    drain=targets.drain if targets.movers else None,
+                    tick=tick,
+                    direct=way.direct,
+                )
+                return way.noted(report)
     finally:
         # Also after an error: a device must not write into memory that is somebody else's by then.
         if targets.movers:

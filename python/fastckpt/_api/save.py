@@ -17,7 +17,8 @@ from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
-from .options import Engine, check_bandwidth, check_engine
+from .direct_io import way_of
+from .options import DeviceEngine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
@@ -36,7 +37,7 @@ def save(  # noqa: PLR0913 - all by name
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
     progress: bool = False,
@@ -98,7 +99,7 @@ def save(  # noqa: PLR0913 - all by name
     """
     began = time.perf_counter()
     target = path_of("save", path)
-    check_engine("save", io, threads)
+    check_engine("save", io, threads, devices=True)
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
@@ -107,28 +108,32 @@ def save(  # noqa: PLR0913 - all by name
         about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
         flat = flatten(state, types=types, default=default)
         warn_of_unnamed("save", flat, about)
-        options = _core.SaveOptions(
-            model_prefix=split_model("save", flat, model_key),
-            overwrite=bool(overwrite),
-            files=more,
-            shard_size=file_bytes,
-            io=io,
-            threads=threads,
-            bandwidth_limit=limit,
-            step=step_of(metadata),
-        )
+        prefix = split_model("save", flat, model_key)
         try:
-            in_flight.wait_for_path(target)
-            with ticker("save", target, shown=progress) as tick:
-                report = _core.save(
-                    target,
-                    flat.tensors,
-                    flat.structure(),
-                    about.structure(),
-                    options,
-                    flat.fill if flat.movers else None,
-                    tick,
+            with way_of("save", io, flat.movers, write=True) as way:
+                options = _core.SaveOptions(
+                    model_prefix=prefix,
+                    overwrite=bool(overwrite),
+                    files=more,
+                    shard_size=file_bytes,
+                    io=way.engine,
+                    threads=threads,
+                    bandwidth_limit=limit,
+                    step=step_of(metadata),
+                    direct=way.direct,
                 )
+                in_flight.wait_for_path(target)
+                with ticker("save", target, shown=progress) as tick:
+                    done = _core.save(
+                        target,
+                        flat.tensors,
+                        flat.structure(),
+                        about.structure(),
+                        options,
+                        flat.fill if flat.movers else None,
+                        tick,
+                    )
+                report = way.noted(done)
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()

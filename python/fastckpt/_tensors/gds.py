@@ -22,7 +22,7 @@ from . import device as _device
 from . import device_sums as _sums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
     from .memory import Mover
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     #: Tensor or request, its first byte, the file, the first byte there, and how many.
     Stretch = tuple[int, int, str, int, int]
 
-#: The fewest bytes of a tensor that may have a whole block of a checkpoint in them.
-_LEAST = 1 << 20
+#: Bytes of a tensor that is worth a look.
+_LEAST = 64 << 10
 #: Files that are kept open.
 _MOST_FILES = 8
 _LIBRARY = "libcufile.so.0"
@@ -69,8 +69,7 @@ class CuFile:
 
     def __init__(self, torch: ModuleType, path: str, *, write: bool) -> None:
         flags = os.O_RDWR if write else os.O_RDONLY
-        # A GdsFile whose file cannot be opened complains once more when it is collected.
-        os.close(os.open(path, flags | os.O_DIRECT))
+        _open(path, flags)
         self._file = torch.cuda.gds.GdsFile(path, flags)
         library = _library()
         self._calls = library.cuFileWrite, library.cuFileRead
@@ -106,6 +105,11 @@ class CuFile:
                 why = os.strerror(number) if moved == _SYSTEM else f"cuFile error {-moved}" if moved else "end of file"
                 raise OSError(number, f"cuFile cannot {verb} {nbytes - done} bytes at {offset + done}: {why}")
             done += moved
+
+
+def _open(path: str, flags: int) -> None:
+    """OSError where a file cannot be opened: a GdsFile would complain once more when it is collected."""
+    os.close(os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW))
 
 
 def _library() -> Any:
@@ -163,7 +167,7 @@ class Direct:
                 link = _device.Link(mover.torch, mover.device)
                 link.refuse_capture(operation)
                 self._links[mover.device] = link, link.ready()
-        self.indices = list(self._movers)
+        self.indices = frozenset(self._movers)
 
     def move(self, stretches: Sequence[Stretch], block: int) -> list[int]:
         """Move stretches; the core's callback, for any thread.
@@ -191,27 +195,36 @@ class Direct:
             found.update(zip(numbers, moved, strict=True))
         return [sum_ for number in range(len(stretches)) for sum_ in found[number]]
 
-    def _on(self, link: _device.Link, stretches: Iterable[Stretch], block: int) -> list[list[int]]:
-        views = [self._movers[index].flat[start : start + nbytes] for index, start, _, _, nbytes in stretches]
-        bits: list[Any] = []
+    def _on(self, link: _device.Link, stretches: Sequence[Stretch], block: int) -> list[list[int]]:
         stream = link.take()
         try:
             with contextlib.nullcontext() if stream is None else link.module.stream(stream):
-                if self._write and block:
-                    # The device sums while the file is written.
-                    bits = [_sums.enqueue(link.torch, view, block) for view in views]
-                for view, (_, _, path, offset, nbytes) in zip(views, stretches, strict=True):
-                    file = self._file(link, path)
-                    (file.write if self._write else file.read)(view.data_ptr(), nbytes, offset)
-                if not self._write and block:
-                    bits = [_sums.enqueue(link.torch, view, block) for view in views]
-                found = [_sums.collect(some, block) for some in bits] if block else [[] for _ in views]
+                found = self._moved(link, stretches, block)
         except BaseException:
             # The device may still sum memory that the caller will free. The stream is not used again.
             with contextlib.suppress(Exception):
                 link.synchronize() if stream is None else stream.synchronize()
             raise
         link.give(stream)
+        return found
+
+    def _moved(self, link: _device.Link, stretches: Sequence[Stretch], block: int) -> list[list[int]]:
+        views = [self._movers[index].flat[start : start + nbytes] for index, start, _, _, nbytes in stretches]
+
+        def summed() -> list[list[int]]:
+            if not block:
+                return [[] for _ in views]
+            bits = [_sums.enqueue(link.torch, view, block) for view in views]
+            return [_sums.collect(some, block) for some in bits]
+
+        before = summed() if self._write else None
+        for view, (_, _, path, offset, nbytes) in zip(views, stretches, strict=True):
+            file = self._file(link, path)
+            (file.write if self._write else file.read)(view.data_ptr(), nbytes, offset)
+        found = summed()
+        if before is not None and before != found:
+            # The usual path writes a copy, and sums that.
+            raise RuntimeError("a tensor changed while it was written")
         return found
 
     def _file(self, link: _device.Link, path: str) -> File:
