@@ -21,6 +21,7 @@ count as not run.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -36,12 +37,11 @@ from bench.gpu_bars import count_bars, training_bars, transfer_bars
 from bench.gpu_contenders import specs
 from bench.gpu_device import DEVICES, Device, DeviceWorkload, available_memory, measure_link
 from bench.process import Request, say
-from bench.rounds import Rounds
+from bench.rounds import Outcome, Rounds
 from bench.summary import spread, summarise
 
 if TYPE_CHECKING:
     from bench.process import ContenderError
-    from bench.rounds import Outcome
 
 #: Tensors of the state of many, and bytes of each; with little time fewer.
 MANY, MANY_BYTES = 60_000, 16384
@@ -56,7 +56,7 @@ class DeviceRounds(Rounds):
 
     Attributes:
         until: no round is begun that would end after this moment (``time.monotonic``).
-        tell: called after each round.
+        tell: called with the outcome after each turn.
     """
 
     until: float = float("inf")
@@ -65,10 +65,12 @@ class DeviceRounds(Rounds):
 
     def may_begin(self, number: int) -> bool:
         now = time.monotonic()
-        if number:
-            self.tell(self.outcome, number)
         took, self.began = now - self.began, now
         return not number or now + took < self.until
+
+    def turn(self, name: str, number: int) -> None:
+        super().turn(name, number)
+        self.tell(self.outcome)
 
     def give_up(self, name: str, error: ContenderError) -> None:
         self.outcome.not_run[name] = error.failure.reason
@@ -144,7 +146,8 @@ def transfers(options: argparse.Namespace, device: Device, result: Result, *, me
     workload = DeviceWorkload("model", size, device=device.name)
     names = tuple(options.peers.split(",")) if options.peers else ()
 
-    def tell(outcome: Outcome, rounds: int) -> None:
+    def tell(outcome: Outcome) -> None:
+        rounds = max((len(each) for one in outcome.samples.values() for each in one.values()), default=0)
         figures = {
             name: {operation: summarise(samples) for operation, samples in operations.items()}
             for name, operations in outcome.samples.items()
@@ -157,13 +160,15 @@ def transfers(options: argparse.Namespace, device: Device, result: Result, *, me
         )  # fmt: skip
 
     chosen = specs(device.name, names)
+    ready = [spec for spec in chosen if importlib.util.find_spec(spec.contender.needs)]
+    absent = {spec.name: f"{spec.contender.needs} is not installed" for spec in chosen if spec not in ready}
     seconds = 30 + size / (50 * MB)
     rounds = DeviceRounds(
-        specs=chosen, workload=workload, directory=options.directory, operations=("save", "load", "into"),
+        specs=ready, workload=workload, directory=options.directory, operations=("save", "load", "into"),
         rounds=options.rounds, patience=seconds, until=time.monotonic() + options.seconds, tell=tell,
+        outcome=Outcome(not_run=absent),
     )  # fmt: skip
-    outcome = rounds.run()
-    tell(outcome, max((len(each) for one in outcome.samples.values() for each in one.values()), default=0))
+    tell(rounds.run())
 
 
 def transfer_table(chosen: list[Any], outcome: Outcome, figures: dict[str, Any], rounds: int) -> list[str]:

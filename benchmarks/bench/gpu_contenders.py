@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Contender):
-    """What all of them share: a load has ended when the device has the bytes, and takes no memory of the host."""
+    """What all of them share: a load has ended when the device has the bytes, and takes no memory of the host.
+
+    Attributes:
+        needs: the module without which it cannot run; nothing is started to find that out.
+    """
 
     kinds = frozenset({"model", "many"})
+    needs = "torch"
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -146,6 +151,7 @@ class TorchCheckpointingDevice(OnDevice, peers.TorchCheckpointing):
     """``torch_checkpointing``, its synchronous saver; ``load(map_location=)``."""
 
     kinds = OnDevice.kinds
+    needs = "torch_checkpointing"
 
     def __init__(self, device: str) -> None:
         OnDevice.__init__(self, device)
@@ -159,6 +165,7 @@ class SafetensorsDevice(OnDevice, Safetensors):
     """``safetensors.torch.save_file`` and ``load_file(device=)``."""
 
     kinds = OnDevice.kinds
+    needs = "safetensors"
 
     def __init__(self, device: str) -> None:
         OnDevice.__init__(self, device)
@@ -173,6 +180,7 @@ class SafetensorsPrefetch(OnDevice, peers.LoadsSafetensors):
 
     title = "safetensors, prefetch"
     kinds = OnDevice.kinds
+    needs = "safetensors"
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -194,6 +202,7 @@ class RunaiDevice(OnDevice, peers.RunaiModelStreamer):
     """``runai_model_streamer.SafetensorsStreamer`` onto the device."""
 
     kinds = OnDevice.kinds
+    needs = "runai_model_streamer"
 
     def __init__(self, device: str) -> None:
         OnDevice.__init__(self, device)
@@ -209,6 +218,7 @@ class FastsafetensorsDevice(OnDevice, peers.Fastsafetensors):
     """``fastsafetensors.SafeTensorsFileLoader`` onto the device, with GPUDirect Storage or without."""
 
     kinds = OnDevice.kinds
+    needs = "fastsafetensors"
 
     def __init__(self, device: str, *, gds: bool = False) -> None:
         OnDevice.__init__(self, device)
@@ -228,6 +238,7 @@ class InstantTensor(OnDevice, peers.LoadsSafetensors):
 
     title = "InstantTensor"
     kinds = OnDevice.kinds
+    needs = "instanttensor"
 
     def __init__(self, device: str) -> None:
         super().__init__(device)

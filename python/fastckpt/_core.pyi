@@ -115,7 +115,8 @@ class SaveOptions:
     ``move(stretches, block)``, which threads of the core call with up to 16 MiB. A stretch is a tuple ``(index, start,
     path, offset, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index``, whole blocks of ``block``
     bytes, go to byte ``offset`` of the file ``path``. It returns the CRC-64 of each block. Once it raises, it is called
-    no more, and what it has not moved is asked of ``fill``. Only :func:`save` looks at ``direct``.
+    no more, and what it has not moved is asked of ``fill``. Only :func:`save` looks at
+    ``direct``; without it, ``io`` "gds" is "auto", and the report says so.
     """
 
     def __new__(

@@ -12,6 +12,7 @@ import torch
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt._api import destinations
 from harness import needs
 from harness.same import same
 
@@ -157,13 +158,105 @@ def test_frameworks(saved, framework):
 
 def test_what_does_not_go_with_it_is_refused(saved):
     path, wanted = saved
-    for options in ({"into": wanted}, {"device": "meta"}):
-        with pytest.raises(ValueError, match="load: mmap is for new tensors in host memory"):
+    for options in ({"dtype": "float32"}, {"dtype": {"w": "float32"}, "into": wanted}):
+        with pytest.raises(ValueError, match="load: mmap gives the bytes as they are in the files: give no dtype"):
             fastckpt.load(path, mmap=True, **options)
+    with pytest.raises(ValueError, match=r"load: device.*there is no device cuda:77 here"):
+        fastckpt.load(path, mmap=True, device="cuda:77")
     for io in ("uring", "threads", "direct"):
         with pytest.raises(ValueError, match=f"mmap goes through the page cache.*'{io}'"):
             fastckpt.load(path, mmap=True, io=io)
     assert same(fastckpt.load(path, mmap=True, io="buffered"), wanted)
+
+
+def blank():
+    """Memory for the state of these tests: some of it strided, some with its signs flipped."""
+    return {
+        "w": torch.zeros(3 * MIB // 2, 2, dtype=torch.bfloat16)[:, 0],
+        "tied": None,
+        "n": np.zeros((7, 100)).T,
+        "words": np.array(["", ""], "<U5"),
+        "blob": b"",
+        "array": bytearray(),
+        "empty": torch.empty(0, 3),
+        "step": 0,
+    }
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+@pytest.mark.parametrize("step", [1 << 12, (1 << 16) + 1, 16 << 20])
+def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, threads, step):
+    path, wanted = saved
+    monkeypatch.setattr(destinations, "_STEP", step)
+    into = blank()
+    into["tied"] = into["w"]
+    held = [into["w"], into["n"], into["words"]]
+    loaded, report = fastckpt.load(path, into=into, mmap=True, threads=threads, report=True)
+    assert same(loaded, wanted)
+    assert all(one is other for one, other in zip(held, (loaded["w"], loaded["n"], loaded["words"]), strict=True))
+    sizes = [wanted[name].nbytes for name in ("w", "n", "words")]
+    assert report.copied == sum(sizes)
+    assert report.bytes == sum(sizes) + 5000
+    assert report.phases["read"] <= report.seconds
+    # Nothing is left that needs the files.
+    del loaded
+    gc.collect()
+    assert not mappings(path)
+
+
+def test_signs_are_flipped_in_a_copy(tmp_path):
+    """The pages themselves stay: another tensor may be made of them."""
+    wanted = torch.randn(3000, dtype=torch.complex64)
+    fastckpt.save({"w": wanted}, tmp_path / "c")
+    into = {"w": torch.zeros(3000, dtype=torch.complex64).conj()}
+    fastckpt.load(tmp_path / "c", into=into, mmap=True)
+    assert same(into["w"].resolve_conj(), wanted)
+
+
+def test_a_damaged_checkpoint_changes_nothing(saved):
+    path, wanted = saved
+    shard = path / "model.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    into = blank()
+    into["tied"] = into["w"]
+    with pytest.raises(CorruptCheckpointError):
+        fastckpt.load(path, into=into, mmap=True)
+    assert not into["w"].any()
+    assert not into["n"].any()
+    loaded = fastckpt.load(path, into=into, mmap=True, verify=False)
+    assert same(loaded["w"], wanted["w"])
+
+
+def test_what_into_lacks_is_neither_checked_nor_copied(saved):
+    path, wanted = saved
+    shard = path / "model.safetensors"
+    whole = shard.read_bytes()
+    at = whole.index(wanted["n"].tobytes())
+    shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    into = {"words": np.array(["", ""], "<U5")}
+    with pytest.raises(CorruptCheckpointError):
+        fastckpt.load(path, into={**into, "n": np.zeros((100, 7))}, mmap=True, strict=False, keys=["n", "words"])
+    _, report = fastckpt.load(path, into=into, mmap=True, strict=False, report=True)
+    assert into["words"].tolist() == ["some", "words"]
+    assert report.copied == into["words"].nbytes
+
+
+def test_objects_in_into_are_filled_from_the_pages(tmp_path):
+    """Parameters are filled in place; an optimizer that has not stepped is given new tensors, which are pages."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    fastckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    fresh = torch.nn.Linear(300, 300)
+    other = torch.optim.Adam(fresh.parameters())
+    weight = fresh.weight.data_ptr()
+    fastckpt.load(tmp_path / "c", into={"model": fresh, "optimizer": other}, mmap=True)
+    assert fresh.weight.data_ptr() == weight
+    assert same(fresh.state_dict(), model.state_dict())
+    assert same(other.state_dict(), optimizer.state_dict())
 
 
 def test_an_interrupt_ends_it(saved):

@@ -247,6 +247,7 @@ def test_a_part_that_hangs_is_ended_with_its_children_at_its_deadline(gpu, tmp_p
     text = (
         "import pathlib, subprocess, sys, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
@@ -263,6 +264,16 @@ def test_a_part_that_hangs_is_ended_with_its_children_at_its_deadline(gpu, tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert runner.run(program(gpu, "print(1)")).status == "passed"
+
+
+def test_a_part_that_hangs_says_where(gpu):
+    text = "import time\ndef waits_for_ever():\n    print('here', flush=True)\n    time.sleep(600)\nwaits_for_ever()"
+    part = program(gpu, text, 8.0)
+    part.command[1:1] = ["-X", "faulthandler"]
+    gpu.Runner(60, dict(os.environ)).run(part)
+    assert part.reason == "ended at its deadline, after 8 s"
+    assert part.output.startswith("here\n")
+    assert "in waits_for_ever" in part.output
 
 
 def test_children_of_a_part_that_has_ended_end_as_well(gpu, tmp_path):

@@ -22,6 +22,7 @@ from fastckpt._api.into import Into
 from fastckpt._state import flatten as _flatten
 from fastckpt._tensors.described import Tensor
 from fastckpt._tensors.memory import at
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.pieces import pieces
 from harness import manifest, needs
 
@@ -238,17 +239,22 @@ def meanwhile(monkeypatch):
     """Runs a function from a callback of the core's, that is, while it reads the state; what that raised."""
     raised = []
     actions = []
-    fill = _flatten.Flat.fill
 
-    def wrapped(self, *where):
-        for action in actions:
-            try:
-                action()
-            except BufferError as error:  # noqa: PERF203 - one action
-                raised.append(error)
-        fill(self, *where)
+    def wrap(kind):
+        fill = kind.fill
 
-    monkeypatch.setattr(_flatten.Flat, "fill", wrapped)
+        def wrapped(self, ranges):
+            for action in actions:
+                try:
+                    action()
+                except BufferError as error:  # noqa: PERF203 - one action
+                    raised.append(error)
+            fill(self, ranges)
+
+        monkeypatch.setattr(kind, "fill", wrapped)
+
+    wrap(_flatten.Flat)
+    wrap(Sources)
     return actions, raised
 
 

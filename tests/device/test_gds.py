@@ -165,6 +165,16 @@ class TestGds(WithGds):
         assert report.fallback == "gds: no block of the checkpoint lies inside one tensor on a device"
         assert same(fastckpt.load(self.path / "c"), state)
 
+    def test_reads_of_an_open_checkpoint(self):
+        state = host_state()
+        fastckpt.save(state, self.path / "c")
+        with fastckpt.open(self.path / "c", device=DEVICE, io="gds") as checkpoint:
+            assert torch.equal(there(checkpoint["odd"]), state["odd"])
+            assert checkpoint.report.blocks["gds"] == 1
+            # A box comes the usual way.
+            assert torch.equal(there(checkpoint.slice("odd", slice(3, None))), state["odd"][3:])
+            assert checkpoint.report.blocks["gds"] == 0
+
     @each("verify", [True, False])
     def test_damage(self, verify):
         state = {"first": bytes_of(5 * UNIT), "second": bytes_of(13 * UNIT)}
@@ -319,6 +329,14 @@ class TestUnavailable(OnDevice):
         for report in (saved, loaded.report):
             assert report.fallback == "gds: no tensor is on a device, or all are converted on the way"
         assert same(loaded.state, state)
+
+    def test_operations_that_go_through_host_memory(self):
+        state = {"w": moved(bytes_of(9 * MIB))}
+        report = fastckpt.save_async(state, self.path / "c", io="gds").result(60)
+        assert report.fallback.startswith("gds: this operation goes through host memory")
+        assert same(fastckpt.load(self.path / "c"), {"w": bytes_of(9 * MIB)})
+        with raises(ValueError, "verify: io must be one of auto, uring, threads, direct, buffered, not 'gds'"):
+            fastckpt.verify(self.path / "c", io="gds")
 
     def test_another_kind_of_device(self):
         with mock.patch.dict(gds.KINDS, clear=True):

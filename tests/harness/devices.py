@@ -58,7 +58,7 @@ def two_devices() -> None:
 
 
 @contextmanager
-def raises(kind: type[BaseException], match: str) -> Iterator[list[BaseException]]:
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], match: str) -> Iterator[list[BaseException]]:
     """Inside, an exception of that kind must come, with a message in which ``match`` is found."""
     caught: list[BaseException] = []
     try:
@@ -68,7 +68,7 @@ def raises(kind: type[BaseException], match: str) -> Iterator[list[BaseException
         if re.search(match, str(error)) is None:
             raise AssertionError(f"{match!r} is not in {str(error)!r}") from error
     if not caught:
-        raise AssertionError(f"{kind.__name__} was not raised")
+        raise AssertionError(f"{kind} was not raised")
 
 
 def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:

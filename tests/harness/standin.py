@@ -246,8 +246,8 @@ def _come(done: threading.Event) -> None:
 _numbers = itertools.count(1)
 _streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 _defaults: dict[int, Stream] = {}
-#: Numbers of streams that are being captured into a graph.
-_captured: set[int] = set()
+#: Numbers of streams that are being captured into a graph, with the thread that does it.
+_captured: dict[int, int] = {}
 
 
 class Stream(torch.Stream):
@@ -318,7 +318,7 @@ def _wait(done: threading.Event, stream: Stream | None) -> None:
     """The calling thread waits."""
     _use()
     faults.host_waits[threading.get_ident()] += 1
-    if _captured:
+    if threading.get_ident() in _captured.values():
         raise RuntimeError("standin: operation not permitted when stream is capturing")
     if not done.wait(_PATIENCE):
         raise AssertionError("an event never came")
@@ -376,11 +376,11 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 def capturing(stream: Stream | None = None) -> Iterator[None]:
     """Inside, what ``stream`` is asked for would be captured into a graph."""
     number = (stream or current_stream()).stream_id
-    _captured.add(number)
+    _captured[number] = threading.get_ident()
     try:
         yield
     finally:
-        _captured.remove(number)
+        del _captured[number]
 
 
 class _Module:
@@ -551,12 +551,13 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
 def _submit(stream: Stream, task: Callable[[], object]) -> None:
     cudart.check()
     faults.kernels += 1
+    inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
         faults.delay()
         if stream is not _defaults.get(stream.device_index):
             _come(faults.flow)
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             task()
 
     stream.worker.submit(run)

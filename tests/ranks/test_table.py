@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt._ranks.describe import COMPARED, describe, pieces
+from fastckpt._ranks import describe as describe_module
+from fastckpt._ranks.describe import COMPARED, describe
 from fastckpt._ranks.offers import Told, combine_offers, offer_of
 from fastckpt._ranks.table import (
     NO_CHECK,
@@ -22,7 +23,6 @@ from fastckpt._ranks.table import (
     packed,
     unpacked,
 )
-from fastckpt._tensors import torch as _torch
 from fastckpt._tensors.spread import Spread
 
 
@@ -162,29 +162,24 @@ def test_large_tables_are_made_in_linear_time():
     assert seconds(32_000) < 24 * seconds(4000)
 
 
-def test_tensors_of_devices_are_fetched_together():
-    """Their bytes are those that a save writes. (Here the device is the host's own memory.)"""
-    cases = [
-        (torch.arange(6.0).reshape(2, 3).t(), np.array([0, 3, 1, 4, 2, 5], np.float32)),
-        (torch.tensor(7, dtype=torch.int8), np.array(7, np.int8)),
-        (torch.tensor([1 + 2j, 3 - 4j]).conj(), np.array([1 - 2j, 3 + 4j], np.complex64)),
-        (torch.zeros(0, 3), np.zeros(0, np.float32)),
-        (torch.tensor([True, False]), np.array([True, False])),
-        (torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn), np.array([0x38, 0xC0], np.uint8)),
-        (torch.ones(2, dtype=torch.bfloat16).requires_grad_(), np.array([0x3F80, 0x3F80], np.uint16)),
-        (torch.tensor([1 + 2j]).conj().imag, np.array([-2], np.float32)),
-    ]
-    found = _torch.fetched([value for value, _ in cases])
-    assert [data.tobytes() for data in found] == [array.tobytes() for _, array in cases]
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.float8_e4m3fn])
-def test_of_large_tensors_of_devices_pieces_are_fetched(dtype):
-    """Those that are compared of tensors in host memory. (Here the device is that.)"""
-    count = (COMPARED + (8 << 10)) // dtype.itemsize + 1
-    tensor = torch.randint(0, 100, (count, 3)).to(dtype)[:, 1]
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    starts = pieces(len(data))
-    assert [starts[0], starts[-1]] == [0, len(data) - 4096]
-    (found,) = _torch.fetched([_torch.excerpt(tensor, starts, 4096)])
-    assert found.tobytes() == b"".join(data[start : start + 4096] for start in starts)
+@pytest.mark.parametrize("portion", [COMPARED, 3 * COMPARED + 1, describe_module._FETCHED])
+def test_tensors_without_an_address_are_compared_by_their_logical_bytes(monkeypatch, portion):
+    """Whatever their strides and signs, and however many are fetched at a time."""
+    monkeypatch.setattr(describe_module, "_FETCHED", portion)
+    plain = {
+        "columns": torch.arange(6.0).reshape(2, 3).t(),
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "neg": torch.tensor([1 + 2j]).conj().imag,
+        "bools": torch.tensor([[True, False], [True, True]])[:, 0],
+        "half": torch.ones(40, dtype=torch.bfloat16).requires_grad_()[::2],
+        **{
+            f"large {dtype}": torch.randint(0, 100, ((COMPARED + 8192) // dtype.itemsize + 1, 3)).to(dtype)[:, 1]
+            for dtype in (torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.float8_e4m3fn)
+        },
+    }
+    moved = table(plain)
+    assert set(moved.flat.movers) == set(range(len(plain)))
+    whole = table({name: value.detach().resolve_conj().resolve_neg().contiguous() for name, value in plain.items()})
+    assert not whole.flat.movers
+    assert moved.table.checks.tolist() == whole.table.checks.tolist()
+    assert NO_CHECK not in moved.table.checks

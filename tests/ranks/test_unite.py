@@ -373,7 +373,7 @@ def test_per_rank_does_not_make_tables_differ():
     assert agreed[0].per_rank == (
         '[["list",4],["dict",2],"rng",["tensor",1],"at",0,null,["dict",2],"rng",["tensor",2],"at",2,["dict",1],"seed",5]'
     )
-    assert not agreed[2].needs_fill
+    assert agreed[2].pulled == 0
 
 
 def test_per_rank_beside_tables_that_differ_and_names_that_are_taken():

@@ -224,7 +224,10 @@ def test_a_cap_that_is_less_than_the_memory_cuts_at_a_page(limit, expected):
     registration = register(cudart, limit=limit)
     registration.wait()
     assert list(cudart.ranges.values()) == expected
-    assert "pin= allows no more" in registration.problem
+    if limit:
+        assert "pin= allows no more" in registration.problem
+    else:
+        assert registration.problem is None
     # A copy to the rest stays off what is pinned.
     assert cuts(BASE, 3 * PIECE)[-1] == (sum(expected), 3 * PIECE - sum(expected))
     registration.close()
@@ -457,6 +460,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     memory = host_memory.take(1 << 20)
     memory.pin([CUDA])
     memory.registration.wait()
+    assert memory.is_pinned()
     host_memory.give(memory)
     again = host_memory.take(1000)
     assert again is memory
@@ -466,6 +470,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     again.pin([CUDA], PAGE)
     again.registration.wait()
     assert devices.cudart.ranges == {memory.core.address: PAGE}
+    assert not again.is_pinned()
     assert "pin= allows no more" in again.problem
     host_memory.give(again)
     larger = host_memory.take(1 << 22)
@@ -477,7 +482,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
 def test_memory_without_devices_is_not_pinned(devices):
     memory = host_memory.take(1 << 20)
     memory.pin([])
-    assert (memory.registration, memory.problem, devices.asked) == (None, None, [])
+    assert (memory.registration, memory.problem, memory.is_pinned(), devices.asked) == (None, None, True, [])
     host_memory.give(memory)
     with host_memory.staging([], 1 << 30) as none, host_memory.staging([CUDA], 0) as nothing:
         assert none is nothing is None

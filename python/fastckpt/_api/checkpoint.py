@@ -22,9 +22,11 @@ from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
-from .destinations import Targets
+from .destinations import Targets, read_targets
+from .options import DeviceEngine, check_engine
 from .outcome import report_of, warn_of_unknown
 from .per_rank import states_of
+from .placement import Placement, Stock, place
 from .reports import LoadReport
 from .tensor_info import TensorInfo, info_of
 
@@ -107,16 +109,18 @@ class Checkpoint:
         report: what the last read did, or None before the first.
     """
 
-    def __init__(self, path: AnyPath) -> None:
+    def __init__(self, path: AnyPath, device: Any = None, io: DeviceEngine = "auto") -> None:
+        check_engine("open", io, None, devices=True)
         self.report: LoadReport | None = None
+        self._io = io
         self._path = path_of("open", path)
         self._reader: _core.Reader | None = _core.Reader(self._path, keep=True)
         self._stored = self._reader.tensors()
-        self._tokens = parse(self._reader.structure())
+        self._tokens = tokens = parse(self._reader.structure())
         self._about = self._reader.metadata()
         self._ranks = len(states_of("open", self._reader))
         check = Validator(self._stored, strangers=True)
-        unflatten(self._tokens, check, operation="open")
+        unflatten(tokens, check, operation="open")
         # The first token of each tensor says how it comes back.
         self._first: dict[int, list[Any]] = {}
         for token in check.found:
@@ -128,6 +132,10 @@ class Checkpoint:
             format_version=about["version"], writer=writer, created=about["created"], **about["saved"]
         )
         files = [shard.file for shard in self._shards]
+        self._placement: Placement | None = None
+        if device is not None:
+            stock = Stock(tokens, self._stored, files, check.found, check.types, "open")
+            self._placement = place(stock, device, None, "auto", strict=True)
         self._infos = [info_of(stored, self._token(index), files) for index, stored in enumerate(self._stored)]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
         # Mostly nothing is tied, and then there is nothing to look for.
@@ -221,16 +229,17 @@ class Checkpoint:
             name: its name.
 
         Returns:
-            A tensor, an array, or bytes, as it was saved.
+            A tensor, an array, or bytes, as it was saved; a tensor where ``device`` of :func:`fastckpt.open` says.
 
         Raises:
             KeyError: there is no such tensor.
             CorruptCheckpointError: its bytes are not what was written.
+            RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
-        targets = Targets(self._stored, "auto")
+        targets = Targets(self._stored, "auto", self._placement)
         targets.make([self._token(self._find(name))])
-        self._read(targets.requests)
+        self._read(targets)
         return targets.values()[0]
 
     def slice(self, name: str, index: Any) -> Any:
@@ -243,7 +252,8 @@ class Checkpoint:
             index: what basic indexing takes: an int, a slice of any step, an Ellipsis, or a tuple of them.
 
         Returns:
-            The part, contiguous, in memory of its own: a tensor or an array, as saved; a part of bytes is an array.
+            The part, contiguous, in memory of its own: a tensor or an array, as saved, and where ``device`` of
+            :func:`fastckpt.open` says; a part of bytes is an array.
 
         Raises:
             KeyError: there is no such tensor.
@@ -251,24 +261,36 @@ class Checkpoint:
             TypeError: the index is none of these.
             ValueError: the step of a slice is 0.
             CorruptCheckpointError: bytes are not what was written.
+            RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
         number = self._find(name)
-        targets = Targets(self._stored, "auto")
+        targets = Targets(self._stored, "auto", self._placement)
         is_tensor = self._token(number)[0] == "tensor"
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
         box, strides, shape = part(targets.shape(number, dtype.itemsize), dtype.itemsize, index)
+        device = targets.devices.get(number)
+        # Memory of a device is filled in order alone.
+        if device is not None and min(strides, default=1) > 0:
+            made = torch_for("a torch tensor").empty_on(device, shape, dtype)
+            targets.ask_box(number, made, box)
+            self._read(targets)
+            return made
         memory = np.empty(prod(shape) * dtype.itemsize, np.uint8)
-        address = _memory.address_of(memory)
-        self._read([_core.ReadRequest(number, address, memory.nbytes, box, strides)] if memory.size else [])
+        if memory.size:
+            address = _memory.address_of(memory)
+            targets.requests.append(_core.ReadRequest(number, address, memory.nbytes, box, strides))
+        self._read(targets)
         if not is_tensor:
             return np.ndarray(shape, dtype, memory)
         torch = torch_for("a torch tensor")
-        return torch.over(memory, dtype, shape) if memory.size else torch.empty(shape, dtype, 0, 0)
+        made = torch.over(memory, dtype, shape) if memory.size else torch.empty(shape, dtype, 0, 0)
+        return made if device is None else made.to(device)
 
-    def _read(self, requests: list[_core.ReadRequest]) -> None:
+    def _read(self, targets: Targets) -> None:
         began = time.perf_counter()
-        report = self._open().read(requests, verify=True, io="auto", threads=None, drain=None, tick=None)
+        targets.begin("open")
+        report = read_targets(self._open(), targets, io=self._io)
         self.report = report_of(LoadReport, self._path, began, report)
 
     def __contains__(self, name: object) -> bool:
@@ -297,7 +319,7 @@ class Checkpoint:
         self.close()
 
 
-def open(path: AnyPath) -> Checkpoint:
+def open(path: AnyPath, *, device: Any = None, io: DeviceEngine = "auto") -> Checkpoint:
     """Open a checkpoint without reading its tensors.
 
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
@@ -308,12 +330,17 @@ def open(path: AnyPath) -> Checkpoint:
 
     Args:
         path: the checkpoint's directory.
+        device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
+        io: as for :func:`fastckpt.load`.
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
         FormatVersionError: it is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
-        ValueError: ``path`` is a URL.
+        ImportError: ``device`` is given and torch cannot be imported.
+        KeyError: a pattern of ``device`` matches nothing.
+        TypeError: a pattern of ``device`` is not a string.
+        ValueError: ``path`` is a URL, ``io`` is none of these, or a device is not here.
 
     Example:
         >>> import fastckpt, numpy, tempfile
@@ -323,4 +350,4 @@ def open(path: AnyPath) -> Checkpoint:
         ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.slice("w", -1)
         ({'step': 7}, (3, 2), array([4., 5.]))
     """
-    return Checkpoint(path)
+    return Checkpoint(path, device, io)

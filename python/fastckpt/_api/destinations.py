@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,19 +15,28 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._state.builders import torch_for
 from fastckpt._state.collector import paused
-from fastckpt._tensors import device as _device
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors.cast import Cast
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, plain_name
+from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from .direct_io import way_of
+from .lent import lent
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from fastckpt._tensors.movers import Range
+
+    from .lent import Lent
     from .placement import Placement
 
 _LIMIT = 2**63
+#: Bytes that are copied from mappings at a time.
+_STEP = 16 << 20
+_MOST_THREADS = 16
 
 
 class Whole(NamedTuple):
@@ -36,9 +50,11 @@ class Targets:
     """What to read, where to, and what becomes of it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover takes the bytes.
+        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: what is copied.
         movers: by request number.
-        mappings: where shards are mapped, if they are: then nothing need be asked for.
+        mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
+            :meth:`copy_mapped` fills the others.
+        sinks: what :meth:`begin` made.
     """
 
     def __init__(
@@ -51,6 +67,8 @@ class Targets:
         self.mappings: _core.Mappings | None = None
         self.requests: list[_core.ReadRequest] = []
         self.movers: dict[int, _memory.Mover] = {}
+        self.sinks: Sinks | None = None
+        self._pushed = 0
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._converters: dict[tuple[Any, Any], tuple[Callable[..., None], tuple[int, int]]] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
@@ -59,15 +77,81 @@ class Targets:
         # What can be made only of the bytes, and where it belongs.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
-    def drain(self, ranges: list[tuple[int, int, int, int]]) -> None:
-        """The core's callback for requests without an address."""
-        for index, start, address, nbytes in ranges:
-            self.movers[index](start, address, nbytes)
+    def push(self, number: int, mover: _memory.Mover, nbytes: int) -> None:
+        """A mover takes the ``nbytes`` of request ``number``."""
+        self.movers[number] = mover
+        self._pushed += nbytes
 
-    def settle(self) -> None:
-        """Wait until what movers have copied to devices is there."""
-        movers = (mover.mover if isinstance(mover, Cast) else mover for mover in self.movers.values())
-        _device.settle(mover for mover in movers if mover is not None)
+    def begin(self, operation: str) -> None:
+        """All has been asked for, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
+
+        Raises:
+            RuntimeError: one of these streams is being captured into a graph.
+        """
+        self.sinks = Sinks(operation, self.movers)
+
+    @contextmanager
+    def lent(self) -> Iterator[Lent]:
+        """Inside, there is staging memory for what goes to devices."""
+        assert self.sinks is not None  # noqa: S101 - it has begun
+        with lent(self.sinks.devices, self._pushed) as staging:
+            yield staging
+
+    def drain(self, ranges: Sequence[Range]) -> None:
+        """The core's callback for requests without an address."""
+        assert self.sinks is not None  # noqa: S101 - it has begun
+        self.sinks.drain(ranges)
+
+    def copy_mapped(self, report: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
+        """Fill what is not mapped itself from the mappings, which were checked.
+
+        Args:
+            report: that of the check.
+            threads: how many copy at most; None for as many as there are cores, within limits.
+
+        Returns:
+            The report of both.
+        """
+        if not self.requests:
+            return dict(report)
+        began = time.perf_counter()
+        steps = list(self._steps())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(min(len(steps), threads or min(cores, _MOST_THREADS)), "fastckpt-copy") as pool:
+            # On an error what has not begun is cancelled.
+            for _ in pool.map(self.drain, steps):
+                pass
+        seconds = time.perf_counter() - began
+        phases = {**report["phases"], "read": report["phases"].get("read", 0.0) + seconds}
+        on_host = (request.capacity for number, request in enumerate(self.requests) if not self._is_on_device(number))
+        return {
+            **report,
+            "seconds": report["seconds"] + seconds,
+            "phases": phases,
+            "copied": report["copied"] + sum(on_host),
+        }
+
+    def _is_on_device(self, number: int) -> bool:
+        assert self.sinks is not None  # noqa: S101 - it has begun
+        return self.sinks.is_on_device(number)
+
+    def _steps(self) -> Iterator[list[Range]]:
+        """What is to be copied from the mappings, in portions."""
+        step: list[Range] = []
+        room = _STEP
+        for number, request in enumerate(self.requests):
+            address, nbytes = self._address(request.tensor), self.stored[request.tensor].nbytes
+            start = 0
+            while start < nbytes:
+                size = min(room, nbytes - start)
+                step.append((number, start, address + start, size))
+                start += size
+                room -= size
+                if not room:
+                    yield step
+                    step, room = [], _STEP
+        if step:
+            yield step
 
     def ask(
         self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
@@ -89,6 +173,12 @@ class Targets:
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         self._request(index, address, memory.nbytes, whole, mover=mover)
 
+    def ask_box(self, index: int, memory: Any, box: Sequence[tuple[int, int, int]]) -> None:
+        """Ask for a box of a tensor, to be put into the contiguous tensor ``memory`` on a device."""
+        if memory.nbytes:
+            self.push(len(self.requests), torch_for("a torch tensor").mover_in(memory), memory.nbytes)
+            self.requests.append(_core.ReadRequest(index, 0, memory.nbytes, box))
+
     def _request(
         self,
         index: int,
@@ -97,14 +187,22 @@ class Targets:
         whole: Whole | None,
         *,
         mover: _memory.Mover | None = None,
-        strides: Sequence[int] | None = None,
+        layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
         """Note one request, unless it is for no bytes."""
         assert whole is None  # noqa: S101 - one process alone reads no parts
-        if room:
-            if mover is not None:
-                self.movers[len(self.requests)] = mover
-            self.requests.append(_core.ReadRequest(index, address, room, strides=strides))
+        if not room:
+            return
+        if self.mappings is not None:
+            if layout is not None:
+                mover, room = _memory.mover_in(layout), layout.size * layout.itemsize
+            elif mover is None:
+                mover = partial(_put, address)
+            address, layout = 0, None
+        if mover is not None:
+            self.push(len(self.requests), mover, room)
+        strides = None if layout is None else layout.strides
+        self.requests.append(_core.ReadRequest(index, address, room, strides=strides))
 
     def ask_cast(
         self,
@@ -169,7 +267,7 @@ class Targets:
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         low, high = _memory.span(layout) if memory.nbytes else (0, 0)
-        self._request(index, low, high - low, whole, strides=layout.strides)
+        self._request(index, low, high - low, whole, layout=layout)
 
     def take(self, value: Any) -> None:
         """The next token stands for ``value``, which exists."""
@@ -286,10 +384,14 @@ class Targets:
     def _mapped(self, index: int, alignment: int) -> _memory.Bytes:
         """The bytes of a tensor where its shard is mapped; a copy where its elements would not be aligned there."""
         stored = self.stored[index]
-        assert self.mappings is not None  # noqa: S101 - asked before
-        address = self.mappings.address(stored.shard, stored.offset, stored.nbytes)
-        memory = _memory.at(address, stored.nbytes, self.mappings)
+        memory = _memory.at(self._address(index), stored.nbytes, self.mappings)
         return memory.copy() if stored.offset % alignment else memory
+
+    def _address(self, index: int) -> int:
+        """Where a tensor begins in the mappings."""
+        stored = self.stored[index]
+        assert self.mappings is not None  # noqa: S101 - asked before
+        return self.mappings.address(stored.shard, stored.offset, stored.nbytes)
 
     def tensor_dtype(self, index: int) -> Any:
         """The torch dtype of a stored tensor."""
@@ -369,6 +471,37 @@ class Targets:
     def _kind(self, index: int) -> str:
         stored = self.stored[index]
         return plain_name(stored.dtype, None if stored.logical is None else stored.logical.dtype)
+
+
+def _put(to: int, start: int, address: int, nbytes: int) -> None:
+    """A mover into contiguous host memory."""
+    _memory.at(to + start, nbytes)[:] = _memory.at(address, nbytes)
+
+
+def read_targets(
+    reader: _core.Reader,
+    targets: Targets,
+    *,
+    verify: bool = True,
+    io: str = "auto",
+    threads: int | None = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> Mapping[str, Any]:
+    """Read what was asked for, in one process; the report. See ``_core.Reader.read``."""
+    assert targets.sinks is not None  # noqa: S101 - it has begun
+    operation = targets.sinks.operation
+    with way_of(operation, io, targets.movers, write=False) as way, targets.lent() as staging:
+        report = reader.read(
+            targets.requests,
+            verify=verify,
+            io=way.engine,
+            threads=threads,
+            drain=targets.drain if targets.movers else None,
+            tick=tick,
+            staging=staging.core,
+            direct=way.direct,
+        )
+        return way.noted(staging.noted(report))
 
 
 class _Pending:

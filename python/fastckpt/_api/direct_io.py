@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._tensors.gds import Direct
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.gds import Stretch
     from fastckpt._tensors.memory import Mover
-
-_Report = TypeVar("_Report", bound="Mapping[str, Any]")
 
 
 class Way:
@@ -37,7 +35,7 @@ class Way:
         if direct is not None and direct.indices:
             self.direct = direct.indices, direct.move
 
-    def noted(self, report: _Report) -> _Report | dict[str, Any]:
+    def noted(self, report: Mapping[str, Any]) -> Mapping[str, Any]:
         """The core's report, with the reason why not all, or nothing, went directly."""
         before = report["fallback"]
         reason = self._reason

@@ -55,7 +55,7 @@ class Memory:
 
         Args:
             devices: ``torch.device`` objects.
-            limit: bytes that this process pins at most, in all; None for no limit.
+            limit: bytes that this process pins at most, in all; None for no limit, 0 to pin nothing.
             piece: bytes to pin at a time; None for the usual.
         """
         devices = tuple(devices)
@@ -66,6 +66,11 @@ class Memory:
 
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         self._limit = limit
+
+    def is_pinned(self) -> bool:
+        """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""
+        registration = self.registration
+        return registration is None or registration.pinned == registration.nbytes
 
     @property
     def problem(self) -> str | None:

@@ -11,7 +11,7 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
-from .direct_io import way_of
+from .destinations import read_targets
 from .options import DeviceEngine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
@@ -126,8 +126,8 @@ def load(  # noqa: PLR0913 - all by name
             there but what was saved from the CPU and has to be there, the states of random generators and the ``step``
             of optimizers. ``"saved"``: each goes where it was. A dict of patterns over names, as ``{"model.*":
             "cuda:0"}``, of which the first that matches decides, and what matches none goes to the CPU; or a function
-            of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read through pinned staging
-            buffers, and copied while more is read.
+            of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into pinned staging memory
+            and copied from there while more is read; they are there when this returns, for any stream.
         registry: types that this call knows before those of :func:`fastckpt.register_type`.
         unknown: what a value of a type becomes that this program does not know: ``error``, or ``plain`` for what it is
             stored as (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
@@ -136,7 +136,9 @@ def load(  # noqa: PLR0913 - all by name
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
             their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
-            it, does no harm on a local file system; on NFS another host must not.)
+            it, does no harm on a local file system; on NFS another host must not.) With ``device``, new tensors there
+            are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been checked, so
+            that a damaged checkpoint changes nothing. Not with ``dtype``.
         verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
             pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
@@ -146,6 +148,8 @@ def load(  # noqa: PLR0913 - all by name
             node that load one path read the storage once, unless one of the path's last two components names
             the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
             With ``mmap`` there is only the page cache, whatever the variable says.
+            ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices come straight from the file
+            (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
         report: return a report, too.
@@ -164,6 +168,8 @@ def load(  # noqa: PLR0913 - all by name
         TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported.
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
+            was changed.
         ValueError: an argument is out of range, ``path`` is a URL, a device is not here, or two keys become one.
 
     Warns:
@@ -198,6 +204,7 @@ def _load(source: str, wishes: Wishes) -> Loaded:
     began = time.perf_counter()
     reader = _core.Reader(source)
     prepared = prepare(reader, source, wishes, stacklevel=7)
+    prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
     state = prepared.build()
     more = {"missing": prepared.missing, "unexpected": prepared.unexpected}
@@ -206,23 +213,9 @@ def _load(source: str, wishes: Wishes) -> Loaded:
 
 def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:
     """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
-    try:
-        with ticker("load", source, shown=wishes.progress) as tick:
-            if targets.mappings is not None:
-                checked = numbers if wishes.verify else []
-                return reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
-            with way_of("load", wishes.io, targets.movers, write=False) as way:
-                report = reader.read(
-                    targets.requests,
-                    verify=wishes.verify,
-                    io=way.engine,
-                    threads=wishes.threads,
-                    drain=targets.drain if targets.movers else None,
-                    tick=tick,
-                    direct=way.direct,
-                )
-                return way.noted(report)
-    finally:
-        # Also after an error: a device must not write into memory that is somebody else's by then.
-        if targets.movers:
-            targets.settle()
+    with ticker("load", source, shown=wishes.progress) as tick:
+        if targets.mappings is not None:
+            checked = numbers if wishes.verify else []
+            report = reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
+            return targets.copy_mapped(report, wishes.threads)
+        return read_targets(reader, targets, verify=wishes.verify, io=wishes.io, threads=wishes.threads, tick=tick)

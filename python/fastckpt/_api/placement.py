@@ -50,6 +50,7 @@ class Stock:
         files: the names of the shards.
         wanted: the tokens of the tensors that are to be loaded.
         types: the types that are known.
+        operation: the word that error messages begin with.
     """
 
     tokens: list[Token]
@@ -57,6 +58,7 @@ class Stock:
     files: list[str]
     wanted: list[list[Any]]
     types: Types
+    operation: str = "load"
 
     def tensors(self, kinds: frozenset[str]) -> dict[int, list[Any]]:
         """The first token of each wanted tensor of these kinds, by its number."""
@@ -116,7 +118,7 @@ def _by_rule(
     """What patterns or a function say of each tensor."""
     if callable(rule):
         return [(index, rule(info_of(stock.stored[index], token, stock.files))) for index, token in tensors.items()]
-    patterns, values = Patterns(argument, rule), list(rule.values())
+    patterns, values = Patterns(argument, rule, stock.operation), list(rule.values())
     chosen: dict[int, int] = {}
     for index, name in stock.names():
         number = patterns.first(name)
@@ -148,7 +150,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
             whose = f"tensor {stock.stored[index].name!r}"
             where = f"{whose} was on {name} when it was saved" if saved else f"for {whose}"
             raise ValueError(
-                f"load: device: {error} ({where}): give device= a device that is there, "
+                f"{stock.operation}: device: {error} ({where}): give device= a device that is there, "
                 'or patterns, as in {"model.*": "cuda:0", "*": "cpu"}'
             ) from error
 
@@ -162,7 +164,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
         found = named(device)
     except ValueError as error:
         raise ValueError(
-            f'load: device must be a torch.device, its name, "saved", patterns or a function: {error}'
+            f'{stock.operation}: device must be a torch.device, its name, "saved", patterns or a function: {error}'
         ) from error
     return [(index, found) for index, token in tensors.items() if not _stays(stock.stored[index], token)]
 

@@ -20,7 +20,7 @@ from .placement import Stock, place
 from .selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from fastckpt import _core
     from fastckpt._tensors.spreads import Spreads
@@ -74,8 +74,6 @@ def wishes_of(  # noqa: PLR0913 - all by name
     if mmap:
         if dtype is not None:
             raise ValueError(f"{operation}: mmap gives the bytes as they are in the files: give no dtype")
-        if into is not None or device is not None:
-            raise ValueError(f"{operation}: mmap is for new tensors in host memory: give neither into nor device")
         if io not in {"auto", "buffered"}:
             raise ValueError(
                 f'{operation}: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}'
@@ -103,7 +101,7 @@ class Prepared:
     Attributes:
         tokens: the structure of what will be returned.
         targets: what is to be read, and where to.
-        numbers: with ``mmap``, the tensors that are mapped.
+        numbers: with ``mmap``, the tensors whose bytes are wanted.
         missing: names of what only ``into`` has, and patterns that match nothing.
         unexpected: names of tensors that only the checkpoint has.
         unwanted: the numbers of those.
@@ -177,6 +175,8 @@ def prepare(
         tokens = wishes.renaming.of(tokens, strict=strict)
         every = tokens if chosen is None else _with(every, origin, tokens)
     prepared = Prepared(wishes, tokens, target(stored, wishes.framework, placement))
+    if wishes.mmap:
+        prepared.targets.mappings = reader.map(_numbers(check.found))
     if wishes.into is not None:
         given = Into(
             reader,
@@ -195,12 +195,16 @@ def prepare(
         missing = (*missing, *given.missing)
         prepared.unexpected, prepared.unwanted = given.unexpected, given.unwanted
     else:
-        if wishes.mmap:
-            prepared.numbers = sorted({token[1] for token in check.found})
-            prepared.targets.mappings = reader.map(prepared.numbers)
         prepared.targets.make(check.found)
+    if wishes.mmap:
+        prepared.numbers = _numbers(token for token in check.found if token[1] not in prepared.unwanted)
     prepared.missing = missing
     return prepared
+
+
+def _numbers(tokens: Iterable[list[Any]]) -> list[int]:
+    """The numbers of the tensors that tokens stand for."""
+    return sorted({token[1] for token in tokens})
 
 
 def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:

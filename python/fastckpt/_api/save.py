@@ -13,11 +13,13 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.groups import split_model
 from fastckpt._state.registry import Registry, Types
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
 from .direct_io import way_of
+from .lent import lent
 from .options import DeviceEngine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
@@ -75,6 +77,8 @@ def save(  # noqa: PLR0913 - all by name
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report says which ran.
+            ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices go straight to the file
+            (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
         threads: worker threads; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes per second that the save may write, so that others can use the same storage: a number,
             or a string with a unit (``"2GB"``); None for no limit.
@@ -90,6 +94,8 @@ def save(  # noqa: PLR0913 - all by name
         NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
+            was written.
         ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, or a name in
             ``files`` is not a plain file name, or one of fastckpt's own.
 
@@ -107,10 +113,14 @@ def save(  # noqa: PLR0913 - all by name
         types = Types("save", registry)
         about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
         flat = flatten(state, types=types, default=default)
-        warn_of_unnamed("save", flat, about)
-        prefix = split_model("save", flat, model_key)
         try:
-            with way_of("save", io, flat.movers, write=True) as way:
+            sources = Sources("save", flat.movers)
+            warn_of_unnamed("save", flat, about)
+            prefix = split_model("save", flat, model_key)
+            with (
+                way_of("save", io, flat.movers, write=True) as way,
+                lent(sources.devices, flat.pulled) as staging,
+            ):
                 options = _core.SaveOptions(
                     model_prefix=prefix,
                     overwrite=bool(overwrite),
@@ -120,6 +130,7 @@ def save(  # noqa: PLR0913 - all by name
                     threads=threads,
                     bandwidth_limit=limit,
                     step=step_of(metadata),
+                    staging=staging.core,
                     direct=way.direct,
                 )
                 in_flight.wait_for_path(target)
@@ -130,10 +141,10 @@ def save(  # noqa: PLR0913 - all by name
                         flat.structure(),
                         about.structure(),
                         options,
-                        flat.fill if flat.movers else None,
+                        sources.fill if flat.movers else None,
                         tick,
                     )
-                report = way.noted(done)
+                report = way.noted(staging.noted(done))
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()

@@ -23,17 +23,19 @@ class Patterns:
     Args:
         argument: its name.
         patterns: the patterns.
+        operation: the word that error messages begin with.
 
     Raises:
         TypeError: one is not a string.
     """
 
-    def __init__(self, argument: str, patterns: Iterable[Any]) -> None:
+    def __init__(self, argument: str, patterns: Iterable[Any], operation: str = "load") -> None:
         self.argument = argument
+        self.operation = operation
         self.texts = list(patterns)
         for text in self.texts:
             if not isinstance(text, str):
-                raise TypeError(f"load: {argument}: a pattern must be a string, not {text!r}")
+                raise TypeError(f"{operation}: {argument}: a pattern must be a string, not {text!r}")
         self._matches = [re.compile(fnmatch.translate(text)).match for text in self.texts]
         self._used = [False] * len(self.texts)
         self._known: list[str] = []
@@ -62,7 +64,7 @@ class Patterns:
     def check(self) -> None:
         """Raise KeyError for a pattern that has matched nothing."""
         for text in self.unused():
-            raise KeyError(f"load: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
+            raise KeyError(f"{self.operation}: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
 
 
 def _patterns(argument: str, given: Any) -> Patterns:

@@ -35,6 +35,10 @@ from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, pac
 from .unite import SpreadLists, Variant, holders_of, unite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt._tensors.movers import Range, Sources
+
     from .describe import Local
 
 
@@ -70,37 +74,43 @@ class Agreed:
         held: the memories of this rank.
         prefix: what the names of the model's tensors start with.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
+        sources: brings the bytes of memories without an address; see :attr:`.describe.Local.sources`.
         structure: on the coordinator, the tokens of the state, JSON text.
         metadata: likewise, of the metadata.
         per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
     """
 
-    def __init__(self, tensors: list[TensorOf], spreads: list[Spread], prefix: str) -> None:
+    def __init__(
+        self, tensors: list[TensorOf], spreads: list[Spread], prefix: str, sources: Sources | None = None
+    ) -> None:
         self.tensors = tensors
         self.spreads = spreads
         self.prefix = prefix
+        self.sources = sources
         self.has_extras = False
         self.held: list[Holding] = []
         self.structure: str | None = None
         self.metadata: str | None = None
         self.per_rank: str | None = None
-        self._movers: list[Any] = []
+        #: By the index in ``held``: the number in ``sources``.
+        self._numbers: list[int] = []
 
-    def hold(self, tensor: int, part: int, address: int, nbytes: int, mover: Any) -> None:
-        """Note a memory of this rank."""
+    def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int) -> None:
+        """Note a memory of this rank; ``number`` is that in ``sources``, where it has no address."""
         if nbytes:
             self.held.append(Holding(tensor, part, address, nbytes))
-            self._movers.append(mover)
+            self._numbers.append(number)
 
-    def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
-        """The core's callback for memory without an address: the index of a range is that in ``held``."""
-        for index, start, address, nbytes in ranges:
-            self._movers[index](start, address, nbytes)
+    def fill(self, ranges: Sequence[Range]) -> None:
+        """The core's callback for memories without an address: their index is that in ``held``."""
+        assert self.sources is not None  # noqa: S101 - what was copied has addresses
+        numbers = self._numbers
+        self.sources.fill([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
 
     @property
-    def needs_fill(self) -> bool:
-        """Whether there is such memory."""
-        return any(mover is not None for mover in self._movers)
+    def pulled(self) -> int:
+        """Bytes of such memories."""
+        return sum(holding.nbytes for holding in self.held if not holding.address)
 
 
 class Agreement:
@@ -249,6 +259,7 @@ class Agreement:
             ],
             spreads,
             prefix,
+            local.sources,
         )
         self._hold(agreed, [[number] for number in range(len(flat.tensors))])
         return agreed
@@ -261,7 +272,10 @@ class Agreement:
         made = [(dtype, tuple(shape), _logical(logical), own[which]) for dtype, shape, logical, which in kinds]
         numbers = memoryview(kind).cast("I")
         agreed = Agreed(
-            [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)], spreads, prefix
+            [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)],
+            spreads,
+            prefix,
+            self.local.sources,
         )
         number_of = {name: number for number, name in enumerate(names)}
         mine = [[number_of.get(name, -1)] for name in self.local.table.names]
@@ -276,7 +290,6 @@ class Agreement:
         flat = local.flat
         where = Parts(agreed.spreads, local.rank)
         tensors = agreed.tensors
-        mover_of = flat.movers.get
         for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
             if not tensor.capacity:
                 continue
@@ -284,7 +297,7 @@ class Agreement:
             wanted = local.spreads[spread - 1] if spread else None
             for number in mine:
                 part = where.part(tensors[number].spreads, wanted)
-                agreed.hold(number, part, tensor.address, tensor.capacity, mover_of(index))
+                agreed.hold(number, part, tensor.address, tensor.capacity, index)
 
     def _settle_extras(self, agreed: Agreed, parts: list[bytes]) -> None:
         """Add what each rank has alone."""
@@ -308,10 +321,9 @@ class Agreement:
                 agreed.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
         local = self.local
         if local.extra is not None:
+            behind = len(local.flat.tensors)
             for index, tensor in enumerate(local.extra.tensors):
-                agreed.hold(
-                    first[local.rank] + index, 0, tensor.address, tensor.capacity, local.extra.movers.get(index)
-                )
+                agreed.hold(first[local.rank] + index, 0, tensor.address, tensor.capacity, behind + index)
         if local.rank == 0 and self._extras:
             agreed.per_rank = _list_of(self._extras, first, local.size)
 

@@ -15,9 +15,12 @@ from fastckpt._tensors.spread import part_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Ranges, Spread
 
     from .demands import Demand
+
+    Drain = Callable[[Sequence[Range]], None]
 
 
 class Boxed:
@@ -34,10 +37,10 @@ class Boxed:
         stored: Sequence[_core.StoredTensor],
         spreads: Sequence[Spread],
         rank: int,
-        drain: Callable[[list[tuple[int, int, int, int]]], None],
+        drain: Drain,
     ) -> None:
         self.requests: list[_core.ReadRequest] = []
-        self.drain: Callable[[list[tuple[int, int, int, int]]], None] | None = None
+        self.drain: Drain | None = None
         self._drain = drain
         # Numbers of demands, by that of the request; and what has to be read first, and is then drained.
         self._numbers: dict[int, int] = {}
@@ -64,9 +67,10 @@ class Boxed:
             _core.ReadRequest(demand.tensor, demand.address, demand.nbytes, box=box, strides=demand.strides)
         )
 
-    def _take(self, ranges: list[tuple[int, int, int, int]]) -> None:
+    def _take(self, ranges: Sequence[Range]) -> None:
         """The core's callback."""
-        self._drain([(self._numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
+        numbers = self._numbers
+        self._drain([(numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
 
     def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
         """Several boxes that lie side by side in the memory of the demand."""
@@ -95,7 +99,8 @@ class Boxed:
 
     def finish(self) -> None:
         """Once all has been read."""
-        self._drain([(number, 0, _memory.address_of(held), held.nbytes) for number, held in self._later])
+        if self._later:
+            self._drain([(number, 0, _memory.address_of(held), held.nbytes) for number, held in self._later])
         self._later.clear()
 
 

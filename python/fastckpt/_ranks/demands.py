@@ -3,7 +3,7 @@
 :func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
 table of a save:
 
-    wanted = demands(reader, path, wishes, rank, ranks)
+    wanted = demands(reader, path, wishes, rank, ranks)      # by the thread whose streams devices wait for
     agreement = Wanting(wanted)
     verdict = operation.round("wanted", agreement.arrival(), combine=combine_wanted, decide=agreement.decide)
     answer = operation.round("demands", agreement.offer(verdict), combine=combine_offers, decide=agreement.unite)
@@ -11,7 +11,6 @@ table of a save:
     agreed = agreement.settle(verdict, answer)
     share = _core.Share.to_load(reader, agreed.wanted, spreads, size)
     _core.RankLoad(share, rank, reader, agreed.requests, agreed.drain, ...).read(tick)
-    wanted.targets.settle()          # also after an error, as a load of one process does
     state = wanted.build()
 """
 
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
     from fastckpt._tensors import memory as _memory
+    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
 _LISTED = 20
@@ -93,18 +93,14 @@ class RankTargets(Targets):
         whole: Whole | None,
         *,
         mover: _memory.Mover | None = None,
-        strides: Sequence[int] | None = None,
+        layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
         # Also for no bytes: all ranks of a mesh have to name what is spread over it.
         if room or whole is not None:
             if mover is not None:
-                self.movers[len(self.demands)] = mover
+                self.push(len(self.demands), mover, room)
+            strides = None if layout is None else layout.strides
             self.demands.append(Demand(index, 0 if whole is None else whole.spread, address, room, strides))
-
-    @property
-    def needs_drain(self) -> bool:
-        """Whether there is memory without an address."""
-        return bool(self.movers)
 
 
 class Demands:
@@ -140,7 +136,7 @@ class Demands:
 
     @property
     def targets(self) -> RankTargets:
-        """The memory; ``drain`` and ``settle`` as in a load of one process."""
+        """The memory; ``drain`` as in a load of one process."""
         targets = self.prepared.targets
         assert isinstance(targets, RankTargets)  # noqa: S101 - it was made so
         return targets
@@ -177,6 +173,7 @@ def demands(
         stacklevel: where warnings point to, from here.
 
     Raises:
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
         StructureMismatchError: ``into`` does not fit. What only the checkpoint has is no reason: others may want it.
         Exception: whatever a load of one process raises before it reads.
     """
@@ -184,6 +181,7 @@ def demands(
     prepared = prepare(
         reader, path, wishes, stacklevel=stacklevel + 1, target=RankTargets, spreads=spreads, shared=True
     )
+    prepared.targets.begin("load")
     return Demands(rank, len(ranks), reader, path, prepared, spreads.found)
 
 
@@ -238,17 +236,18 @@ class Shared:
             spreads.
         spreads: what these stand for.
         requests: the memories of this rank.
-        drain: takes the bytes of those without an address: the index of a range is that in ``requests``.
+        drain: takes ranges of those without an address: their first number is the index in ``requests``.
     """
 
     def __init__(self, wanted: list[tuple[int, tuple[int, ...]]], spreads: list[Spread], demands: Demands) -> None:
         self.wanted = wanted
         self.spreads = spreads
         self.requests: list[Request] = []
-        self._movers: list[Any] = []
+        #: By the index in ``requests``: the number of the demand.
+        self._numbers: list[int] = []
         parts = Parts(spreads, demands.rank)
         position = {tensor: index for index, (tensor, _) in enumerate(wanted)}
-        targets = demands.targets
+        self._targets = targets = demands.targets
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
@@ -260,17 +259,12 @@ class Shared:
                 at = position[tensor]
                 part = parts.part(wanted[at][1], wish, before)
                 self.requests.append(Request(at, part, address, nbytes, strides))
-                self._movers.append(targets.movers.get(index))
+                self._numbers.append(index)
 
-    def drain(self, ranges: list[tuple[int, int, int, int]]) -> None:
+    def drain(self, ranges: Sequence[Range]) -> None:
         """The core's callback for requests without an address."""
-        for index, start, address, nbytes in ranges:
-            self._movers[index](start, address, nbytes)
-
-    @property
-    def needs_drain(self) -> bool:
-        """Whether there are any."""
-        return any(mover is not None for mover in self._movers)
+        numbers = self._numbers
+        self._targets.drain([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
 
 
 class Wanting:

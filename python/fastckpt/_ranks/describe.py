@@ -13,20 +13,24 @@ import numpy as np
 
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._tensors import memory as _memory
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spreads import Spreads
 
 from .offers import Told
 from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastckpt._state.registry import Types
+    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
 #: Tensors that every rank has whole are compared: up to this size by all bytes, larger ones by three pieces of them.
 COMPARED = 64 << 10
 _PIECE = 4 << 10
+#: Bytes that are fetched at a time of tensors without an address.
+_FETCHED = 16 << 20
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 #: Types of keys that can name the model.
 _KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
@@ -41,6 +45,8 @@ class Local:
         flat: the state, flattened. Its ``keep`` has what addresses point into, to be cleared by who saves.
         about: the metadata, flattened.
         extra: what belongs to this rank alone, flattened; None for nothing.
+        sources: brings the bytes of what has no address, as it is now: by the numbers in ``flat``, and behind these by
+            those in ``extra``. None once ``clear`` was called.
         spreads: the spreads of the tensors that are spread.
         table: the main part of the table.
         told: both parts of the table, as ranks tell them.
@@ -54,6 +60,7 @@ class Local:
         flat: Flat,
         about: Flat,
         extra: Flat | None,
+        sources: Sources,
         spreads: list[Spread],
         model_key: str | None,
     ) -> None:
@@ -62,16 +69,19 @@ class Local:
         self.flat = flat
         self.about = about
         self.extra = extra
+        self.sources: Sources | None = sources
         self.spreads = spreads
         self.model_key = model_key
-        self.table = table_of(flat, about.structure())
+        self.table = table_of(flat, about.structure(), sources)
         self.told = Told.of(rank, encode(self.table), encode_spreads(spreads))
 
     def clear(self) -> None:
         """Let go of the caller's memory."""
-        self.flat.keep.clear()
-        if self.extra is not None:
-            self.extra.keep.clear()
+        self.sources = None
+        for flat in (self.flat, self.extra):
+            if flat is not None:
+                flat.keep.clear()
+                flat.movers.clear()
 
 
 def describe(
@@ -100,6 +110,7 @@ def describe(
         default: see :func:`fastckpt.save`.
 
     Raises:
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
     about = flatten(
@@ -111,15 +122,19 @@ def describe(
     try:
         if per_rank is not None:
             extra = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
-        return Local(rank, len(ranks), flat, about, extra, spreads.found, model_key)
+        movers = dict(flat.movers)
+        if extra is not None:
+            movers.update((len(flat.tensors) + index, mover) for index, mover in extra.movers.items())
+        sources = Sources(operation, movers)
+        return Local(rank, len(ranks), flat, about, extra, sources, spreads.found, model_key)
     except BaseException:
         # The traceback has this frame, and with it exports of the caller's buffers.
         flat.keep.clear()
         raise
 
 
-def table_of(flat: Flat, metadata: str) -> Table:
-    """The main part of the table of a state."""
+def table_of(flat: Flat, metadata: str, sources: Sources) -> Table:
+    """The main part of the table of a state; ``sources`` brings the bytes of what has no address."""
     spread_of = flat.spreads.get
     kinds, kind = kinds_of(
         (tensor.dtype, tensor.shape, tensor.logical, spread_of(index, 0)) for index, tensor in enumerate(flat.tensors)
@@ -133,7 +148,7 @@ def table_of(flat: Flat, metadata: str) -> Table:
         [tensor.name for tensor in flat.tensors],
         kinds,
         kind,
-        checks(flat),
+        checks(flat, sources),
         flat.ties,
         outer,
         flat.structure(),
@@ -146,7 +161,7 @@ def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None
     return None if keys is None else {_KEYS[kind](text): leads for kind, text, leads in keys}
 
 
-def checks(flat: Flat) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def checks(flat: Flat, sources: Sources) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A checksum of each tensor that all ranks have whole, or of pieces of it."""
     out = [NO_CHECK] * len(flat.tensors)
     spread = flat.spreads
@@ -160,8 +175,8 @@ def checks(flat: Flat) -> np.ndarray[Any, np.dtype[np.uint64]]:
             out[index] = zlib.crc32(string_at(address, nbytes))
         else:
             out[index] = zlib.crc32(b"".join(string_at(address + start, _PIECE) for start in pieces(nbytes)))
-    for index, data in zip(elsewhere, _fetched(flat, elsewhere), strict=True):
-        out[index] = zlib.crc32(data.data)
+    for index, data in _fetched(flat, sources, elsewhere):
+        out[index] = zlib.crc32(data)
     return np.array(out, np.uint64)
 
 
@@ -170,26 +185,24 @@ def pieces(nbytes: int) -> tuple[int, ...]:
     return 0, nbytes // 2 // _PIECE * _PIECE, nbytes - _PIECE
 
 
-def _fetched(flat: Flat, indices: Sequence[int]) -> list[_memory.Bytes]:
-    """What is compared of tensors without an address; of those on devices it comes together."""
-    out: list[Any] = [None] * len(indices)
-    afar: list[int] = []
-    for at, index in enumerate(indices):
-        if getattr(flat.keep[index], "is_cpu", True) is False:
-            afar.append(at)
-            continue
-        nbytes = flat.tensors[index].capacity
-        parts = [(0, nbytes)] if nbytes <= COMPARED else [(start, _PIECE) for start in pieces(nbytes)]
-        data = out[at] = np.empty(sum(size for _, size in parts), np.uint8)
-        for number, (start, size) in enumerate(parts):
-            flat.movers[index](start, _memory.address_of(data) + number * _PIECE, size)
-    if afar:
-        from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
-
-        chosen = []
-        for at in afar:
-            value, nbytes = flat.keep[indices[at]], flat.tensors[indices[at]].capacity
-            chosen.append(value if nbytes <= COMPARED else _torch.excerpt(value, pieces(nbytes), _PIECE))
-        for at, data in zip(afar, _torch.fetched(chosen), strict=True):
-            out[at] = data
-    return out
+def _fetched(flat: Flat, sources: Sources, indices: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+    """What is compared of tensors without an address, with their numbers: many tensors are asked for at once."""
+    rest = list(reversed(indices))
+    while rest:
+        memory = np.empty(min(_FETCHED, len(rest) * COMPARED), np.uint8)
+        address, used = _memory.address_of(memory), 0
+        ranges: list[Range] = []
+        ends: list[tuple[int, int]] = []
+        while rest and used + COMPARED <= len(memory):
+            index = rest.pop()
+            nbytes = flat.tensors[index].capacity
+            parts = [(0, nbytes)] if nbytes <= COMPARED else [(start, _PIECE) for start in pieces(nbytes)]
+            for start, size in parts:
+                ranges.append((index, start, address + used, size))
+                used += size
+            ends.append((index, used))
+        sources.fill(ranges)
+        begin = 0
+        for index, end in ends:
+            yield index, memory.data[begin:end]
+            begin = end

@@ -154,9 +154,9 @@ def _read(
         attention(done)
         tick(done, total)
 
-    try:
+    with wanted.targets.lent() as staging:
         if opened.cached or call.session.group.size == 1:
-            own, outcome = _through_cache(call.session, opened, wanted, each), {}
+            own, outcome = _through_cache(call.session, opened, wanted, staging.core, each), {}
         else:
             answer = None
             if agreement.is_open(verdict):
@@ -170,11 +170,8 @@ def _read(
                 call.session.group.size,
                 apart=True,
             )
-            own, outcome = _through_messages(call, opened, wanted, (share, agreed), attention, each)
-    finally:
-        # Also after an error: a device must not write into memory that is somebody else's by then.
-        if wanted.targets.movers:
-            wanted.targets.settle()
+            own, outcome = _through_messages(call, opened, wanted, (share, agreed, staging.core), attention, each)
+        own = staging.noted(own)
     operation.round(
         "done",
         outcome,
@@ -215,7 +212,11 @@ def compare_pieces(share: _core.Share | None, reader: _core.Reader, outcome: dic
 
 
 def _through_cache(
-    session: Session, opened: Opened, wanted: Demands, tick: Callable[[int, int], None]
+    session: Session,
+    opened: Opened,
+    wanted: Demands,
+    staging: _core.Memory | None,
+    tick: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Read what this rank wants, as if it were alone; what another rank of the host has read is in the page cache."""
     wishes, targets = wanted.prepared.wishes, wanted.targets
@@ -231,6 +232,7 @@ def _through_cache(
                 threads=wishes.threads,
                 drain=boxed.drain,
                 tick=tick,
+                staging=staging,
             )
         )
         boxed.finish()
@@ -253,14 +255,14 @@ def _through_messages(
     call: Call,
     opened: Opened,
     wanted: Demands,
-    agreed: tuple[_core.Share, Shared],
+    agreed: tuple[_core.Share, Shared, _core.Memory | None],
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others."""
     session, wishes = call.session, wanted.prepared.wishes
     group = session.group
-    share, shared = agreed
+    share, shared, staging = agreed
     engine = _core.RankLoad(
         share,
         group.rank,
@@ -269,10 +271,11 @@ def _through_messages(
             (shared.wanted[at][0], part, address, nbytes, strides)
             for at, part, address, nbytes, strides in shared.requests
         ],
-        shared.drain if shared.needs_drain else None,
+        shared.drain if wanted.targets.movers else None,
         verify=wishes.verify,
         io=wishes.io,
         threads=wishes.threads,
+        staging=staging,
     )
     exchange = None
     try:

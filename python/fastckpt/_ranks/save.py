@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
+from fastckpt._api.lent import lent
 from fastckpt._api.options import check_bandwidth, check_engine
 from fastckpt._api.save import step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
@@ -32,6 +33,7 @@ from .offers import combine_arrivals, combine_offers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
     from .peers import Operation
@@ -56,13 +58,14 @@ class Portion(NamedTuple):
         share: who has what of which tensor, equal on all ranks.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
             is 0 where ``fill`` brings the bytes. The caller keeps the memory alive and unchanged.
-        fill: copies ranges ``(index in held, start, address, nbytes)`` of parts to addresses; called by threads.
+        fill: takes ranges ``(index in held, start, address, nbytes)``, and copies these bytes of the parts to the
+            addresses; called by threads.
         options: how it is saved.
     """
 
     share: _core.Share
     held: Sequence[tuple[int, int, int, int]]
-    fill: Callable[[list[tuple[int, int, int, int]]], None] | None
+    fill: Callable[[Sequence[Range]], None] | None
     options: _core.SaveOptions
 
 
@@ -120,7 +123,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
         ValueError: an argument is out of range.
     """
-    check_engine(operation, io, threads)
+    check_engine(operation, io, threads, devices=True)
     settings = {
         "overwrite": bool(overwrite),
         "files": check_files(operation, files),
@@ -169,17 +172,25 @@ def save_order(
         offer = agreement.offer(verdict)
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
     agreed = agreement.settle(verdict, answer)
-    options = _core.SaveOptions(
-        model_prefix=agreed.prefix, training_prefix=PER_RANK if agreed.has_extras else "", **order.settings
-    )
-    share = _core.Share.to_save(
-        agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
-    )
-    portion = Portion(share, agreed.held, agreed.fill if agreed.needs_fill else None, options)
-
-    # Only the coordinator has them.
-    said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
-    return write_checkpoint(session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick)
+    pulled = agreed.pulled
+    devices = agreed.sources.devices if pulled and agreed.sources is not None else ()
+    with lent(devices, pulled) as staging:
+        options = _core.SaveOptions(
+            model_prefix=agreed.prefix,
+            training_prefix=PER_RANK if agreed.has_extras else "",
+            staging=staging.core,
+            **order.settings,
+        )
+        share = _core.Share.to_save(
+            agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
+        )
+        portion = Portion(share, agreed.held, agreed.fill if pulled else None, options)
+        # Only the coordinator has them.
+        said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
+        written = write_checkpoint(
+            session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick
+        )
+        return written._replace(own=staging.noted(written.own))
 
 
 def core_spread(spread: Spread) -> _core.Spread:

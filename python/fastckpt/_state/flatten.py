@@ -99,6 +99,11 @@ class Flat:
         """The tokens as one JSON array."""
         return f"[{','.join(self.tokens)}]"
 
+    @property
+    def pulled(self) -> int:
+        """Bytes of the tensors without an address."""
+        return sum(self.tensors[index].capacity for index in self.movers)
+
     def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
         """The core's callback for tensors without an address."""
         for index, start, address, nbytes in ranges:

@@ -29,10 +29,10 @@ from . import pinned as _pinned
 from .pieces import elements, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-    from .memory import Bytes, Mover
+    from .memory import Bytes
 
     #: ``(data, start)``: changes the signs in bytes of a tensor that begin at its logical byte ``start``.
     Flip = Callable[[Bytes, int], None]
@@ -420,27 +420,9 @@ def download(
 
 def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any) -> Transfer:
     """Ask for ranges of tensors of one device to be filled from host memory; arguments as for :func:`download`."""
-    torch = link.torch
 
     def ask(transfer: Transfer) -> None:
-        def move(parts: list[Any], sizes: list[int], address: int) -> None:
-            if len(parts) == 1 and _is_vector(torch, parts[0]):
-                transfer.copy(parts[0], address, sizes[0], to_host=False)
-                return
-            gathered = torch.empty(sum(sizes), dtype=torch.uint8, device=link.device)
-            transfer.copy(gathered, address, sum(sizes), to_host=False)
-            vectors: tuple[list[Any], list[Any]] = [], []
-            for part, piece in zip(parts, gathered.split(sizes), strict=True):
-                if _is_vector(torch, part):
-                    vectors[0].append(part)
-                    vectors[1].append(piece)
-                else:
-                    aligned = piece.clone() if piece.storage_offset() % part.element_size() else piece
-                    part.copy_(aligned.view(part.dtype).view(part.shape), non_blocking=True)
-            if vectors[0]:
-                torch._foreach_copy_(*vectors, True)
-
-        run = _Run(move)
+        run = _Run(lambda parts, sizes, address: _spread(transfer, parts, sizes, address))
         for mover, start, address, nbytes in jobs:
             if mover.flip is not None:
                 # The caller's bytes are not ours to change.
@@ -455,9 +437,37 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
         transfer.kept.append(jobs)
 
     inference = any(mover.inference for mover, *_ in jobs)
-    with torch.inference_mode(inference):
+    with link.torch.inference_mode(inference):
         return Transfer(link, ready, ask)
 
 
-def settle(movers: Iterable[Mover]) -> None:
+def _spread(transfer: Transfer, parts: list[Any], sizes: list[int], address: int) -> None:
+    """Fill parts of tensors from neighbours in host memory: one copy, and one kernel."""
+    torch, device = transfer.link.torch, transfer.link.device
+    if len(parts) == 1 and _is_vector(torch, parts[0]):
+        transfer.copy(parts[0], address, sizes[0], to_host=False)
+        return
+    try:
+        gathered = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        if len(parts) == 1:
+            raise
+        for part, nbytes in zip(parts, sizes, strict=True):
+            _spread(transfer, [part], [nbytes], address)
+            address += nbytes
+        return
+    transfer.copy(gathered, address, sum(sizes), to_host=False)
+    vectors: tuple[list[Any], list[Any]] = [], []
+    for part, piece in zip(parts, gathered.split(sizes), strict=True):
+        if _is_vector(torch, part):
+            vectors[0].append(part)
+            vectors[1].append(piece)
+        else:
+            aligned = piece.clone() if piece.storage_offset() % part.element_size() else piece
+            part.copy_(aligned.view(part.dtype).view(part.shape), non_blocking=True)
+    if vectors[0]:
+        torch._foreach_copy_(*vectors, True)
+
+
+def settle(_: Any) -> None:
     """Nothing to wait for: movers that are called one by one wait themselves."""

@@ -236,13 +236,17 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
 
 
 def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
-    """Copies ranges of whole elements to where they lie in host memory (:func:`laid_out`)."""
+    """Copies ranges to where their elements lie in host memory (:func:`laid_out`)."""
 
     def copy(index: Index, contiguous: Bytes) -> None:
         part = layout[(*index, ...)]
         np.copyto(part, contiguous.view(layout.dtype).reshape(part.shape))
 
-    return partial(copy_in, layout.shape, layout.itemsize, copy, copy)
+    def back(index: Index, contiguous: Bytes) -> None:
+        part = layout[(*index, ...)]
+        np.copyto(contiguous.view(layout.dtype).reshape(part.shape), part)
+
+    return partial(copy_in, layout.shape, layout.itemsize, copy, back)
 
 
 def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:

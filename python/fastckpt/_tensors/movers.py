@@ -101,12 +101,14 @@ class _Movers:
         kind: the class of those of devices.
 
     Attributes:
+        operation: as given.
+        movers: the mapping that was given, not a copy.
         devices: the ``torch.device`` objects of the movers; empty when there are none.
     """
 
     def __init__(self, operation: str, movers: Mapping[int, Mover], kind: type[Any]) -> None:
         self.operation = operation
-        self._movers = movers
+        self.movers = movers
         self._kind = kind
         links: dict[Any, _device.Link] = {}
         for mover in movers.values():
@@ -121,14 +123,19 @@ class _Movers:
 
     def is_on_device(self, index: int) -> bool:
         """Whether the bytes of that number come from or go to a device."""
-        return isinstance(self._movers.get(index), self._kind)
+        return isinstance(self.movers.get(index), self._kind)
+
+    def synchronize(self) -> None:
+        """Wait until the devices have ended all that they were asked for, by anybody."""
+        for link, _ in self._links.values():
+            link.synchronize()
 
     def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
         """The jobs of each device, those of the processor, and memory of ours that the first need."""
         jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
         rest: list[Any] = []
         kept: list[Any] = []
-        movers, kind = self._movers, self._kind
+        movers, kind = self.movers, self._kind
         for index, start, address, nbytes in ranges:
             mover: Any = movers[index]
             if isinstance(mover, kind):

@@ -141,7 +141,7 @@ class Registration:
         self._reason: str | None = None
         # Pages are registered whole, and no page twice.
         most = nbytes if limit is None else min(nbytes, limit // mmap.PAGESIZE * mmap.PAGESIZE)
-        if most < nbytes:
+        if limit and most < nbytes:
             self._reason = _CAPPED
         self.pieces = [
             _Piece(begin, min(address + most, begin + piece)) for begin in range(address, address + most, piece)
@@ -275,7 +275,8 @@ def register(
         device: a ``torch.device``, any of that kind.
         address: where the memory begins: at a page.
         nbytes: its size.
-        limit: bytes that this process pins at most, all registrations together; None for no limit.
+        limit: bytes that this process pins at most, all registrations together; None for no limit. With 0 nothing is
+            pinned, which is no problem.
         piece: bytes to register at a time, whole pages.
 
     Returns:

@@ -8,7 +8,6 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,6 +33,8 @@ from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy as np
 
     from .memory import Bytes, Mover
     from .pieces import Index
@@ -453,35 +454,6 @@ def mover_in(value: Tensor) -> Mover | None:
         flip(contiguous)
 
     return partial(_memory.copy_in, tuple(raw.shape), raw.element_size(), copy, back)
-
-
-def fetched(values: Sequence[Tensor]) -> list[Bytes]:
-    """The bytes of tensors on devices, in host memory: one copy for all of a device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(values):
-        by_device.setdefault(value.device, []).append(index)
-    out: list[Any] = [None] * len(values)
-    for indices in by_device.values():
-        plain = [values[index].detach().resolve_conj().resolve_neg().contiguous() for index in indices]
-        # As vectors by stride: one element can count as contiguous with a step to the next that is none.
-        flat = [value.as_strided((value.numel(),), (1,)).view(torch.uint8) for value in plain]
-        try:
-            raw = torch.cat(flat).cpu().numpy()
-        except NotImplementedError:  # not every kind of device can
-            raw = torch.cat([value.cpu() for value in flat]).numpy()
-        ends = np.cumsum([value.nbytes for value in plain])
-        for index, data in zip(indices, np.split(raw, ends[:-1]), strict=True):
-            out[index] = data
-    return out
-
-
-def excerpt(value: Tensor, starts: Sequence[int], nbytes: int) -> Tensor:
-    """Pieces of so many bytes of a tensor, which begin at these bytes of it, as a new vector."""
-    value = value.detach().resolve_conj().resolve_neg()
-    size = value.element_size()
-    places = torch.cat([torch.arange(start // size, (start + nbytes) // size) for start in starts])
-    # Not all dtypes can be picked from, but their bits can.
-    return value.view(_RAW[size]).take(places.to(value.device))
 
 
 def pin(

@@ -93,7 +93,7 @@ class Fill:
             convert = _tensors.converter(dtype, target.dtype)
             mover = Cast(convert, (dtype.itemsize, target.dtype.itemsize), target.data_ptr() if whole else 0, mover)
         assert mover is not None  # noqa: S101 - what has an address was asked for above
-        self.targets.movers[len(self.requests)] = mover
+        self.targets.push(len(self.requests), mover, room)
         self.requests.append(Request(index, 0, room, box))
 
     def take_whole(self) -> None:

@@ -144,23 +144,20 @@ class Reader(_torch.StorageReader):
         began = time.perf_counter()
         label = label_of(plan)
         work = _Work(opened, plan, planner)
-        try:
-            with ticker("load", path, shown=False) as tick:
+        with ticker("load", path, shown=False) as tick:
 
-                def asked() -> Asked:
-                    requests = work.ask()
-                    drain = work.targets.drain if work.targets.movers else None
-                    return Asked(opened.reader, path, requests, drain, self._verify, self._io, self._threads, tick)
+            def asked() -> Asked:
+                requests = work.ask()
+                work.targets.begin("load")
+                targets = work.targets
+                return Asked(opened.reader, path, requests, targets, self._verify, self._io, self._threads, tick)
 
-                if label is not None:
-                    fields = read_together(asked, path, self._group, self._timeout, label)
-                    kind: type[LoadReport] = RankLoadReport
-                else:
-                    fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
-                    kind = LoadReport
-        finally:
-            if work.targets.movers:
-                work.targets.settle()
+            if label is not None:
+                fields = read_together(asked, path, self._group, self._timeout, label)
+                kind: type[LoadReport] = RankLoadReport
+            else:
+                fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
+                kind = LoadReport
         work.finish()
         self.report = conclude(kind, path, began, fields)
         return _torch.done(None)

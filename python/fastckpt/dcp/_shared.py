@@ -22,8 +22,10 @@ from ._together import gathered
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fastckpt._api.destinations import Targets
     from fastckpt._ranks.peers import Operation
     from fastckpt._ranks.session import Session
+    from fastckpt._tensors.movers import Range
 
     from ._fill import Request
 
@@ -37,7 +39,7 @@ class Asked(NamedTuple):
         reader: the checkpoint.
         path: its directory.
         requests: the boxes.
-        drain: takes the bytes of those without an address, by their numbers.
+        targets: take the bytes of those without an address, by their numbers.
         verify: compare them with their checksums.
         io: the engine.
         threads: how many read, or None.
@@ -47,25 +49,31 @@ class Asked(NamedTuple):
     reader: _core.Reader
     path: str
     requests: Sequence[Request]
-    drain: Callable[[list[tuple[int, int, int, int]]], None] | None
+    targets: Targets
     verify: bool
     io: str
     threads: int | None
     tick: Callable[[int, int], None]
 
+    @property
+    def drain(self) -> Callable[[Sequence[Range]], None] | None:
+        """The core's callback, where there are such."""
+        return self.targets.drain if self.targets.movers else None
+
 
 def read_alone(asked: Asked, io: str | None = None) -> dict[str, Any]:
     """Read boxes, whatever other ranks do; the core's report."""
-    return dict(
-        asked.reader.read(
+    with asked.targets.lent() as staging:
+        report = asked.reader.read(
             [_core.ReadRequest(*request) for request in asked.requests],
             verify=asked.verify,
             io=io or asked.io,
             threads=asked.threads,
             drain=asked.drain,
             tick=asked.tick,
+            staging=staging.core,
         )
-    )
+        return staging.noted(report)
 
 
 def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: float, label: str) -> dict[str, Any]:
@@ -101,7 +109,9 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
             own = read_alone(mine, "buffered")
             operation.round("done", None, combine=lambda _: None)
             return own | more | {"bytes_storage": own["bytes"], "bytes_peers": 0, "bytes_sent": 0}
-        return _by_messages(here, operation, mine, name, attention, timeout) | more
+        with mine.targets.lent() as staging:
+            own = _by_messages(here, operation, mine, name, staging.core, attention, timeout)
+            return staging.noted(own) | more
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:
@@ -121,7 +131,13 @@ def _decide(path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _by_messages(
-    here: Session, operation: Operation, asked: Asked, name: str, attention: Attention, timeout: float
+    here: Session,
+    operation: Operation,
+    asked: Asked,
+    name: str,
+    staging: _core.Memory | None,
+    attention: Attention,
+    timeout: float,
 ) -> dict[str, Any]:
     rank = here.group.rank
     whole = False
@@ -141,7 +157,15 @@ def _by_messages(
             counts[request.tensor] += 1
             requests.append((request.tensor, part, request.address, request.capacity, request.strides))
         engine = _core.RankLoad(
-            share, rank, asked.reader, requests, asked.drain, verify=asked.verify, io=asked.io, threads=asked.threads
+            share,
+            rank,
+            asked.reader,
+            requests,
+            asked.drain,
+            verify=asked.verify,
+            io=asked.io,
+            threads=asked.threads,
+            staging=staging,
         )
         running = engine
         if group is not None:

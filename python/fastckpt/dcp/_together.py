@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.lent import lent
 from fastckpt._api.progress import ticker
 from fastckpt._ranks.save import Portion, Texts, write_checkpoint
 from fastckpt._ranks.session import session
+from fastckpt._tensors.movers import Sources
 
 from ._take import take
 from ._unite import United, memories_of, unite
@@ -32,7 +34,7 @@ class Wishes(NamedTuple):
         group: the process group.
         timeout: seconds of silence that are waited for.
         model_key: see :func:`fastckpt.save`.
-        options: how a state is saved whose model has the names that begin with a prefix.
+        options: how a state is saved whose model has the names that begin with a prefix, with staging memory.
         metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
     """
 
@@ -41,7 +43,7 @@ class Wishes(NamedTuple):
     group: Any
     timeout: float
     model_key: str | None
-    options: Callable[[str], _core.SaveOptions]
+    options: Callable[[str, _core.Memory | None], _core.SaveOptions]
     metadata: Callable[[], str]
 
 
@@ -63,25 +65,23 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
             decide=lambda tables: _packed(unite([table for _, table in tables], wishes.model_key)),
         )
         united = _unpacked(answer)
-        options = wishes.options(united.prefix)
-        share = _share(united, here.group.size, options)
         held, movers = _held(taken, united, here.group.rank)
-
-        def fill(ranges: list[tuple[int, int, int, int]]) -> None:
-            for index, start, address, nbytes in ranges:
-                movers[index](start, address, nbytes)
-
+        sources = Sources("dcp.save", movers)
         texts = Texts(united.structure, metadata)
-        with ticker("dcp.save", wishes.path, shown=False) as tick:
-            return write_checkpoint(
-                here,
-                operation,
-                wishes.path,
-                Portion(share, held, fill, options),
-                lambda _: texts,
-                timeout=wishes.timeout,
-                tick=tick,
-            ).own
+        with lent(sources.devices, sum(held[index][3] for index in movers)) as staging:
+            options = wishes.options(united.prefix, staging.core)
+            share = _share(united, here.group.size, options)
+            with ticker("dcp.save", wishes.path, shown=False) as tick:
+                written = write_checkpoint(
+                    here,
+                    operation,
+                    wishes.path,
+                    Portion(share, held, sources.fill if movers else None, options),
+                    lambda _: texts,
+                    timeout=wishes.timeout,
+                    tick=tick,
+                )
+            return staging.noted(written.own)
 
 
 def gathered(lists: list[list[Any]]) -> list[Any]:

@@ -10,16 +10,18 @@ import numpy as np
 
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.described import Tensor
+from fastckpt._tensors.movers import Sources
 from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fastckpt._tensors.memory import Bytes, Mover
+    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.pieces import Index
 
     from ._unite import United
-    from ._values import Memory
+    from ._values import Box, Memory
 
 
 def whole(united: United, memories: Mapping[int, Sequence[Memory]]) -> tuple[list[Tensor], dict[int, Mover]]:
@@ -31,9 +33,11 @@ def whole(united: United, memories: Mapping[int, Sequence[Memory]]) -> tuple[lis
 
     Raises:
         CheckpointError: a part of a tensor is in no box.
+        RuntimeError: the caller's current stream of a device that has a box is being captured into a graph.
     """
     tensors: list[Tensor] = []
     movers: dict[int, Mover] = {}
+    fetch = _Fetch()
     for number, (name, dtype, shape, logical) in enumerate(united.tensors):
         sizes = shape if logical is None else logical[1]
         mine = memories[number]
@@ -50,8 +54,10 @@ def whole(united: United, memories: Mapping[int, Sequence[Memory]]) -> tuple[lis
                 "elements), and this save is of one process alone: call dcp.save on all ranks, without no_dist=True"
             )
         itemsize = sum(memory.nbytes for memory in mine) // held
-        movers[number] = _assembler(tuple(sizes), itemsize, mine)
+        parts = [(memory.box, fetch.array(memory, itemsize)) for memory in mine if _elements(memory)]
+        movers[number] = _assembler(tuple(sizes), itemsize, parts)
         tensors.append(Tensor(name, dtype, shape, 0, prod(sizes) * itemsize, logical))
+    fetch.bring()
     return tensors, movers
 
 
@@ -63,9 +69,8 @@ def _elements(memory: Memory) -> int:
     return prod(stop - start for start, stop in memory.box)
 
 
-def _assembler(sizes: tuple[int, ...], itemsize: int, memories: Sequence[Memory]) -> Mover:
+def _assembler(sizes: tuple[int, ...], itemsize: int, parts: Sequence[tuple[Box, Any]]) -> Mover:
     """Brings ranges of a tensor from its boxes, none of which overlaps another."""
-    parts = [(memory.box, _array(memory, itemsize)) for memory in memories if _elements(memory)]
 
     def copy(index: Index, contiguous: Bytes) -> None:
         ranges = [_range(step, size) for step, size in zip((*index, *_rest(index, sizes)), sizes, strict=True)]
@@ -91,12 +96,23 @@ def _range(step: Any, size: int) -> tuple[int, int]:
     return int(step), int(step) + 1
 
 
-def _array(memory: Memory, itemsize: int) -> Any:
-    """A box as an array of opaque elements; one that is not contiguous in host memory is copied there."""
-    sizes = [stop - start for start, stop in memory.box]
-    if memory.address:
-        return _memory.at(memory.address, memory.nbytes, memory.keep).view(f"V{itemsize}").reshape(sizes)
-    assert memory.mover is not None  # noqa: S101 - one of the two is there
-    copied = np.empty(memory.nbytes, np.uint8)
-    memory.mover(0, _memory.address_of(copied), copied.nbytes)
-    return copied.view(f"V{itemsize}").reshape(sizes)
+class _Fetch:
+    """Boxes that are not in order in host memory, copied there: all that a device has at once."""
+
+    def __init__(self) -> None:
+        self._movers: dict[int, Mover] = {}
+        self._ranges: list[Range] = []
+
+    def array(self, memory: Memory, itemsize: int) -> Any:
+        """A box as an array of opaque elements; one that is copied has them after :meth:`bring`."""
+        if memory.mover is None:
+            data = _memory.at(memory.address, memory.nbytes, memory.keep)
+        else:
+            data = np.empty(memory.nbytes, np.uint8)
+            self._ranges.append((len(self._movers), 0, _memory.address_of(data), data.nbytes))
+            self._movers[len(self._movers)] = memory.mover
+        return data.view(f"V{itemsize}").reshape([stop - start for start, stop in memory.box])
+
+    def bring(self) -> None:
+        """Copy them."""
+        Sources("dcp.save", self._movers).fill(self._ranges)

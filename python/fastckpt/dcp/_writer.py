@@ -9,6 +9,7 @@ from typing import Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.lent import lent
 from fastckpt._api.options import Engine, check_bandwidth, check_engine
 from fastckpt._api.outcome import conclude
 from fastckpt._api.progress import ticker
@@ -18,6 +19,7 @@ from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.registry import Registry, Types
+from fastckpt._tensors.movers import Sources
 from fastckpt._units import bytes_of
 from fastckpt.exceptions import CheckpointError
 
@@ -215,18 +217,17 @@ class Writer(_torch.StorageWriter):
         warn_of_unnamed("dcp.save", about)
         united = unite([taken.table()], self._model_key)
         tensors, movers = whole(united, memories_of(taken, united))
+        sources = Sources("dcp.save", movers)
+        with lent(sources.devices, sum(tensors[index].capacity for index in movers)) as staging:
+            options = self._options(united.prefix, staging.core)
+            in_flight.wait_for_path(path)
+            with ticker("dcp.save", path, shown=False) as tick:
+                report = _core.save(
+                    path, tensors, united.structure, about.structure(), options, sources.fill if movers else None, tick
+                )
+            return staging.noted(report)
 
-        def fill(ranges: list[tuple[int, int, int, int]]) -> None:
-            for index, start, address, nbytes in ranges:
-                movers[index](start, address, nbytes)
-
-        in_flight.wait_for_path(path)
-        with ticker("dcp.save", path, shown=False) as tick:
-            return _core.save(
-                path, tensors, united.structure, about.structure(), self._options(united.prefix), fill, tick
-            )
-
-    def _options(self, prefix: str) -> _core.SaveOptions:
+    def _options(self, prefix: str, staging: _core.Memory | None) -> _core.SaveOptions:
         """How this writer saves a state whose model has the names that begin with ``prefix``."""
         return _core.SaveOptions(
             model_prefix=prefix,
@@ -237,6 +238,7 @@ class Writer(_torch.StorageWriter):
             threads=self._threads,
             bandwidth_limit=self._limit,
             step=step_of(self._metadata),
+            staging=staging,
         )
 
     def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
-use crate::sys::strided::Strided;
+use crate::sys::strided::{Rows, Strided};
 
 /// Bytes to fetch: those of number `index` from `start` on.
 #[derive(Debug)]
@@ -54,11 +54,30 @@ pub struct Push {
     pub index: usize,
 }
 
-impl Pull {
-    /// Fetches the bytes from `start` on.
-    pub(crate) fn fetch(&self, start: u64, to: &mut [u8]) -> Result<()> {
-        (self.fill)(&mut [Pulled { index: self.index, start, to }]).map_err(Error::Callback)
+/// Fetches bytes of several tensors, each from a byte on. What comes from one callback is asked for in one call.
+pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut [u8])>) -> Result<()> {
+    let mut calls: Vec<(&Fill, Vec<Pulled<'_>>)> = Vec::new();
+    for (Pull { fill, index }, start, to) in wanted {
+        let one = Pulled { index: *index, start, to };
+        match calls.last_mut().filter(|(last, _)| Arc::ptr_eq(last, fill)) {
+            Some((_, ranges)) => ranges.push(one),
+            None => calls.push((fill, vec![one])),
+        }
     }
+    calls.iter_mut().try_for_each(|(fill, ranges)| fill(ranges)).map_err(Error::Callback)
+}
+
+/// Hands over bytes for several destinations, each from a byte on. What goes to one callback is handed over in one call.
+pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u8])>) -> Result<()> {
+    let mut calls: Vec<(&Drain, Vec<Pushed<'_>>)> = Vec::new();
+    for (Push { drain, index }, start, from) in all {
+        let one = Pushed { index: *index, start, from };
+        match calls.last_mut().filter(|(last, _)| Arc::ptr_eq(last, drain)) {
+            Some((_, ranges)) => ranges.push(one),
+            None => calls.push((drain, vec![one])),
+        }
+    }
+    calls.iter().try_for_each(|(drain, ranges)| drain(ranges)).map_err(Error::Callback)
 }
 
 impl Push {
@@ -66,11 +85,6 @@ impl Push {
     pub fn each(take: impl Fn(u64, &[u8]) -> Outcome + Send + Sync + 'static) -> Self {
         let drain = move |all: &[Pushed<'_>]| all.iter().try_for_each(|one| take(one.start, one.from));
         Self { drain: Arc::new(drain), index: 0 }
-    }
-
-    /// Hands over the bytes from `start` on.
-    pub(crate) fn hand(&self, start: u64, from: &[u8]) -> Outcome {
-        (self.drain)(&[Pushed { index: self.index, start, from }])
     }
 }
 
@@ -94,6 +108,9 @@ pub enum Destination {
     Strided(Strided),
     /// Elsewhere, handed over piece by piece.
     Push(Push),
+    /// Elsewhere: bytes of a larger array, handed over piece by piece. The rows say where the bytes lie in the array; the
+    /// number is the first byte of theirs.
+    Rows(Push, Arc<Rows>, u64),
     /// Handed over to another part of this crate, piece by piece.
     Take(Take),
     /// Nowhere: the bytes are read where the file is mapped.
@@ -129,7 +146,7 @@ impl std::fmt::Debug for Destination {
         f.write_str(match self {
             Self::Memory(_) => "Memory",
             Self::Strided(_) => "Strided",
-            Self::Push(_) => "Push",
+            Self::Push(_) | Self::Rows(..) => "Push",
             Self::Take(_) => "Take",
             Self::Mapped(_) => "Mapped",
             Self::Nowhere => "Nowhere",

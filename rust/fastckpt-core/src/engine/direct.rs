@@ -10,15 +10,13 @@ use std::thread;
 
 use super::job::{TICK, Tick};
 use super::limiter::Limiter;
-use super::options::Options;
+use super::options::{BATCH, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Fallback, Ran};
 use crate::error::{Error, Result};
 use crate::sys::thread::builder;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
-/// Bytes of one call, at most.
-const BATCH: u64 = 16 << 20;
 /// Threads that call the callback. Each call moves up to 16 MiB, which is long enough for a device; the threads
 /// hide the time between calls.
 pub const THREADS: usize = 4;
@@ -183,7 +181,7 @@ fn batches(candidates: Vec<Candidate>) -> Vec<Batch> {
     for Candidate { block, stretch, file } in candidates {
         let len = stretch.len;
         match batches.last_mut() {
-            Some(batch) if batch.len + len <= BATCH => {
+            Some(batch) if batch.len + len <= BATCH as u64 => {
                 batch.blocks.push(block);
                 batch.len += len;
                 match batch.stretches.last_mut() {

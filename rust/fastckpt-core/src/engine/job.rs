@@ -1,10 +1,12 @@
 //! The work of the workers, block by block.
 
 use std::io;
+use std::ops::Range;
 use std::time::Duration;
 
 use super::io::transfer::Transfer;
 use crate::error::{Error, Result};
+use crate::sys::dealt::Dealt;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::Lane;
 
@@ -20,6 +22,17 @@ pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
 /// A new staging buffer, or one that an earlier operation left.
 pub fn new_staging(len: usize) -> Result<Slab> {
     slabs::take(len).map_err(Error::io("map memory for staging", "memory".as_ref()))
+}
+
+/// What becomes of a block that moved.
+#[derive(Debug)]
+pub enum Next {
+    /// It is done.
+    Done,
+    /// Another transfer of it must follow.
+    Again(Transfer),
+    /// Callbacks take bytes of it: it is kept for [`Job::hand_over`].
+    Hold,
 }
 
 /// Blocks to move.
@@ -50,16 +63,35 @@ pub trait Job: Sync {
     /// Bytes of the largest staging buffer that [`Job::start`] asks for.
     fn largest(&self) -> usize;
 
-    /// Prepares a block to move. `None` if it must wait: for its bytes, or until another file is closed. It is asked for
-    /// again.
-    fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>>;
+    /// Whether callbacks bring or take bytes of any block. They are called for many blocks at once.
+    fn calls(&self) -> bool {
+        false
+    }
 
-    /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters. Returns another
-    /// transfer of the same block if one must follow.
-    fn finish(
+    /// Bytes of staging memory that a block takes, in whole pages, if callbacks bring bytes of it.
+    fn fetched(&self, _block: usize) -> Option<usize> {
+        None
+    }
+
+    /// Has callbacks bring what they have of `blocks`, of which each has [`Job::fetched`] bytes of `memory`. Returns these.
+    fn fetch(&self, _blocks: Range<usize>, _memory: Dealt) -> Result<Vec<Dealt>> {
+        Ok(Vec::new())
+    }
+
+    /// Prepares a block to move. Takes what was `fetched` for it, if it was. `None` if it must wait: for its bytes, or
+    /// until another file is closed. It is asked for again.
+    fn start(
         &self,
-        transfer: &mut Transfer,
-        outcome: io::Result<()>,
-        lane: &Lane<'_>,
+        block: usize,
+        fetched: &mut Option<Dealt>,
+        staging: Staging<'_>,
     ) -> Result<Option<Transfer>>;
+
+    /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters.
+    fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next>;
+
+    /// Has callbacks take the bytes of blocks that were kept for it. Returns the number of bytes copied for that.
+    fn hand_over(&self, _held: &[Transfer]) -> Result<u64> {
+        Ok(0)
+    }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::error::{Error, Result};
+use crate::sys::dealt::{Buffers, Dealer};
 use crate::sys::mapping::Mapping;
 
 /// Host memory for one snapshot at a time, or for the staging buffers of operations.
@@ -53,6 +54,44 @@ impl Memory {
         let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
         drop(mapping);
         Ok(())
+    }
+}
+
+/// Memory that an operation has for its staging buffers, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Lent {
+    memory: Arc<Memory>,
+    dealer: Option<Dealer>,
+}
+
+impl Lent {
+    /// Takes the memory, which nothing else may have.
+    pub(super) fn new(memory: &Arc<Memory>) -> Result<Self> {
+        let dealer = Dealer::new(memory.take()?).map_err(|mapping| {
+            let _ = memory.give(mapping);
+            Error::Misused(
+                "the staging memory is in use, or belongs to another process: make new memory after a fork",
+            )
+        })?;
+        Ok(Self { memory: Arc::clone(memory), dealer: Some(dealer) })
+    }
+
+    /// Its size in bytes.
+    pub(super) fn size(&self) -> usize {
+        self.memory.size()
+    }
+
+    /// `count` buffers of `size` bytes, or fewer if the memory ends.
+    pub(super) fn deal(&mut self, size: usize, count: usize) -> Option<Buffers> {
+        self.dealer.as_mut().map(|dealer| dealer.deal(size, count))
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(dealer) = self.dealer.take() {
+            let _ = self.memory.give(dealer.into_mapping());
+        }
     }
 }
 

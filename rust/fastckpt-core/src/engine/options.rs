@@ -25,6 +25,10 @@ pub const STAGING_BUDGET: u64 = 96 << 20;
 /// The same in one load, which needs most of its memory for what it loads.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
+/// Bytes that a callback brings or takes in one call, where there is room for two calls' bytes in a worker's staging
+/// memory: one half is filled while the other one moves. Python's lock is taken once for each call.
+pub const BATCH: usize = 16 << 20;
+
 /// The requested engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
@@ -134,6 +138,8 @@ pub struct Options {
     pub zero_copy: Option<bool>,
     /// Tensors whose blocks may go between a device and files directly.
     pub direct: Option<Direct>,
+    /// What the caller asked for that this operation cannot do, for the report.
+    pub unmet: Option<&'static str>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
     /// The environment at the start of the operation.
@@ -153,6 +159,7 @@ impl Default for Options {
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
             direct: None,
+            unmet: None,
             faults: None,
             environment: Environment::default(),
         }

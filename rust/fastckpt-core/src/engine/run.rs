@@ -11,11 +11,14 @@ use super::io::blocking::Blocking;
 use super::io::fault::Faulty;
 use super::io::uring;
 use super::job::{Job, TICK, Tick};
-use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
+use super::memory::Lent;
+use super::options::{BATCH, LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Ran};
-use super::worker::{self, Moved, Open, Shared};
+use super::worker::{self, Moved, Open, Shared, Staged, Stride};
 use crate::error::{Error, Result};
+use crate::format::geometry::PAGE;
+use crate::sys::dealt::size_within;
 use crate::sys::mapping;
 use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
@@ -56,12 +59,13 @@ pub(super) fn run_on<J: Job>(
     operation: &Operation,
     tick: Tick<'_>,
 ) -> Result<Ran> {
-    let largest = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
-    let budget = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
+    // Memory that does not even hold one block is of no use.
+    let lent = options.staging.as_ref().filter(|memory| job.calls() && memory.size() >= job.largest());
+    let lent = lent.map(Lent::new).transpose()?;
     // Even a few bytes may lie far apart.
     let few = job.blocks() > 1 && choice.threads == 1;
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
-    let threads = threads.min(job.blocks()).clamp(1, (budget / largest).max(1));
+    let (threads, staged) = staging(job, threads, lent.as_ref());
     let queue_depth = match choice.engine {
         // A worker that waits for the limit must not leave completions unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
@@ -74,7 +78,7 @@ pub(super) fn run_on<J: Job>(
         if J::WRITE { Phase::Write } else { Phase::Read },
     );
     tell(operation, choice.engine, choice.fallback.as_ref(), false);
-    let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (budget, largest));
+    let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (staged, lent));
     let own_priority = options.priority != Priority::default();
     // One blocking call. A thread would cost more than the call, and there is nothing to report meanwhile (except while
     // waiting for a limit). A priority stays with the thread that takes it, and the calling thread goes on to other
@@ -102,6 +106,45 @@ pub(super) fn run_on<J: Job>(
         fallback = Some(Fallback::after(fallback, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason));
     }
     Ok(conclude(moved, (engine, fallback), started.max(1), operation))
+}
+
+/// How many of `threads` workers there is staging memory for, and how they use it.
+fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Staged) {
+    let own = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
+    let budget = lent.map_or(own, Lent::size);
+    let (blocks, largest) = (job.blocks(), mapping::size_for(job.largest()).unwrap_or(usize::MAX));
+    let threads = threads.min(blocks).clamp(1, (budget / largest).max(1));
+    if !job.calls() {
+        let room = budget / threads;
+        return (threads, Staged { room, largest, batch: 0, buffers: None, strides: None });
+    }
+    let largest = job.largest().next_multiple_of(PAGE as usize);
+    let halves = lent.map_or(largest, |_| BATCH.max(largest));
+    let threads = threads.min(budget / (2 * halves)).max(1);
+    let room = budget / threads;
+    let batch = BATCH.min(room / 2).max(largest);
+    if !J::WRITE {
+        // Blocks arrive in any order, so each has a buffer of its own.
+        let size = size_within(largest, room);
+        let buffers = lent.map(|_| (size, room / size));
+        let largest = if lent.is_some() { largest } else { mapping::size_for(largest).unwrap_or(usize::MAX) };
+        return (threads, Staged { room, largest, batch, buffers, strides: None });
+    }
+    let mut strides: Vec<Stride> = Vec::new();
+    for block in 0..blocks {
+        let bytes = job.fetched(block).unwrap_or(0);
+        match strides.last_mut() {
+            Some(last) if bytes > 0 && last.bytes > 0 && last.bytes + bytes <= batch => {
+                last.blocks.end += 1;
+                last.bytes += bytes;
+            }
+            _ => strides.push(Stride { blocks: block..block + 1, bytes }),
+        }
+    }
+    let longest = strides.iter().map(|stride| stride.bytes).max().unwrap_or(0);
+    let size = size_within(longest.max(largest), room);
+    let (threads, buffers) = (threads.min(strides.len()).max(1), Some((size, (room / size).max(1))));
+    (threads, Staged { room, largest, batch, buffers, strides: Some(strides) })
 }
 
 /// What ran. Also tells the monitor.

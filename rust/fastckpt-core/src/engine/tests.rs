@@ -11,7 +11,7 @@ use super::io::fault::{Fault, FaultPlan, Faulty};
 use super::io::files::{OpenFile, OpenFiles};
 use super::io::memory::{Memory, Operation, Stored};
 use super::io::transfer::Transfer;
-use super::job::{Job, Staging, Tick};
+use super::job::{Job, Next, Staging, Tick};
 use super::options::{Io, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Ran};
@@ -19,6 +19,7 @@ use super::run::run_on;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
+use crate::sys::dealt::Dealt;
 use crate::sys::file::DataFile;
 use crate::sys::gather::Buf;
 use crate::telemetry::{self, Kind, Lane};
@@ -93,7 +94,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
         BLOCK
     }
 
-    fn start(&self, block: usize, staging: Staging<'_>) -> Result<Option<Transfer>> {
+    fn start(&self, block: usize, _: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Option<Transfer>> {
         if let Some(held) = self.held.lock().unwrap().take() {
             let _ = held.recv();
         }
@@ -106,16 +107,13 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
         self.transfer(block, path, staging).map(Some)
     }
 
-    fn finish(
-        &self,
-        transfer: &mut Transfer,
-        outcome: io::Result<()>,
-        lane: &Lane<'_>,
-    ) -> Result<Option<Transfer>> {
+    fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {
         outcome.map_err(|error| Error::transfer("move", Path::new("file"), error, self.strict))?;
         if self.again.swap(false, Ordering::Relaxed) {
             let mut staging = |len| Ok(crate::sys::slabs::take(len).unwrap());
-            return self.transfer(transfer.block, (IoPath::Staged, Reason::Changed), &mut staging).map(Some);
+            return self
+                .transfer(transfer.block, (IoPath::Staged, Reason::Changed), &mut staging)
+                .map(Next::Again);
         }
         let offset = transfer.block * BLOCK;
         let len = BLOCK.min(self.bytes - offset);
@@ -123,7 +121,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
             self.read.lock().unwrap()[offset..offset + len].copy_from_slice(&transfer.buf.slab()[..len]);
         }
         lane.moved(len as u64);
-        Ok(None)
+        Ok(Next::Done)
     }
 }
 

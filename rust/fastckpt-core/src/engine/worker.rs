@@ -1,7 +1,9 @@
 //! Worker threads. Each takes blocks from the common queue and keeps its backend busy. They know nothing about layout.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,13 +12,15 @@ use std::time::Duration;
 
 use super::io::backend::{Backend, Completed};
 use super::io::transfer::Transfer;
-use super::job::{Job, TICK, new_staging};
+use super::job::{Job, Next, TICK, new_staging};
 use super::limiter::Limiter;
+use super::memory::Lent;
 use super::options::{Io, Options, STAGING_BUDGET};
 use super::path::{Blocks, IoPath, Reason};
 use super::report::Fallback;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
+use crate::sys::dealt::{Buffers, Dealt};
 use crate::sys::priority::Priority;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
@@ -39,6 +43,28 @@ pub(super) struct Moved {
     pub(super) refused: Option<Fallback>,
 }
 
+/// Blocks, one after another, that one worker takes at a time.
+#[derive(Debug, Clone)]
+pub(super) struct Stride {
+    pub(super) blocks: Range<usize>,
+    /// Bytes of staging memory that they take together. If it is not 0, callbacks bring bytes of each of them.
+    pub(super) bytes: usize,
+}
+
+/// How the workers use their staging memory.
+pub(super) struct Staged {
+    /// Bytes that one worker may have in flight, and that one block may need.
+    pub(super) room: usize,
+    pub(super) largest: usize,
+    /// The most bytes of blocks that are handed over together.
+    pub(super) batch: usize,
+    /// Size and number of the buffers that each worker deals its staging memory out of; without them, each block has a
+    /// mapping of its own.
+    pub(super) buffers: Option<(usize, usize)>,
+    /// Without them, each block is taken alone.
+    pub(super) strides: Option<Vec<Stride>>,
+}
+
 /// What the workers of one job share.
 pub(super) struct Shared<'a, J> {
     job: &'a J,
@@ -46,9 +72,10 @@ pub(super) struct Shared<'a, J> {
     pub(super) operation: &'a Operation,
     pub(super) threads: usize,
     queue_depth: usize,
-    /// Bytes of staging buffers that one worker may have in flight, and that one block may need.
-    room: usize,
-    largest: usize,
+    staged: Staged,
+    /// The buffers of each worker until it begins, and their memory, if it was lent.
+    buffers: Mutex<Vec<Buffers>>,
+    _lent: Option<Lent>,
     /// Whether the caller demanded direct I/O.
     strict: bool,
     limiter: Option<Limiter>,
@@ -61,24 +88,30 @@ pub(super) struct Shared<'a, J> {
 }
 
 impl<'a, J: Job> Shared<'a, J> {
-    /// For `threads` workers with `queue_depth` operations in flight each. `budget` limits the staging buffers of all
-    /// workers.
+    /// For `threads` workers with `queue_depth` operations in flight each.
     pub(super) fn new(
         job: &'a J,
         open: Open<'a>,
         options: &Options,
         operation: &'a Operation,
         (threads, queue_depth): (usize, usize),
-        (budget, largest): (usize, usize),
+        (staged, mut lent): (Staged, Option<Lent>),
     ) -> Self {
+        let deal = |(size, count): (usize, usize)| match &mut lent {
+            Some(lent) => lent.deal(size, count).into_iter().next(),
+            None => Some(Buffers::own(size, count)),
+        };
+        let buffers = staged.buffers.map(|each| std::iter::repeat_n(each, threads).filter_map(deal));
+        let buffers = Mutex::new(buffers.into_iter().flatten().collect());
         Self {
             job,
             open,
             operation,
             threads,
             queue_depth,
-            room: budget / threads,
-            largest,
+            staged,
+            buffers,
+            _lent: lent,
             strict: options.io == Io::Direct,
             limiter: options.bandwidth_limit.map(Limiter::new),
             next: AtomicUsize::new(0),
@@ -98,6 +131,15 @@ impl<'a, J: Job> Shared<'a, J> {
 
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
+    }
+
+    /// The next blocks, which no other worker takes.
+    fn next(&self) -> Option<Stride> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        match &self.staged.strides {
+            Some(strides) => strides.get(number).cloned(),
+            None => (number < self.job.blocks()).then(|| Stride { blocks: number..number + 1, bytes: 0 }),
+        }
     }
 
     /// What was moved, or the failure, after all workers have ended.
@@ -148,7 +190,11 @@ fn work<J: Job>(
         backend,
         in_flight: 0,
         staged: 0,
-        waiting: None,
+        todo: VecDeque::new(),
+        unfetched: 0,
+        held: Vec::new(),
+        held_bytes: 0,
+        buffers: lock(&shared.buffers).pop(),
         slabs: Vec::new(),
         blocks: Blocks::default(),
         copied: 0,
@@ -166,7 +212,11 @@ fn work<J: Job>(
     }
     // Dropping the backend first waits for the operations that a failure left in flight.
     drop(worker.backend);
+    drop((worker.todo, worker.held));
     slabs::give(worker.slabs, STAGING_BUDGET as usize);
+    if let Some(buffers) = worker.buffers {
+        buffers.give(STAGING_BUDGET as usize);
+    }
     outcome
 }
 
@@ -179,9 +229,17 @@ struct Worker<'a, 'b, J> {
     in_flight: usize,
     /// Bytes of staging buffers in flight.
     staged: usize,
-    /// The block to start once its bytes are there, or a file can be opened again.
-    waiting: Option<usize>,
-    /// Free staging buffers, for the next blocks.
+    /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
+    /// file can be opened again.
+    todo: VecDeque<(usize, Option<Dealt>)>,
+    /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
+    unfetched: usize,
+    /// Finished blocks that callbacks take bytes of, and their bytes.
+    held: Vec<Transfer>,
+    held_bytes: usize,
+    /// Staging memory. Without it, each block has a mapping of its own.
+    buffers: Option<Buffers>,
+    /// Free mappings, for the next blocks.
     slabs: Vec<Slab>,
     blocks: Blocks,
     copied: u64,
@@ -192,16 +250,12 @@ struct Worker<'a, 'b, J> {
 impl<J: Job> Worker<'_, '_, J> {
     fn run(&mut self) -> Result<()> {
         loop {
-            while self.in_flight < self.queue_depth && self.has_room() {
-                let next = || self.shared.next.fetch_add(1, Ordering::Relaxed);
-                let block = self.waiting.take().unwrap_or_else(next);
-                if block >= self.shared.job.blocks() || self.shared.stopped() || !self.start(block)? {
-                    break;
-                }
-            }
+            while self.in_flight < self.queue_depth && self.prepare()? && self.start()? {}
             match self.backend.wait().map_err(backend_failed)? {
                 Some(completed) => self.complete(completed)?,
-                None if self.waiting.is_some() => thread::sleep(NOT_YET),
+                // Its memory, or its file, may be what the next block waits for.
+                None if !self.held.is_empty() => self.hand_over()?,
+                None if !self.todo.is_empty() => thread::sleep(NOT_YET),
                 None => return Ok(()),
             }
             (self.between)();
@@ -210,17 +264,63 @@ impl<J: Job> Worker<'_, '_, J> {
 
     /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need almost none, so more
     /// of them are in flight.
-    fn has_room(&self) -> bool {
-        self.staged == 0 || self.staged + self.shared.largest <= self.shared.room
+    fn has_room(&mut self) -> bool {
+        let Staged { room, largest, .. } = self.shared.staged;
+        match &mut self.buffers {
+            Some(buffers) => buffers.has(largest),
+            None => self.staged == 0 || self.staged + largest <= room,
+        }
     }
 
-    /// Starts a block. Returns whether another one can follow at once. It cannot if this block has already run, because
+    /// Takes the next blocks, unless some are left to start, and has callbacks bring what they have of them. Returns
+    /// whether one can be started.
+    fn prepare(&mut self) -> Result<bool> {
+        if self.shared.stopped() {
+            self.todo.clear();
+            return Ok(false);
+        }
+        if self.todo.is_empty() {
+            if !self.has_room() {
+                return Ok(false);
+            }
+            let Some(Stride { blocks, bytes }) = self.shared.next() else { return Ok(false) };
+            self.todo.extend(blocks.map(|block| (block, None)));
+            self.unfetched = bytes;
+        }
+        if self.unfetched > 0 && !self.fetch()? {
+            return Ok(false);
+        }
+        let Some((_, fetched)) = self.todo.front() else { return Ok(false) };
+        Ok(fetched.is_some() || self.has_room())
+    }
+
+    /// Has callbacks bring what they have of the blocks to start, if there is memory for all of them.
+    fn fetch(&mut self) -> Result<bool> {
+        let Self { shared, todo, buffers, lane, .. } = self;
+        let (Some(&(first, _)), Some(buffers)) = (todo.front(), buffers) else { return Ok(false) };
+        let memory = buffers.take(self.unfetched).map_err(no_memory)?;
+        let Some(memory) = memory else { return Ok(false) };
+        let began = lane.begin(shared.job.file(first));
+        let fetched = shared.job.fetch(first..first + todo.len(), memory)?;
+        lane.starved(began);
+        for ((_, slot), part) in todo.iter_mut().zip(fetched) {
+            *slot = Some(part);
+        }
+        self.unfetched = 0;
+        Ok(true)
+    }
+
+    /// Starts the first block to do. Returns whether another one can follow at once. It cannot if this block has already run, because
     /// its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in flight may
     /// close the file that it waits for, and blocks are begun in their order.
-    fn start(&mut self, block: usize) -> Result<bool> {
-        let began = self.lane.begin(self.shared.job.file(block));
-        let Self { shared, slabs, .. } = self;
+    fn start(&mut self) -> Result<bool> {
+        let Self { shared, slabs, todo, buffers, lane, .. } = self;
+        let Some((block, fetched)) = todo.front_mut() else { return Ok(false) };
+        let began = lane.begin(shared.job.file(*block));
         let mut staging = |len: usize| {
+            if let Some(part) = buffers.as_mut().and_then(|buffers| buffers.take(len).transpose()) {
+                return part.map(Slab::Part).map_err(no_memory);
+            }
             slabs::smallest_fit(slabs, len).map_or_else(
                 || {
                     // The free buffers are too small. They are dropped, so that the worker holds no more than was in
@@ -231,12 +331,10 @@ impl<J: Job> Worker<'_, '_, J> {
                 Ok,
             )
         };
-        let started = shared.job.start(block, &mut staging)?;
-        self.lane.starved(began);
-        let Some(transfer) = started else {
-            self.waiting = Some(block);
-            return Ok(false);
-        };
+        let started = shared.job.start(*block, fetched, &mut staging)?;
+        lane.starved(began);
+        let Some(transfer) = started else { return Ok(false) };
+        todo.pop_front();
         self.staged += transfer.buf.slab().len();
         self.pace(transfer.need + transfer.tail.len());
         let direct = transfer.is_direct();
@@ -320,27 +418,62 @@ impl<J: Job> Worker<'_, '_, J> {
         if outcome.is_err() {
             self.lane.failed();
         }
-        let again = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
-        self.staged -= transfer.buf.slab().len();
+        let next = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
         self.copied += transfer.copied;
         // Through the page cache, the kernel copies too.
         if transfer.path == IoPath::Buffered && transfer.reason != Reason::Mapped {
             self.copied += transfer.done as u64;
         }
-        if again.is_none() {
+        if !matches!(next, Next::Again(_)) {
             self.blocks.count(transfer.path, transfer.reason);
         }
-        self.slabs.extend(transfer.buf.into_slab());
-        again.map_or(Ok(()), |transfer| {
-            self.staged += transfer.buf.slab().len();
-            self.submit(transfer)
-        })
+        match next {
+            Next::Hold => {
+                self.held_bytes += transfer.need;
+                self.held.push(transfer);
+                let Staged { batch, largest, .. } = self.shared.staged;
+                if self.held_bytes + largest <= batch { Ok(()) } else { self.hand_over() }
+            }
+            Next::Done => {
+                self.free(transfer);
+                Ok(())
+            }
+            Next::Again(again) => {
+                self.free(transfer);
+                self.staged += again.buf.slab().len();
+                self.submit(again)
+            }
+        }
+    }
+
+    /// Has callbacks take what they want of the blocks that are held, all in one call.
+    fn hand_over(&mut self) -> Result<()> {
+        let held = std::mem::take(&mut self.held);
+        self.held_bytes = 0;
+        if !self.shared.stopped() {
+            self.copied += self.shared.job.hand_over(&held)?;
+        }
+        for transfer in held {
+            self.free(transfer);
+        }
+        Ok(())
+    }
+
+    /// Keeps the staging buffer of a block for the next one.
+    fn free(&mut self, transfer: Transfer) {
+        self.staged -= transfer.buf.slab().len();
+        self.slabs.extend(transfer.buf.into_slab().filter(|slab| matches!(slab, Slab::Whole(_))));
     }
 }
 
 /// The error of a transfer that makes no progress.
 fn nothing_moved<J: Job>() -> io::Error {
     if J::WRITE { io::ErrorKind::WriteZero.into() } else { io::ErrorKind::UnexpectedEof.into() }
+}
+
+/// There is no memory for staging buffers.
+fn no_memory(error: io::Error) -> Error {
+    Error::io("map memory for staging", "memory".as_ref())(error)
 }
 
 /// The backend itself failed, not an operation.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::engine::content::Content;
+use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::share::Item;
@@ -52,40 +52,51 @@ impl Held {
                 let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
                 Ok(checksum::copy(to, from.bytes()))
             }
-            Content::Pull(_) => self.fetch(item, start, to).map(|()| checksum::of(to)),
-        }
-    }
-
-    /// Copies bytes that lie elsewhere.
-    fn fetch(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<()> {
-        let Content::Pull(pull) = self.content(item)? else { return Err(Content::too_short()) };
-        pull.fetch(start, to)
-    }
-
-    /// Packs the bytes of a message's items, one after another.
-    pub(super) fn pack_all(&self, items: &[Item], mut to: &mut [u8]) -> Result<()> {
-        for item in items {
-            let (front, rest) =
-                to.split_at_mut_checked(item.len as usize).ok_or_else(|| misfit("a message", &item.bytes))?;
-            self.pack(item, front)?;
-            to = rest;
-        }
-        Ok(())
-    }
-
-    /// Packs the bytes of an item into `to`, in the tensor's order.
-    fn pack(&self, item: &Item, mut to: &mut [u8]) -> Result<()> {
-        for run in runs(item, &item.bytes) {
-            let (front, rest) = to
-                .split_at_mut_checked((run.end - run.start) as usize)
-                .ok_or_else(|| misfit("a message", &item.bytes))?;
-            match self.memory(item, &run)? {
-                Some(source) => front.copy_from_slice(source.bytes()),
-                None => self.fetch(item, run.start, front)?,
+            Content::Pull(pull) => {
+                content::fetch([(pull, start, &mut *to)])?;
+                Ok(checksum::of(to))
             }
-            to = rest;
         }
-        if to.is_empty() { Ok(()) } else { Err(misfit("a message", &item.bytes)) }
+    }
+
+    /// Whether callbacks bring any part.
+    pub(super) fn calls(&self) -> bool {
+        self.0.values().any(|content| matches!(content, Content::Pull(_)))
+    }
+
+    /// What brings an item's part, if it lies elsewhere.
+    pub(super) fn pull(&self, item: &Item) -> Option<&Pull> {
+        match self.content(item) {
+            Ok(Content::Pull(pull)) => Some(pull),
+            _ => None,
+        }
+    }
+
+    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks bring what they have
+    /// in one call.
+    pub(super) fn pack_all(&self, items: &[Item], mut to: &mut [u8]) -> Result<()> {
+        let mut wanted = Vec::new();
+        for item in items {
+            let misfit = || misfit("a message", &item.bytes);
+            let mut packed = 0;
+            for run in runs(item, &item.bytes) {
+                let len = (run.end - run.start) as usize;
+                let (front, rest) = std::mem::take(&mut to).split_at_mut_checked(len).ok_or_else(misfit)?;
+                to = rest;
+                packed += len as u64;
+                match self.content(item)? {
+                    Content::Memory(source) => {
+                        let from = source.part(run.start as usize, len).ok_or_else(Content::too_short)?;
+                        front.copy_from_slice(from.bytes());
+                    }
+                    Content::Pull(pull) => wanted.push((pull, run.start, front)),
+                }
+            }
+            if packed != item.len {
+                return Err(misfit());
+            }
+        }
+        content::fetch(wanted)
     }
 
     /// Copies the bytes of an item in `range` of the tensor to their places in `to`, which begins at byte `start` of
@@ -96,25 +107,39 @@ impl Held {
         range: &Range<u64>,
         (to, start): (&mut [u8], u64),
     ) -> Result<()> {
-        // What lies together in the local memory is fetched at once.
-        let (mut low, mut high) = (u64::MAX, 0);
-        for run in runs(item, range) {
-            (low, high) = (low.min(run.start), high.max(run.end));
-        }
-        if low >= high {
-            return Ok(());
-        }
-        let source = self.memory(item, &(low..high))?;
-        let mut fetched = vec![0; if source.is_some() { 0 } else { (high - low) as usize }];
-        if source.is_none() {
-            self.fetch(item, low, &mut fetched)?;
+        let span = span(item, range);
+        let source = self.memory(item, &span)?;
+        let mut fetched = vec![0; if source.is_some() { 0 } else { (span.end - span.start) as usize }];
+        if let Some(pull) = self.pull(item) {
+            content::fetch([(pull, span.start, &mut *fetched)])?;
         }
         let from = source.as_ref().map_or(&*fetched, Source::bytes);
-        lines(item, range, (to, start), |local, len| {
-            let at = (local - low) as usize;
-            from.get(at..at + len)
-        })
+        scatter(item, range, (from, span.start), (to, start))
     }
+}
+
+/// The bytes of the local memory from the first to the last that an item has in `range`. What lies together there is
+/// fetched at once.
+pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
+    let reach = |span: Option<Run>, run: Run| match span {
+        Some(span) => Some(span.start.min(run.start)..span.end.max(run.end)),
+        None => Some(run),
+    };
+    runs(item, range).fold(None, reach).unwrap_or(0..0)
+}
+
+/// Copies the bytes of an item in `range` of the tensor to their places in `to`, which begins at byte `start` of the tensor,
+/// out of `from`, which begins at byte `low` of the local memory.
+pub(super) fn scatter(
+    item: &Item,
+    range: &Range<u64>,
+    (from, low): (&[u8], u64),
+    to: (&mut [u8], u64),
+) -> Result<()> {
+    lines(item, range, to, |local, len| {
+        let at = (local - low) as usize;
+        from.get(at..at + len)
+    })
 }
 
 /// Copies a message's bytes of an item, one after another, to their places in `to`, which begins at byte `start` of the

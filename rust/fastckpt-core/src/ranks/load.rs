@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::mail::{BUDGET, Envelope, Mail};
 use super::places::{self, Places, Slot};
-use crate::engine::content::Destination;
+use crate::engine::content::{self, Destination};
 use crate::engine::job::{TICK, Tick};
 use crate::engine::options::Options;
 use crate::engine::report::Report;
@@ -233,12 +233,13 @@ impl RankLoad {
         for (number, items) in incoming.into_iter().enumerate() {
             let bytes = items.iter().map(|(item, _)| item.len).sum();
             let message = self.mail.take(number, 0..bytes)?;
-            let mut rest = &message[..];
+            let (mut rest, mut due) = (&message[..], Vec::new());
             for (item, slot) in items {
                 let (front, after) = rest.split_at(item.len as usize);
-                copied += slot.unpack(item.bytes, front)?;
+                copied += slot.unpack(item.bytes, front, &mut due);
                 rest = after;
             }
+            content::hand_over(due.iter().map(|(to, first, bytes)| (to, *first, *bytes)))?;
             taken.fetch_add(bytes, Ordering::Relaxed);
         }
         Ok(copied)

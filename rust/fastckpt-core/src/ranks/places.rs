@@ -21,6 +21,9 @@ pub enum Place {
 /// The places of a rank, by tensor and part.
 pub type Places = HashMap<(usize, u32), Place>;
 
+/// Bytes of a message that a callback takes: to whom, and the first byte there.
+pub(super) type Due<'a> = (Push, u64, &'a [u8]);
+
 /// Where the bytes of one item go.
 pub(super) enum Slot {
     Memory(Strided),
@@ -76,52 +79,27 @@ impl Slot {
                     Err(rows) => Destination::Strided(rows),
                 }
             }
-            Self::Push(to, rows, base) => Destination::Push(Push::each(move |start, bytes| {
-                let range = start..start + bytes.len() as u64;
-                let mut packed = vec![0; rows.bytes_in(&range) as usize];
-                rows.pack(start, bytes, &mut packed);
-                push(&to, &rows, (base, range), &packed)
-            })),
+            Self::Push(to, rows, base) => Destination::Rows(to, rows, base),
         };
         (range, destination)
     }
 
-    /// Takes the bytes of an item, one after another as a message has them. Returns the number of bytes copied.
-    pub(super) fn unpack(self, range: Range<u64>, bytes: &[u8]) -> Result<u64> {
+    /// Takes the bytes of an item, one after another as a message has them, or notes them in `due` for a callback. Returns
+    /// the number of bytes copied.
+    pub(super) fn unpack<'a>(self, range: Range<u64>, mut bytes: &'a [u8], due: &mut Vec<Due<'a>>) -> u64 {
         match self {
             Self::Memory(mut rows) => {
                 rows.unpack(bytes);
-                Ok(bytes.len() as u64)
+                bytes.len() as u64
             }
             Self::Push(to, rows, base) => {
-                push(&to, &rows, (base, range), bytes).map_err(Error::Callback)?;
-                Ok(0)
-            }
-        }
-    }
-}
-
-/// Hands over the bytes of `rows` in `range` of a tensor, which lie one after another in `packed`. What lies together in
-/// the part, whose byte `base` is the first of the rows, is handed over at once.
-fn push(
-    to: &Push,
-    rows: &Rows,
-    (base, range): (u64, Range<u64>),
-    packed: &[u8],
-) -> std::result::Result<(), String> {
-    // The run that was not handed over yet: its first byte in the part, and its range in `packed`.
-    let (mut first, mut run) = (0, 0..0);
-    for line in rows.lines(range) {
-        for (_, at) in line.rows() {
-            let place = base.wrapping_add_signed(at);
-            if run.is_empty() || place != first + run.len() as u64 {
-                if !run.is_empty() {
-                    to.hand(first, &packed[run.clone()])?;
+                for (first, len) in rows.runs(base, range) {
+                    let (front, rest) = bytes.split_at(len);
+                    due.push((to.clone(), first, front));
+                    bytes = rest;
                 }
-                (first, run) = (place, run.end..run.end);
+                0
             }
-            run.end += line.len as usize;
         }
     }
-    if run.is_empty() { Ok(()) } else { to.hand(first, &packed[run]) }
 }

@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::held::{Held, unpack, whole_run};
+use super::held::{Held, scatter, span, unpack, whole_run};
 use super::mail::{Mail, Received};
 use super::table::Table;
+use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, Extent};
@@ -189,6 +190,23 @@ impl<'a> Ranges<'a> {
         action(&taken[index][skip..skip + len as usize])
     }
 
+    /// The supplies of a unit, in the order of the file.
+    fn supplies(&self, number: usize) -> &[Supply<'a>] {
+        &self.supplies[self.units[number].supplies.clone()]
+    }
+
+    /// What brings the bytes of a supply, if they are this rank's own and lie elsewhere.
+    fn pulled(&self, item: &Item, from: &From) -> Option<&Pull> {
+        if let From::Message(_) = from { None } else { self.held.pull(item) }
+    }
+
+    /// Where the bytes of an item lie in those of a unit, and which byte of the tensor is the first.
+    fn slot<'b>(&self, unit: &Unit, item: &Item, bytes: &'b mut [u8]) -> (&'b mut [u8], u64) {
+        let at = (self.plan.places[item.tensor].1 + item.bytes.start - unit.start) as usize;
+        let len = (item.bytes.end - item.bytes.start) as usize;
+        (&mut bytes[at..at + len], item.bytes.start)
+    }
+
     /// The supplies of a unit for bytes of a tensor, and perhaps others.
     fn around(&self, number: usize, tensor: usize, bytes: &Range<u64>) -> impl Iterator<Item = &Supply<'a>> {
         let offset = self.plan.places[tensor].1;
@@ -259,6 +277,84 @@ impl Work for Ranges<'_> {
     fn is_ready(&self, number: usize) -> Result<bool> {
         let messages = &self.units[number].messages;
         Ok(messages.is_empty() || self.mail.are_here(messages.iter().map(|(message, _)| *message))?)
+    }
+
+    fn calls(&self) -> bool {
+        self.held.calls()
+    }
+
+    fn fetched(&self, number: usize) -> Option<u64> {
+        let mut found = None;
+        for Supply { item, from } in self.supplies(number) {
+            let placed = if let From::Run(_) = from { item.len } else { 0 };
+            if self.pulled(item, from).is_some() {
+                found = Some(found.unwrap_or(0) + placed);
+            }
+        }
+        found
+    }
+
+    fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
+        // Rows that lie elsewhere come together first, and are spread then: where they go, each is a few bytes.
+        let rows = |number: usize| {
+            let spread = |supply: &&Supply<'_>| matches!(supply.from, From::Rows);
+            let some = self.supplies(number).iter().filter(spread);
+            some.filter_map(move |supply| Some((number, supply.item, self.held.pull(supply.item)?)))
+        };
+        let rows: Vec<_> = units.clone().flat_map(rows).collect();
+        let spans: Vec<_> = rows.iter().map(|(_, item, _)| span(item, &item.bytes)).collect();
+        let mut together: Vec<_> =
+            spans.iter().map(|span| vec![0; (span.end - span.start) as usize]).collect();
+        {
+            let mut wanted = Vec::new();
+            for ((&(_, _, pull), span), bytes) in rows.iter().zip(&spans).zip(&mut together) {
+                wanted.push((pull, span.start, &mut bytes[..]));
+            }
+            let mut rest = &mut *to;
+            for number in units.clone() {
+                let unit = self.units[number].unit;
+                let (mut bytes, after) = rest.split_at_mut(unit.padded());
+                rest = after;
+                let mut at = unit.start;
+                for Supply { item, from } in self.supplies(number) {
+                    let (From::Run(run), Some(pull)) = (from, self.pulled(item, from)) else { continue };
+                    let place = self.plan.places[item.tensor].1 + item.bytes.start;
+                    let (slot, after) = bytes[(place - at) as usize..].split_at_mut(item.len as usize);
+                    (bytes, at) = (after, place + item.len);
+                    wanted.push((pull, run.start, slot));
+                }
+            }
+            content::fetch(wanted)?;
+        }
+        let mut rows = rows.iter().zip(&spans).zip(&together).peekable();
+        for number in units {
+            let unit = self.units[number].unit;
+            let (bytes, rest) = to.split_at_mut(unit.padded());
+            to = rest;
+            while let Some(((&(_, item, _), span), from)) = rows.next_if(|((row, _), _)| row.0 == number) {
+                scatter(item, &item.bytes, (from, span.start), self.slot(&unit, item, bytes))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn complete(&self, number: usize, to: &mut [u8]) -> Result<()> {
+        let unit = self.units[number].unit;
+        for Supply { item, from } in self.supplies(number) {
+            let slot = self.slot(&unit, item, to);
+            match from {
+                _ if self.pulled(item, from).is_some() => {}
+                From::Run(run) => {
+                    let source = self.held.memory(item, run)?.ok_or_else(Content::too_short)?;
+                    slot.0.copy_from_slice(source.bytes());
+                }
+                From::Rows => self.held.spread(item, &item.bytes, slot)?,
+                From::Message(place) => {
+                    self.with(number, place, item.len, |payload| unpack(payload, item, slot))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()> {

@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::checkpoint::Checkpoint;
-use super::plan::{Piece, PieceDestination, Plan, Share};
-use crate::engine::content::Push;
+use super::plan::{Due, Piece, PieceDestination, Plan, Share};
+use crate::engine::content;
 use crate::engine::io::files::OpenFiles;
 use crate::engine::io::transfer::Transfer;
-use crate::engine::job::{Job, Staging};
+use crate::engine::job::{Job, Next, Staging};
 use crate::engine::options::{Io, Options};
 use crate::engine::path::{IoPath, Reason};
 use crate::engine::report::Damage;
@@ -17,10 +17,10 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry::{self, PAGE, STRAIGHT};
 use crate::format::manifest::ShardEntry;
+use crate::sys::dealt::Dealt;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::memory::Region;
 use crate::sys::pagemap::{self, PageMap};
-use crate::sys::strided::Rows;
 use crate::telemetry::Lane;
 
 /// What to do with damage.
@@ -109,9 +109,16 @@ impl<'a> ReadJob<'a> {
         }
     }
 
-    /// Gives a piece the bytes that lie in a staging buffer, either all of them or its edges, and compares what arrived
-    /// with the checksum. Returns the number of bytes copied.
-    fn deliver(&self, shard: &ShardEntry, piece: &mut Piece, (parts, slab): (&[Part], &[u8])) -> Result<u64> {
+    /// Gives a piece the bytes that lie in a staging buffer from `place` on, either all of them or its edges, and compares
+    /// what arrived with the checksum. Notes what callbacks take. Returns the number of bytes copied.
+    fn deliver(
+        &self,
+        shard: &ShardEntry,
+        piece: &mut Piece,
+        (parts, slab, place): (&[Part], &[u8], usize),
+        due: &mut Vec<Due>,
+    ) -> Result<u64> {
+        let slab = slab.get(place..).unwrap_or_default();
         let check = piece.crc.is_some() || piece.sum;
         let copy = |to: &mut Region, from: &[u8]| {
             if check {
@@ -146,13 +153,13 @@ impl<'a> ReadJob<'a> {
         self.compare(shard, piece, found)?;
         match &mut piece.destination {
             PieceDestination::Strided(_) | PieceDestination::Push(..) | PieceDestination::Take(_) => {
-                hand_over(&mut piece.destination, piece.start, bytes(piece.len))
+                give(&mut piece.destination, piece.start, (bytes(piece.len), place), due)
             }
             PieceDestination::Shares(shares) => {
                 let mut copied = 0;
                 for Share { start, len, destination } in shares {
                     let at = (*start - piece.start) as usize;
-                    copied += hand_over(destination, *start, &bytes(piece.len)[at..at + *len])?;
+                    copied += give(destination, *start, (&bytes(piece.len)[at..at + *len], place + at), due)?;
                 }
                 Ok(copied)
             }
@@ -249,8 +256,14 @@ impl<'a> ReadJob<'a> {
     }
 }
 
-/// Gives a plain destination the `bytes` from byte `start` of a tensor on. Returns the number of bytes copied.
-fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Result<u64> {
+/// Gives a plain destination the `bytes` from byte `start` of a tensor on, which lie at `place` of a staging buffer. Notes
+/// what callbacks take. Returns the number of bytes copied.
+fn give(
+    destination: &mut PieceDestination,
+    start: u64,
+    (bytes, place): (&[u8], usize),
+    due: &mut Vec<Due>,
+) -> Result<u64> {
     match destination {
         PieceDestination::Memory(region) => {
             region.copy_from_slice(bytes);
@@ -258,7 +271,7 @@ fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Re
         }
         PieceDestination::Strided(strided) => Ok(strided.fill(start, bytes)),
         PieceDestination::Push(to, rows) => {
-            push(to, rows.as_deref(), start, bytes).map_err(Error::Callback)?;
+            due.push(Due { to: to.clone(), rows: rows.clone(), start, at: place..place + bytes.len() });
             Ok(0)
         }
         PieceDestination::Take(take) => take(start, bytes).map(|()| 0),
@@ -269,24 +282,37 @@ fn hand_over(destination: &mut PieceDestination, start: u64, bytes: &[u8]) -> Re
     }
 }
 
-/// Hands over the `bytes` from byte `start` of a tensor on. For a box, hands over only its bytes, one after another and
-/// counted in the box.
-fn push(to: &Push, rows: Option<&Rows>, start: u64, bytes: &[u8]) -> std::result::Result<(), String> {
-    let Some(rows) = rows else { return to.hand(start, bytes) };
-    let mut taken = Vec::new();
-    let mut first = None;
-    for line in rows.lines(start..start + bytes.len() as u64) {
-        first.get_or_insert(line.to.cast_unsigned());
-        for (at, _) in line.rows() {
-            let at = (at - start) as usize;
-            taken.extend_from_slice(&bytes[at..at + line.len as usize]);
+impl Due {
+    fn range(&self) -> Range<u64> {
+        self.start..self.start + self.at.len() as u64
+    }
+
+    /// The bytes of its rows out of a staging buffer, one after another, unless they lie so there.
+    fn pack(&self, slab: &[u8]) -> Option<Vec<u8>> {
+        let (rows, _) = self.rows.as_ref()?;
+        let len = rows.bytes_in(&self.range()) as usize;
+        (len < self.at.len()).then(|| {
+            let mut packed = vec![0; len];
+            rows.pack(self.start, &slab[self.at.clone()], &mut packed);
+            packed
+        })
+    }
+
+    /// First byte, counted in the destination, and length of what lies together there.
+    fn runs(&self) -> Vec<(u64, usize)> {
+        match &self.rows {
+            Some((rows, base)) => rows.runs(*base, self.range()),
+            None => vec![(self.start, self.at.len())],
         }
     }
-    first.map_or(Ok(()), |first| to.hand(first, &taken))
 }
 
 impl Job for ReadJob<'_> {
     const WRITE: bool = false;
+
+    fn calls(&self) -> bool {
+        self.plan.calls
+    }
 
     fn waits(&self) -> bool {
         self.stop.is_some()
@@ -323,7 +349,7 @@ impl Job for ReadJob<'_> {
         spans.max().unwrap_or(0) as usize
     }
 
-    fn start(&self, block: usize, slab: Staging<'_>) -> Result<Option<Transfer>> {
+    fn start(&self, block: usize, _: &mut Option<Dealt>, slab: Staging<'_>) -> Result<Option<Transfer>> {
         let read = &self.plan.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
@@ -375,12 +401,7 @@ impl Job for ReadJob<'_> {
         Ok(Some(Transfer { need, ..transfer }))
     }
 
-    fn finish(
-        &self,
-        transfer: &mut Transfer,
-        moved: io::Result<()>,
-        lane: &Lane<'_>,
-    ) -> Result<Option<Transfer>> {
+    fn finish(&self, transfer: &mut Transfer, moved: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {
         let read = &self.plan.blocks[transfer.block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let last = self.files.release(read.shard).is_some();
@@ -402,7 +423,7 @@ impl Job for ReadJob<'_> {
         // Look only once: each look asks the kernel whose memory it is.
         let (parts, slab) = (transfer.buf.parts(), transfer.buf.slab());
         // Bytes before the piece that did not go into the staging buffer.
-        let mut past = 0;
+        let (mut past, mut due) = (0, Vec::new());
         for piece in &mut pieces {
             let at = (piece.offset - transfer.offset) as usize - past;
             if let PieceDestination::Edges { part, .. } = piece.destination {
@@ -411,13 +432,40 @@ impl Job for ReadJob<'_> {
             if piece.offset + piece.len as u64 > end {
                 self.damaged(shard, piece, reason.clone())?;
             } else {
-                let slab = slab.get(at..).unwrap_or_default();
-                transfer.copied += self.deliver(shard, piece, (parts, slab))?;
+                transfer.copied += self.deliver(shard, piece, (parts, slab, at), &mut due)?;
             }
         }
         let bytes = pieces.iter().map(|piece| piece.len as u64).sum();
         lane.moved(bytes);
         lane.operation().checked(bytes, last);
-        Ok(None)
+        if due.is_empty() {
+            return Ok(Next::Done);
+        }
+        *read.due.lock().unwrap_or_else(PoisonError::into_inner) = due;
+        Ok(Next::Hold)
+    }
+
+    fn hand_over(&self, held: &[Transfer]) -> Result<u64> {
+        let due = |transfer: &Transfer| {
+            let due = &self.plan.blocks[transfer.block].due;
+            std::mem::take(&mut *due.lock().unwrap_or_else(PoisonError::into_inner))
+        };
+        let due: Vec<_> = held
+            .iter()
+            .flat_map(|transfer| due(transfer).into_iter().map(move |due| (transfer, due)))
+            .collect();
+        // Rows that do not lie together are packed first.
+        let packed: Vec<_> = due.iter().map(|(transfer, due)| due.pack(transfer.buf.slab())).collect();
+        let mut all = Vec::with_capacity(due.len());
+        for ((transfer, due), packed) in due.iter().zip(&packed) {
+            let bytes = packed.as_deref().unwrap_or_else(|| &transfer.buf.slab()[due.at.clone()]);
+            let mut at = 0;
+            for (first, len) in due.runs() {
+                all.push((&due.to, first, &bytes[at..at + len]));
+                at += len;
+            }
+        }
+        content::hand_over(all)?;
+        Ok(packed.iter().flatten().map(|bytes| bytes.len() as u64).sum())
     }
 }

@@ -49,6 +49,7 @@ impl Request {
                 Destination::Mapped(map) => tensor.offset + tensor.bytes() <= map.len() as u64,
                 Destination::Strided(_) | Destination::Push(_) | Destination::Nowhere => true,
                 Destination::Take(_) => self.rows.is_none(),
+                Destination::Rows(..) => false,
             }
     }
 }
@@ -76,7 +77,10 @@ impl Wanted {
             && end <= bytes
             && match &self.destination {
                 Destination::Memory(region) => region.len() as u64 == end - start,
-                Destination::Strided(_) | Destination::Push(_) | Destination::Take(_) => true,
+                Destination::Strided(_)
+                | Destination::Push(_)
+                | Destination::Rows(..)
+                | Destination::Take(_) => true,
                 Destination::Mapped(_) | Destination::Nowhere => false,
             }
     }
@@ -115,8 +119,8 @@ pub(super) enum PieceDestination {
         after: Region,
     },
     Strided(Strided),
-    /// All bytes of the piece, or only those of a box.
-    Push(Push, Option<Arc<Rows>>),
+    /// All bytes of the piece, or only those of rows, which lie in an array from a byte on.
+    Push(Push, Option<(Arc<Rows>, u64)>),
     Take(Take),
     Mapped(Arc<FileMap>),
     Nowhere,
@@ -130,6 +134,19 @@ pub(super) struct ReadBlock {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) pieces: Mutex<Vec<Piece>>,
+    /// Verified bytes that callbacks take.
+    pub(super) due: Mutex<Vec<Due>>,
+}
+
+/// Bytes in the staging buffer of a block that a callback takes.
+pub(super) struct Due {
+    pub(super) to: Push,
+    /// As in [`PieceDestination::Push`].
+    pub(super) rows: Option<(Arc<Rows>, u64)>,
+    /// First byte, counted in the tensor.
+    pub(super) start: u64,
+    /// Where they lie in the staging buffer.
+    pub(super) at: Range<usize>,
 }
 
 /// Everything to read.
@@ -142,6 +159,8 @@ pub(super) struct Plan {
     /// Bytes of tensors that are read for them.
     pub(super) read: u64,
     pub(super) tensors: usize,
+    /// Whether callbacks take any bytes.
+    pub(super) calls: bool,
 }
 
 /// Plans the reading of `requests`. With `verify`, every extent that a request touches is read whole and compared with
@@ -152,7 +171,8 @@ pub(super) fn plan(body: &Body, mut requests: Vec<Request>, verify: bool) -> Res
     }
     let place = |tensor: usize| (body.tensors[tensor].shard, body.tensors[tensor].offset, tensor);
     requests.sort_by_key(|request| place(request.tensor));
-    let mut plan = Plan::default();
+    let calls = requests.iter().any(|request| matches!(request.destination, Destination::Push(_)));
+    let mut plan = Plan { calls, ..Plan::default() };
     let mut cut = Cut { body, verify, whole: verify, pieces: Vec::with_capacity(requests.len()) };
     let mut last = None;
     for request in requests {
@@ -169,6 +189,8 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
     if !wanted.iter().all(|wanted| wanted.fits(body)) {
         return Err(Error::Invalid("a range to read does not fit its tensor or its memory".to_owned()));
     }
+    let calls = |wanted: &Wanted| matches!(wanted.destination, Destination::Push(_) | Destination::Rows(..));
+    let calls = wanted.iter().any(calls);
     let mut cut = Cut { body, verify, whole: true, pieces: Vec::with_capacity(wanted.len()) };
     for Wanted { tensor, range: Range { start, end }, destination, apart } in wanted {
         cut.whole = !apart;
@@ -182,13 +204,17 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
             Destination::Push(to) => {
                 cut.range(tensor, start, end, |_| PieceDestination::Push(to.clone(), None));
             }
+            Destination::Rows(to, rows, base) => {
+                let rows = Some((rows, base));
+                cut.range(tensor, start, end, |_| PieceDestination::Push(to.clone(), rows.clone()));
+            }
             Destination::Take(take) => {
                 cut.range(tensor, start, end, |_| PieceDestination::Take(Take::clone(&take)));
             }
             Destination::Mapped(_) | Destination::Nowhere => {}
         }
     }
-    let mut plan = Plan::default();
+    let mut plan = Plan { calls, ..Plan::default() };
     plan.add(body, cut.pieces, true);
     plan.wanted = plan.read;
     let mut tensors: Vec<usize> =
@@ -257,7 +283,13 @@ fn add(blocks: &mut Vec<ReadBlock>, body: &Body, piece: Piece) {
             last.end = last.end.max(end);
             pieces(last).push(piece);
         }
-        _ => blocks.push(ReadBlock { shard, start, end, pieces: Mutex::new(vec![piece]) }),
+        _ => blocks.push(ReadBlock {
+            shard,
+            start,
+            end,
+            pieces: Mutex::new(vec![piece]),
+            due: Mutex::default(),
+        }),
     }
 }
 
@@ -293,8 +325,10 @@ impl Cut<'_> {
                 self.rows(tensor, Some(&rows), |range| PieceDestination::Strided(strided.split_off(range)));
             }
             Destination::Push(to) => {
-                self.rows(tensor, rows.as_ref(), |_| PieceDestination::Push(to.clone(), rows.clone()));
+                let placed = rows.clone().map(|rows| (rows, 0));
+                self.rows(tensor, rows.as_ref(), |_| PieceDestination::Push(to.clone(), placed.clone()));
             }
+            Destination::Rows(..) => {} // it does not fit a request
             Destination::Take(take) => {
                 self.rows(tensor, None, |_| PieceDestination::Take(Take::clone(&take)));
             }

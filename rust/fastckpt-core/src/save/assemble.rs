@@ -1,10 +1,12 @@
 //! Prepares units for writing: where their bytes lie, what of them needs no copy, and their checksums.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::work::{Unit, Work, header};
 use crate::engine::content::Content;
+use crate::engine::io::files::OpenFile;
+use crate::engine::io::transfer::Transfer;
 use crate::engine::job::Staging;
 use crate::engine::path::{IoPath, Reason};
 use crate::error::Result;
@@ -16,6 +18,7 @@ use crate::sys::gather::{Buf, Part};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 use crate::sys::pagemap::{self, PageMap};
+use crate::sys::slabs::Slab;
 
 /// Bytes of an extent that are written without a copy.
 struct Straight {
@@ -37,6 +40,14 @@ pub(super) struct Assembled {
     pub(super) path: IoPath,
     pub(super) reason: Reason,
     pub(super) copied: u64,
+}
+
+impl Assembled {
+    /// Unit `number`, to be written at `start` of `file`.
+    pub(super) fn transfer(self, number: usize, file: Arc<OpenFile>, start: u64) -> Transfer {
+        let Self { buf, path, reason, copied } = self;
+        Transfer { copied, ..Transfer::new(number, true, (file, start), buf, (path, reason)) }
+    }
 }
 
 /// Fills units and sums them.
@@ -102,15 +113,11 @@ impl Assembler {
         direct: bool,
         copy_all: bool,
     ) -> Result<(Vec<Piece>, Reason)> {
-        let (shard, block_size) = (&work.plan().shards[unit.shard], work.plan().block_size);
-        let placements = geometry::touching(&shard.placements, unit.start..unit.end);
-        let block = geometry::down(unit.start, block_size);
-        let mut pieces = Vec::with_capacity(placements.len());
+        let shard = &work.plan().shards[unit.shard];
+        let mut pieces = Vec::new();
         let mut reason = (0, Reason::Small);
         let mut found = Vec::new();
-        for placement in placements {
-            let extent = geometry::extent(placement, block, block_size);
-            let Some(extent) = extent.and_then(|extent| extent.clip(unit.start..unit.end)) else { continue };
+        for extent in work.extents(unit) {
             let mut straight = Vec::new();
             let mut why = Reason::Changed;
             if !copy_all {
@@ -213,26 +220,33 @@ impl Assembler {
         Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: at as u64 })
     }
 
-    /// Prepares a unit of a shard's image, which is one stretch of it, and has its checksums recorded.
-    fn assemble_image<W: Work>(
+    /// Prepares a unit of which callbacks have brought their bytes to `slab`, where they lie as in the file: copies the
+    /// others there, too, and has its checksums recorded.
+    pub(super) fn assemble_fetched<W: Work>(
         &self,
         work: &W,
         (number, unit): (usize, &Unit),
         file: &DataFile,
-        image: &Stretch,
+        mut slab: Slab,
     ) -> Result<Assembled> {
-        let (shard, block_size) = (&work.plan().shards[unit.shard], work.plan().block_size);
-        let range = unit.start as usize..unit.end as usize;
-        let stretch = image.part(range).ok_or_else(Content::too_short)?;
-        // Look only once: each look at a stretch asks the kernel whose memory it is.
-        let bytes: &[u8] = &stretch;
+        let need = unit.len() as usize;
+        // Look only once: each look asks the kernel whose memory it is.
+        let bytes = &mut slab[..need];
+        let header = header(&work.plan().shards[unit.shard], unit);
+        bytes[..header.len()].copy_from_slice(header);
+        let given = header.len() as u64 + work.fetched(number).unwrap_or(0);
+        work.complete(number, bytes)?;
+        self.sum(work, (number, unit), bytes);
+        let direct = file.is_direct() && need >= PAGE as usize;
+        let (path, reason) =
+            if direct { (IoPath::Staged, Reason::Elsewhere) } else { self.buffered(file.is_direct()) };
+        Ok(Assembled { buf: Buf::staged(slab, need), path, reason, copied: unit.len() - given })
+    }
+
+    /// Has the checksums of a unit recorded, whose `bytes` lie together and do not change.
+    fn sum<W: Work>(&self, work: &W, (number, unit): (usize, &Unit), bytes: &[u8]) {
         let (mut summed, mut crc) = (0, checksum::of(&[]));
-        let placements = geometry::touching(&shard.placements, unit.start..unit.end);
-        let block = geometry::down(unit.start, block_size);
-        let extents = placements.iter().filter_map(|placement| {
-            geometry::extent(placement, block, block_size)?.clip(unit.start..unit.end)
-        });
-        for (place, extent) in extents.enumerate() {
+        for (place, extent) in work.extents(unit).enumerate() {
             let start = (extent.offset - unit.start) as usize;
             let end = start + extent.len as usize;
             let sum = checksum::of(&bytes[start..end]);
@@ -247,6 +261,21 @@ impl Assembler {
         crc = checksum::append(crc, &bytes[summed..]);
         work.assembled(number, crc, false);
         self.straight_crcs[number].store(checksum::of(&[]), Ordering::Relaxed);
+    }
+
+    /// Prepares a unit of a shard's image, which is one stretch of it, and has its checksums recorded.
+    fn assemble_image<W: Work>(
+        &self,
+        work: &W,
+        (number, unit): (usize, &Unit),
+        file: &DataFile,
+        image: &Stretch,
+    ) -> Result<Assembled> {
+        let range = unit.start as usize..unit.end as usize;
+        let stretch = image.part(range).ok_or_else(Content::too_short)?;
+        // Look only once: each look at a stretch asks the kernel whose memory it is.
+        let bytes: &[u8] = &stretch;
+        self.sum(work, (number, unit), bytes);
         let direct = file.is_direct() && bytes.len() >= PAGE as usize;
         let (path, reason) =
             if direct { (IoPath::ZeroCopy, Reason::Possible) } else { self.buffered(file.is_direct()) };

@@ -1,22 +1,25 @@
 //! Writes the units of a work: opens files, moves units, and makes files durable after their last unit.
 
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::assemble::{Assembled, Assembler};
+use super::assemble::Assembler;
 use super::part::Unsynced;
 use super::work::Work;
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::io::files::{OpenFile, OpenFiles};
 use crate::engine::io::transfer::Transfer;
-use crate::engine::job::{Job, Staging, new_staging};
+use crate::engine::job::{Job, Next, Staging, new_staging};
 use crate::engine::options::{Io, Options};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
+use crate::sys::dealt::Dealt;
 use crate::sys::file::DataFile;
+use crate::sys::slabs::Slab;
 use crate::telemetry::{Lane, State};
 
 /// Moves the units of a work into the files of a workspace.
@@ -89,9 +92,15 @@ impl<'a, W: Work> WriteJob<'a, W> {
         slab: Staging<'_>,
     ) -> Result<Transfer> {
         let unit = self.work.unit(number);
-        let Assembled { buf, path, reason, copied } =
-            self.assembler.assemble(self.work, (number, &unit), &file, copy_all, slab)?;
-        Ok(Transfer { copied, ..Transfer::new(number, true, (file, unit.start), buf, (path, reason)) })
+        let assembled = self.assembler.assemble(self.work, (number, &unit), &file, copy_all, slab)?;
+        Ok(assembled.transfer(number, file, unit.start))
+    }
+
+    /// A unit that is ready to be written, of which callbacks have brought their bytes to `slab`.
+    fn fetched_transfer(&self, number: usize, file: Arc<OpenFile>, slab: Slab) -> Result<Transfer> {
+        let unit = self.work.unit(number);
+        let assembled = self.assembler.assemble_fetched(self.work, (number, &unit), &file, slab)?;
+        Ok(assembled.transfer(number, file, unit.start))
     }
 
     fn open(&self, index: usize) -> Result<DataFile> {
@@ -135,26 +144,51 @@ impl<W: Work> Job for WriteJob<'_, W> {
         self.work.unit(number).shard
     }
 
-    fn start(&self, number: usize, staging: Staging<'_>) -> Result<Option<Transfer>> {
+    fn calls(&self) -> bool {
+        self.work.calls()
+    }
+
+    fn fetched(&self, number: usize) -> Option<usize> {
+        self.work.fetched(number).map(|_| self.work.unit(number).padded())
+    }
+
+    fn fetch(&self, numbers: Range<usize>, mut memory: Dealt) -> Result<Vec<Dealt>> {
+        self.work.fetch(numbers.clone(), &mut memory)?;
+        let mut parts = Vec::with_capacity(numbers.len());
+        for number in numbers {
+            let (part, rest) = memory.split(self.work.unit(number).padded());
+            parts.push(part);
+            memory = rest;
+        }
+        Ok(parts)
+    }
+
+    fn start(
+        &self,
+        number: usize,
+        fetched: &mut Option<Dealt>,
+        staging: Staging<'_>,
+    ) -> Result<Option<Transfer>> {
         if !self.work.is_ready(number)? {
             return Ok(None);
         }
         let index = self.work.unit(number).shard;
-        let file = self.files.acquire(index, || self.open(index))?;
-        file.map(|file| self.transfer(number, file, false, staging)).transpose()
+        let Some(file) = self.files.acquire(index, || self.open(index))? else { return Ok(None) };
+        match fetched.take() {
+            Some(part) => self.fetched_transfer(number, file, Slab::Part(part)),
+            None => self.transfer(number, file, false, staging),
+        }
+        .map(Some)
     }
 
-    fn finish(
-        &self,
-        transfer: &mut Transfer,
-        outcome: io::Result<()>,
-        lane: &Lane<'_>,
-    ) -> Result<Option<Transfer>> {
+    fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {
         let (number, unit) = (transfer.block, self.work.unit(transfer.block));
         let path = || self.workspace.path_of(&self.work.plan().shards[unit.shard].file);
         outcome.map_err(|error| Error::transfer("write", &path(), error, self.strict))?;
         if self.assembler.has_changed(number, &transfer.buf) {
-            return self.transfer(number, Arc::clone(&transfer.file), true, &mut new_staging).map(Some);
+            return self
+                .transfer(number, Arc::clone(&transfer.file), true, &mut new_staging)
+                .map(Next::Again);
         }
         self.work.written(number);
         let now = u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -170,6 +204,6 @@ impl<W: Work> Job for WriteJob<'_, W> {
                 lane.operation().durable(self.work.bytes_of(unit.shard));
             }
         }
-        Ok(None)
+        Ok(Next::Done)
     }
 }

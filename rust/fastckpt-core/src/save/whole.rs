@@ -1,10 +1,11 @@
 //! The work of one process that writes whole shards, block by block.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::part::{Bytes, Part};
 use super::work::{Unit, Work};
-use crate::engine::content::Content;
+use crate::engine::content::{self, Content};
 use crate::engine::direct::{Direct, Moved};
 use crate::error::Result;
 use crate::format::checksum;
@@ -164,6 +165,53 @@ impl Work for Whole<'_> {
         self.images.get(index)
     }
 
+    fn calls(&self) -> bool {
+        self.contents.iter().any(|content| matches!(content, Content::Pull(_)))
+    }
+
+    fn fetched(&self, number: usize) -> Option<u64> {
+        let pulled = |extent: &Extent| matches!(self.contents.get(extent.tensor), Some(Content::Pull(_)));
+        let bytes = self.extents(&self.unit(number)).filter(pulled).map(|extent| extent.len).sum();
+        (bytes > 0).then_some(bytes)
+    }
+
+    fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
+        let mut units = units.map(|number| self.unit(number)).peekable();
+        let mut wanted = Vec::new();
+        while let Some(mut run) = units.next() {
+            // Units of one shard lie one after another here as they do there, so a tensor is asked for in one piece.
+            while let Some(next) = units.next_if(|next| (next.shard, next.start) == (run.shard, run.end)) {
+                run.end = next.end;
+            }
+            let (mut bytes, rest) = std::mem::take(&mut to).split_at_mut(run.padded());
+            to = rest;
+            let mut at = run.start;
+            for placement in
+                geometry::touching(&self.part.plan.shards[run.shard].placements, run.start..run.end)
+            {
+                let (from, end) = (placement.offset.max(run.start), placement.end().min(run.end));
+                let Content::Pull(pull) = &self.contents[placement.tensor] else { continue };
+                let (slot, after) = bytes[(from - at) as usize..].split_at_mut((end - from) as usize);
+                (bytes, at) = (after, end);
+                wanted.push((pull, from - placement.offset, slot));
+            }
+        }
+        content::fetch(wanted)
+    }
+
+    fn complete(&self, number: usize, to: &mut [u8]) -> Result<()> {
+        let unit = self.unit(number);
+        for extent in self.extents(&unit) {
+            if let Content::Memory(source) = &self.contents[extent.tensor] {
+                let from = source.part(extent.start as usize, extent.len as usize);
+                let at = (extent.offset - unit.start) as usize;
+                to[at..at + extent.len as usize]
+                    .copy_from_slice(from.ok_or_else(Content::too_short)?.bytes());
+            }
+        }
+        Ok(())
+    }
+
     fn memory(&self, _: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()> {
         if let Content::Memory(source) = &self.contents[extent.tensor] {
             let part = source.part(extent.start as usize, extent.len as usize);
@@ -179,7 +227,7 @@ impl Work for Whole<'_> {
                 Ok(checksum::copy(to, from.bytes()))
             }
             Content::Pull(pull) => {
-                pull.fetch(start, to)?;
+                content::fetch([(pull, start, &mut *to)])?;
                 Ok(checksum::of(to))
             }
         }

@@ -1,7 +1,9 @@
 //! What a job writes, seen by the job: units of bytes, where they come from, and what becomes of their checksums.
 
+use std::ops::Range;
+
 use crate::error::Result;
-use crate::format::geometry::Extent;
+use crate::format::geometry::{self, Extent, PAGE};
 use crate::format::layout::{Plan, Shard};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
@@ -22,6 +24,11 @@ impl Unit {
     pub(crate) const fn len(&self) -> u64 {
         self.end - self.start
     }
+
+    /// Its length in whole pages.
+    pub(crate) const fn padded(&self) -> usize {
+        self.len().next_multiple_of(PAGE) as usize
+    }
 }
 
 /// The units of a job, in the order in which they are begun.
@@ -41,6 +48,16 @@ pub(crate) trait Work: Sync {
     /// The bytes of shard `index` that belong to units.
     fn bytes_of(&self, index: usize) -> u64;
 
+    /// The extents in a unit, or the parts of them that lie in it.
+    fn extents(&self, unit: &Unit) -> impl Iterator<Item = Extent> {
+        let (plan, range) = (self.plan(), unit.start..unit.end);
+        let block = geometry::down(unit.start, plan.block_size);
+        let placements = geometry::touching(&plan.shards[unit.shard].placements, range.clone());
+        placements.iter().filter_map(move |placement| {
+            geometry::extent(placement, block, plan.block_size)?.clip(range.clone())
+        })
+    }
+
     /// Whether the bytes of a unit are there. A unit whose bytes are not there is asked for again and again.
     fn is_ready(&self, _number: usize) -> Result<bool> {
         Ok(true)
@@ -49,6 +66,27 @@ pub(crate) trait Work: Sync {
     /// Shard `index` as it will be on the disk, in memory that cannot change.
     fn image(&self, _index: usize) -> Option<&Stretch> {
         None
+    }
+
+    /// Whether callbacks bring bytes of any unit.
+    fn calls(&self) -> bool {
+        false
+    }
+
+    /// The number of bytes of a unit that callbacks bring to where they are written from, or `None` if callbacks bring
+    /// nothing of it.
+    fn fetched(&self, _number: usize) -> Option<u64> {
+        None
+    }
+
+    /// Has callbacks bring what they have of `units`. The bytes of each lie in `to` as in the file, and take whole pages.
+    fn fetch(&self, _units: Range<usize>, _to: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    /// Copies what is missing of a unit that was fetched, except its header. `to` has all its bytes.
+    fn complete(&self, _number: usize, _to: &mut [u8]) -> Result<()> {
+        Ok(())
     }
 
     /// Adds to `found` the stretches of `extent` that lie in host memory as they lie in the file, in order, each with

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::engine::content::Content;
+use crate::engine::content::{self, Content};
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
 use crate::error::{Error, Result};
@@ -194,38 +194,46 @@ impl Shared<'_> {
             let batch = self.queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some(batch) = batch else { return };
             beat();
-            for piece in batch {
-                if self.progress.stop.load(Ordering::Relaxed) {
-                    self.fail(Error::Interrupted);
-                }
-                if self.failed.load(Ordering::Relaxed) {
-                    return;
-                }
-                match catch_unwind(AssertUnwindSafe(|| self.piece(piece))) {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => return self.fail(error),
-                    Err(_) => return self.fail(Error::Panic("while copying a snapshot".to_owned())),
-                }
+            match catch_unwind(AssertUnwindSafe(|| self.batch(batch))) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => return self.fail(error),
+                Err(_) => return self.fail(Error::Panic("while copying a snapshot".to_owned())),
+            }
+            if self.failed.load(Ordering::Relaxed) {
+                return;
             }
         }
     }
 
-    fn piece(&self, Piece { from, to }: Piece<'_>) -> Result<()> {
-        let (tensor, start) = match from {
-            From::Header(header) => {
-                to.copy_from_slice(header);
+    /// Copies a batch. Callbacks bring what they have of it in one call.
+    fn batch(&self, batch: Vec<Piece<'_>>) -> Result<()> {
+        let mut wanted = Vec::new();
+        for Piece { from, to } in batch {
+            if self.progress.stop.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            if self.failed.load(Ordering::Relaxed) {
                 return Ok(());
             }
-            From::Tensor(tensor, start) => (tensor, start),
-        };
-        match &self.contents[tensor] {
-            Content::Memory(source) => {
-                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
-                to.copy_from_slice(from.bytes());
+            let (tensor, start) = match from {
+                From::Header(header) => {
+                    to.copy_from_slice(header);
+                    continue;
+                }
+                From::Tensor(tensor, start) => (tensor, start),
+            };
+            match &self.contents[tensor] {
+                Content::Memory(source) => {
+                    let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
+                    to.copy_from_slice(from.bytes());
+                    self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
+                }
+                Content::Pull(pull) => wanted.push((pull, start, to)),
             }
-            Content::Pull(pull) => pull.fetch(start, to)?,
         }
-        self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
+        let bytes = wanted.iter().map(|(_, _, to)| to.len() as u64).sum();
+        content::fetch(wanted)?;
+        self.progress.done.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
 }

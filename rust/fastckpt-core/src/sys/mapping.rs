@@ -73,6 +73,18 @@ impl Mapping {
         unsafe { madvise(self.base.as_ptr().cast(), self.len, advice) }.is_ok()
     }
 
+    /// Number of bytes, in every process.
+    #[must_use]
+    pub const fn size(&self) -> usize {
+        self.len
+    }
+
+    /// Where `range` begins, or `None` if the mapping does not have all of it, or belongs to another process.
+    pub(super) fn pointer(&self, range: &Range<usize>) -> Option<NonNull<u8>> {
+        let inside = range.start <= range.end && range.end <= self.len && self.is_ours();
+        NonNull::new(self.base.as_ptr().wrapping_add(range.start)).filter(|_| inside)
+    }
+
     /// Whether this process made the mapping.
     #[must_use]
     pub fn is_ours(&self) -> bool {

@@ -3,6 +3,7 @@
 
 pub mod array;
 pub mod cachestat;
+pub mod dealt;
 pub mod file;
 pub mod fork;
 pub mod gather;

@@ -1,12 +1,39 @@
 //! The pool of staging buffers: populated mappings, kept from one operation to the next.
 
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, TryLockError};
 
+use super::dealt::Dealt;
 use super::mapping::Mapping;
 
 /// A staging buffer.
-pub type Slab = Mapping;
+#[derive(Debug)]
+pub enum Slab {
+    /// A mapping of its own.
+    Whole(Mapping),
+    /// A part of a larger one.
+    Part(Dealt),
+}
+
+impl Deref for Slab {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Whole(mapping) => mapping,
+            Self::Part(part) => part,
+        }
+    }
+}
+
+impl DerefMut for Slab {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Whole(mapping) => mapping,
+            Self::Part(part) => part,
+        }
+    }
+}
 
 /// Staging buffers kept for the next operation. The first touch of memory costs as much as the disk.
 static POOL: Mutex<Vec<Slab>> = Mutex::new(Vec::new());
@@ -23,7 +50,7 @@ fn with_pool<T>(action: impl FnOnce(&mut Vec<Slab>) -> T) -> Option<T> {
         }
     })?;
     // A forked child has the list but not the memory.
-    pool.retain(Mapping::is_ours);
+    pool.retain(|slab| matches!(slab, Slab::Whole(mapping) if mapping.is_ours()));
     Some(action(&mut pool))
 }
 
@@ -36,7 +63,7 @@ pub fn take(len: usize) -> io::Result<Slab> {
         (fits, small)
     })
     .unwrap_or_default();
-    fits.map_or_else(|| Mapping::populated(len), Ok)
+    fits.map_or_else(|| Mapping::populated(len).map(Slab::Whole), Ok)
 }
 
 /// Takes the smallest of `slabs` that holds `len` bytes.
@@ -46,11 +73,11 @@ pub fn smallest_fit(slabs: &mut Vec<Slab>, len: usize) -> Option<Slab> {
     Some(slabs.swap_remove(at))
 }
 
-/// Gives staging buffers back for reuse. Unmaps those that would exceed `keep` bytes in total.
+/// Gives staging buffers back for reuse. Unmaps those that would exceed `keep` bytes in total. Parts are not kept.
 pub fn give(slabs: Vec<Slab>, keep: usize) {
     with_pool(|pool| {
         let mut kept: usize = pool.iter().map(|slab| slab.len()).sum();
-        for slab in slabs {
+        for slab in slabs.into_iter().filter(|slab| matches!(slab, Slab::Whole(_))) {
             if kept + slab.len() <= keep {
                 kept += slab.len();
                 pool.push(slab);

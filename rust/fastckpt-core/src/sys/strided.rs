@@ -164,6 +164,23 @@ impl Rows {
         assert!(to.is_empty(), "{} bytes too few", to.len());
     }
 
+    /// Where the bytes of the rows in `range` of the tensor lie in memory, if the first one of all rows is byte `base`
+    /// there: first byte and length of what lies together, in the tensor's order.
+    #[must_use]
+    pub fn runs(&self, base: u64, range: Range<u64>) -> Vec<(u64, usize)> {
+        let mut runs: Vec<(u64, usize)> = Vec::new();
+        for line in self.lines(range) {
+            for (_, to) in line.rows() {
+                let place = base.wrapping_add_signed(to);
+                match runs.last_mut() {
+                    Some((first, len)) if *first + *len as u64 == place => *len += line.len as usize,
+                    _ => runs.push((place, line.len as usize)),
+                }
+            }
+        }
+        runs
+    }
+
     /// The number of bytes of the rows that lie in `range` of the tensor. For rows in the order of the tensor.
     #[must_use]
     pub fn bytes_in(&self, range: &Range<u64>) -> u64 {

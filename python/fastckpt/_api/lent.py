@@ -1,0 +1,42 @@
+"""Pinned staging memory lent to the core for one operation, and what its report has to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from .host_memory import staging
+
+if TYPE_CHECKING:
+    from fastckpt import _core
+
+    from .host_memory import Memory
+
+
+class Lent:
+    """What was lent.
+
+    Attributes:
+        core: the memory, as the core takes it; None where no device takes part, and the core uses its own.
+    """
+
+    def __init__(self, memory: Memory | None) -> None:
+        self._memory = memory
+        self.core: _core.Memory | None = None if memory is None else memory.core
+
+    def noted(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """A report of the core, with a warning where the memory could not be pinned."""
+        problem = None if self._memory is None else self._memory.problem
+        return {**report, "warnings": (*report.get("warnings", ()), *([problem] if problem else ()))}
+
+
+@contextmanager
+def lent(devices: Sequence[Any], nbytes: int) -> Iterator[Lent]:
+    """Inside, there is staging memory for an operation that moves ``nbytes`` from or to ``devices``."""
+    with ExitStack() as stack:
+        memory = None
+        # The portable core reads into memory of its own.
+        with suppress(NotImplementedError):
+            memory = stack.enter_context(staging(devices, nbytes))
+        yield Lent(memory)
