@@ -115,8 +115,8 @@ def _number(torch: ModuleType, device: Any) -> Any:
 def enqueue(torch: ModuleType, data: Any, length: int) -> Any:
     """Ask the current stream of a device for the checksums of chunks.
 
-    Temporary memory: at most 16.5 times :data:`STEP` bytes, 24.5 times on a device that has half precision only, and
-    once the bytes of ``data`` if ``length`` is not a multiple of 256.
+    Temporary memory: 16 bytes for each byte of :data:`STEP` (32 on the processor), half a byte for each of ``data``,
+    and, if ``length`` is not a multiple of 256, once the bytes of ``data``.
 
     Args:
         torch: the module.
