@@ -123,7 +123,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
         ValueError: an argument is out of range.
     """
-    check_engine(operation, io, threads)
+    check_engine(operation, io, threads, devices=True)
     settings = {
         "overwrite": bool(overwrite),
         "files": check_files(operation, files),
