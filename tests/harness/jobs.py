@@ -237,7 +237,7 @@ def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_pri
 
 
 def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
-    """Fork while a save is held between two calls for bytes (of 16 MiB each); what descriptors a child has, and the saver itself."""
+    """Fork while a save is held between two calls for bytes; what descriptors a child has, and the saver itself."""
     held, go_on = threading.Event(), threading.Event()
 
     def fill(ranges: list[tuple[int, int, int, int]]) -> None:
