@@ -1,6 +1,7 @@
 """The compiled core: thin, typed, without knowledge of tensors beyond name, dtype, shape and address."""
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypedDict, final, type_check_only
 
 from fastckpt._tensors.described import Tensor
@@ -110,6 +111,12 @@ class SaveOptions:
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
+    ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
+    ``move(stretches, block)``, which threads of the core call with up to 16 MiB. A stretch is a tuple ``(index, start,
+    path, offset, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index``, whole blocks of ``block``
+    bytes, go to byte ``offset`` of the file ``path``. It returns the CRC-64 of each block. Once it raises, it is called
+    no more, and what it has not moved is asked of ``fill``. Only :func:`save` looks at
+    ``direct``; without it, ``io`` "gds" is "auto", and the report says so.
     """
 
     def __new__(
@@ -127,6 +134,7 @@ class SaveOptions:
         io_priority: str | None = None,
         step: int | None = None,
         staging: Memory | None = None,
+        direct: tuple[AbstractSet[int], Callable[[list[tuple[int, int, str, int, int]], int], list[int]]] | None = None,
     ) -> SaveOptions: ...
 
 def save(
@@ -314,7 +322,7 @@ class Memory:
     @property
     def nbytes(self) -> int: ...
     def close(self) -> None:
-        """Unmap it, unless a snapshot has it."""
+        """Unmap it, unless a snapshot or an operation has it: then it comes back, to be closed again."""
 
 @final
 class Snapshot:
@@ -496,6 +504,7 @@ class Reader:
         drain: Callable[[list[tuple[int, int, int, int]]], None] | None,
         tick: Callable[[int, int], None] | None,
         staging: Memory | None = None,
+        direct: tuple[AbstractSet[int], Callable[[list[tuple[int, int, str, int, int]], int], list[int]]] | None = None,
     ) -> Report:
         """Read tensors and boxes of them.
 
@@ -506,6 +515,9 @@ class Reader:
         ``staging`` is memory for the staging buffers; None for the core's own. With ``verify`` every extent that a
         request touches is read whole and compared with its checksum; without it only what is wanted is read, and gaps
         of up to 256 KiB.
+        ``direct`` is as for :class:`SaveOptions`, with numbers of requests for whole tensors; bytes go from the file,
+        and where ``verify`` is false ``block`` is 0, and no CRC-64 is returned. What it has not moved goes to
+        ``drain``.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from fastckpt._api import in_flight
-from fastckpt._api.options import Engine, Framework, Unknown, check_pin
+from fastckpt._api.options import DeviceEngine, Framework, Unknown, check_pin
 from fastckpt._api.outcome import conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
@@ -55,7 +55,7 @@ def save(  # noqa: PLR0913 - all by name
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
     progress: bool = False,
@@ -158,7 +158,7 @@ def save_async(  # noqa: PLR0913 - all by name
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
     progress: bool = False,
@@ -259,7 +259,7 @@ def load(
     registry: Registry | None = ...,
     unknown: Unknown = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[False] = ...,
@@ -282,7 +282,7 @@ def load(
     registry: Registry | None = ...,
     unknown: Unknown = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[True],
@@ -304,7 +304,7 @@ def load(  # noqa: PLR0913 - all by name
     registry: Registry | None = None,
     unknown: Unknown = "error",
     verify: bool = True,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     progress: bool = False,
     report: bool = False,

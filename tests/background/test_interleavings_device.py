@@ -253,7 +253,7 @@ def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, 
     """As FSDP frees what it has gathered, whoever holds the tensor; and a reference alone does not help."""
     fastckpt.save_async({"w": torch.ones(SIDE).to(DEVICE)}, directory / "c").result(60)
     if not protected:
-        monkeypatch.setattr(_device.Download, "protect", lambda *_: None)
+        monkeypatch.setattr(_device, "_protect", lambda *_: None)
     tensor = torch.ones(SIDE).to(DEVICE)
     with standin.faults.held():
         pending = fastckpt.save_async({"w": tensor}, directory / "c", lazy=True)

@@ -1,4 +1,4 @@
-"""Asynchronous saves from devices: who compares versions, what is left when a device or a signal handler ends a save."""
+"""Saves from devices in the background: who compares versions, what a broken device or a signal handler leaves."""
 
 from __future__ import annotations
 
@@ -164,6 +164,24 @@ def test_time_of_the_device_is_no_stall(tmp_path):
     assert report.staging >= 0.5
     assert report.stall < 0.5
     assert report.staged == report.bytes
+
+
+def test_a_step_in_another_stream_waits_for_what_was_copied_at_the_call(tmp_path):
+    """Small tensors hold the stream that was current at the call, and streams of steps like all others."""
+    parameter = torch.nn.Parameter(state_of()["b"])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    fastckpt.save_async({"b": parameter}, tmp_path / "c").result(60)
+    side = standin.Stream(DEVICE)
+    side.wait_stream(standin.default_stream(DEVICE))
+    with faults.held() as go:
+        with torch.get_device_module(DEVICE).stream(side):
+            pending = fastckpt.save_async({"b": parameter}, tmp_path / "c", lazy=True)
+        optimizer.step()
+        assert not standin.default_stream(DEVICE).worker.mark().wait(0.2), "the step went before the copy"
+        go()
+    pending.result(60)
+    assert (fastckpt.load(tmp_path / "c")["b"] == 1).all()
 
 
 def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_path, held_background):

@@ -82,6 +82,7 @@ class TestPinningOnTheStandin(OnDevice):
 
     def test_a_load_registers_what_it_reads_into(self):
         state = state_of()
+        devices.synchronize()
         fastckpt.save({name: there(value) for name, value in state.items()}, self.path / "c")
         assert cudart.calls == []
         assert same(
@@ -127,8 +128,8 @@ class TestPinningOnTheStandin(OnDevice):
     def test_no_pinning(self, pin):
         report = fastckpt.save_async(state_of(), self.path / "c", pin=pin).result(60)
         assert cudart.calls == []
-        assert len(report.warnings) == 1
-        assert "pin= allows no more" in report.warnings[0]
+        # It was asked for.
+        assert report.warnings == ()
 
     @each("limit", [MIB, 5 * MIB + 123])
     @each("lazy", [False, True])

@@ -11,8 +11,10 @@ import errno
 import functools
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt._ranks import save as _save_module
 from harness import groups, mounts, strace
 
 TIMEOUT = 3.0
@@ -298,6 +301,36 @@ def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
         [woken] = group.outcomes(30)
         assert woken.kind == "raised"
         assert "RanksError" in woken.raised.bases
+    assert which(path) == 0
+
+
+def _save_too_late(path: str, number: int, timeout: float) -> int:
+    """Rank 1 writes when the coordinator has removed the files."""
+    if dist.get_rank() != 1:
+        return _save(path, number, timeout)
+    real = _save_module.carried
+
+    def carried(work: Any, exchange: Any, attend: Any) -> Any:
+        while any(Path(path).parent.glob(".c.tmp-*")):
+            time.sleep(0.01)
+        return real(work, exchange, attend)
+
+    _save_module.carried = carried
+    try:
+        return _save(path, number, timeout)
+    finally:
+        _save_module.carried = real
+
+
+def test_a_rank_whose_files_have_gone_is_told_why(forge, tmp_path):
+    path = tmp_path / "c"
+    fastckpt.save(whole(0), path)
+    with forge.group(2) as group:
+        strike = groups.Strike(0, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
+        group.start(_save_too_late, str(path), 1, 30.0, strike=strike)
+        outcomes = group.outcomes(30)
+    assert [each.raised.kind for each in outcomes] == ["OSError", "RanksError"]
+    assert "the disk is worn out" in outcomes[1].raised.text
     assert which(path) == 0
 
 

@@ -487,14 +487,15 @@ def test_a_mover_that_is_called_alone_waits_for_the_device_and_the_copy():
     assert (standin.on_host(target) == 7).all()
 
 
-def test_inference_tensors_are_filled():
+@pytest.mark.parametrize("strided", [False, True])
+def test_inference_tensors_are_filled_by_threads_that_are_in_no_such_mode(strided):
     with torch.inference_mode():
-        targets = [torch.zeros(10, device=DEVICE), torch.zeros(10, device=DEVICE)]
-    targets.append(torch.zeros(10, device=DEVICE))
-    values = torch.arange(30.0)
-    ranges = packed(targets, values.numpy())
-    for asked in (ranges, ranges[:1], ranges[1:2]):
-        sinks(targets).drain(asked)
-        assert torch.equal(torch.cat([standin.on_host(target) for target in targets]), values)
-        values.neg_()
-        sinks(targets).drain(ranges)
+        targets = [torch.zeros(4, 5, device=DEVICE) for _ in range(2)]
+        targets = [target.t() for target in targets] if strided else targets
+        asked = sinks(targets)
+    for number in (1, 2):
+        values = torch.full((40,), float(number))
+        # One alone, and both together.
+        for ranges in (packed(targets, values.numpy())[:1], packed(targets, values.numpy())):
+            asked.drain(ranges)
+        assert all((standin.on_host(target) == number).all() for target in targets)

@@ -23,6 +23,7 @@ from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
 from .destinations import Targets, read_targets
+from .options import DeviceEngine, check_engine
 from .outcome import report_of, warn_of_unknown
 from .per_rank import states_of
 from .placement import Placement, Stock, place
@@ -108,8 +109,10 @@ class Checkpoint:
         report: what the last read did, or None before the first.
     """
 
-    def __init__(self, path: AnyPath, device: Any = None) -> None:
+    def __init__(self, path: AnyPath, device: Any = None, io: DeviceEngine = "auto") -> None:
+        check_engine("open", io, None, devices=True)
         self.report: LoadReport | None = None
+        self._io = io
         self._path = path_of("open", path)
         self._reader: _core.Reader | None = _core.Reader(self._path, keep=True)
         self._stored = self._reader.tensors()
@@ -287,7 +290,7 @@ class Checkpoint:
     def _read(self, targets: Targets) -> None:
         began = time.perf_counter()
         targets.begin("open")
-        report = read_targets(self._open(), targets)
+        report = read_targets(self._open(), targets, io=self._io)
         self.report = report_of(LoadReport, self._path, began, report)
 
     def __contains__(self, name: object) -> bool:
@@ -316,7 +319,7 @@ class Checkpoint:
         self.close()
 
 
-def open(path: AnyPath, *, device: Any = None) -> Checkpoint:
+def open(path: AnyPath, *, device: Any = None, io: DeviceEngine = "auto") -> Checkpoint:
     """Open a checkpoint without reading its tensors.
 
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
@@ -328,6 +331,7 @@ def open(path: AnyPath, *, device: Any = None) -> Checkpoint:
     Args:
         path: the checkpoint's directory.
         device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
+        io: as for :func:`fastckpt.load`.
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
@@ -336,7 +340,7 @@ def open(path: AnyPath, *, device: Any = None) -> Checkpoint:
         ImportError: ``device`` is given and torch cannot be imported.
         KeyError: a pattern of ``device`` matches nothing.
         TypeError: a pattern of ``device`` is not a string.
-        ValueError: ``path`` is a URL, or a device is not here.
+        ValueError: ``path`` is a URL, ``io`` is none of these, or a device is not here.
 
     Example:
         >>> import fastckpt, numpy, tempfile
@@ -346,4 +350,4 @@ def open(path: AnyPath, *, device: Any = None) -> Checkpoint:
         ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.slice("w", -1)
         ({'step': 7}, (3, 2), array([4., 5.]))
     """
-    return Checkpoint(path, device)
+    return Checkpoint(path, device, io)

@@ -22,6 +22,7 @@ from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, pl
 from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
+from .direct_io import way_of
 from .lent import lent
 
 if TYPE_CHECKING:
@@ -485,19 +486,22 @@ def read_targets(
     io: str = "auto",
     threads: int | None = None,
     tick: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Read what was asked for, in one process; the report. See ``_core.Reader.read``."""
-    with targets.lent() as staging:
+    assert targets.sinks is not None  # noqa: S101 - it has begun
+    operation = targets.sinks.operation
+    with way_of(operation, io, targets.movers, write=False) as way, targets.lent() as staging:
         report = reader.read(
             targets.requests,
             verify=verify,
-            io=io,
+            io=way.engine,
             threads=threads,
             drain=targets.drain if targets.movers else None,
             tick=tick,
             staging=staging.core,
+            direct=way.direct,
         )
-        return staging.noted(report)
+        return way.noted(staging.noted(report))
 
 
 class _Pending:

@@ -73,11 +73,6 @@ class Memory:
         return registration is None or registration.pinned == registration.nbytes
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is pinned: then copies from devices need no thread of the host once they are asked for."""
-        return self.registration is not None and self.registration.pinned == self.nbytes
-
-    @property
     def problem(self) -> str | None:
         """Why some of it could not be pinned, for the warnings of a report; None where there is nothing to say."""
         return None if self.registration is None else self.registration.problem

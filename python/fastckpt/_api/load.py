@@ -12,7 +12,7 @@ from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 
 from .destinations import read_targets
-from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
+from .options import DeviceEngine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
@@ -39,7 +39,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[False] = ...,
@@ -61,7 +61,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: Engine = ...,
+    io: DeviceEngine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[True],
@@ -82,7 +82,7 @@ def load(  # noqa: PLR0913 - all by name
     unknown: Unknown = "error",
     mmap: bool = False,
     verify: bool = True,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     progress: bool = False,
     report: bool = False,
@@ -148,6 +148,8 @@ def load(  # noqa: PLR0913 - all by name
             node that load one path read the storage once, unless one of the path's last two components names
             the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
             With ``mmap`` there is only the page cache, whatever the variable says.
+            ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices come straight from the file
+            (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
         threads: worker threads; by default as many as this process may use cores, within limits.
         progress: show a progress bar.
         report: return a report, too.

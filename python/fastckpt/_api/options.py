@@ -8,20 +8,24 @@ from fastckpt._units import bytes_of
 
 #: What public functions take, as type checkers see it.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
+#: Also what goes between devices and files, where tensors on devices take part.
+DeviceEngine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered", "gds"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
 Unknown: TypeAlias = Literal["error", "plain"]
 
 _ENGINES = get_args(Engine)
+_DEVICE_ENGINES = get_args(DeviceEngine)
 _FRAMEWORKS = get_args(Framework)
 _UNKNOWN = get_args(Unknown)
 _MOST_THREADS = 1024
 _MOST_NICE = 19
 
 
-def check_engine(operation: str, io: Any, threads: Any) -> None:
-    """``io=`` and ``threads=``."""
-    if io not in _ENGINES:
-        raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
+def check_engine(operation: str, io: Any, threads: Any, *, devices: bool = False) -> None:
+    """``io=`` and ``threads=``; with ``devices``, of an operation that tensors on devices may take part in."""
+    engines = _DEVICE_ENGINES if devices else _ENGINES
+    if io not in engines:
+        raise ValueError(f"{operation}: io must be one of {', '.join(engines)}, not {io!r}")
     if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
         raise ValueError(f"{operation}: threads must be None or an int from 1 to {_MOST_THREADS}, not {threads!r}")
 

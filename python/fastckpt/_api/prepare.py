@@ -66,7 +66,7 @@ def wishes_of(  # noqa: PLR0913 - all by name
     progress: bool = False,
 ) -> Wishes:
     """The arguments of :func:`fastckpt.load`, checked."""
-    check_engine(operation, io, threads)
+    check_engine(operation, io, threads, devices=True)
     check_framework(operation, framework)
     check_unknown(operation, unknown)
     if device is not None and framework == "numpy":

@@ -18,8 +18,9 @@ from fastckpt._tensors.ranges import range_of
 from fastckpt._units import bytes_of
 
 from . import in_flight
+from .direct_io import way_of
 from .lent import lent
-from .options import Engine, check_bandwidth, check_engine
+from .options import DeviceEngine, check_bandwidth, check_engine
 from .outcome import conclude
 from .progress import ticker
 from .reports import SaveReport
@@ -38,7 +39,7 @@ def save(  # noqa: PLR0913 - all by name
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
     progress: bool = False,
@@ -76,6 +77,8 @@ def save(  # noqa: PLR0913 - all by name
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works. The report says which ran.
+            ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices go straight to the file
+            (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
         threads: worker threads; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes per second that the save may write, so that others can use the same storage: a number,
             or a string with a unit (``"2GB"``); None for no limit.
@@ -102,7 +105,7 @@ def save(  # noqa: PLR0913 - all by name
     """
     began = time.perf_counter()
     target = path_of("save", path)
-    check_engine("save", io, threads)
+    check_engine("save", io, threads, devices=True)
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
@@ -114,17 +117,21 @@ def save(  # noqa: PLR0913 - all by name
             sources = Sources("save", flat.movers)
             warn_of_unnamed("save", flat, about)
             prefix = split_model("save", flat, model_key)
-            with lent(sources.devices, flat.pulled) as staging:
+            with (
+                way_of("save", io, flat.movers, write=True) as way,
+                lent(sources.devices, flat.pulled) as staging,
+            ):
                 options = _core.SaveOptions(
                     model_prefix=prefix,
                     overwrite=bool(overwrite),
                     files=more,
                     shard_size=file_bytes,
-                    io=io,
+                    io=way.engine,
                     threads=threads,
                     bandwidth_limit=limit,
                     step=step_of(metadata),
                     staging=staging.core,
+                    direct=way.direct,
                 )
                 in_flight.wait_for_path(target)
                 with ticker("save", target, shown=progress) as tick:
@@ -137,7 +144,7 @@ def save(  # noqa: PLR0913 - all by name
                         sources.fill if flat.movers else None,
                         tick,
                     )
-                report = staging.noted(done)
+                report = way.noted(staging.noted(done))
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()

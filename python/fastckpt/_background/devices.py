@@ -18,6 +18,8 @@ PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
 
+_NOT_PINNED = "no host memory is pinned, as pin= allows no more; copies from devices are right, but slower"
+
 
 class Devices:
     """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
@@ -48,20 +50,27 @@ class Devices:
         return self.memory
 
     def pin(self) -> None:
-        """Have the memory pinned in the background, where that is wanted. Copies wait for what they need of it."""
-        if self.memory is not None and self._pin != 0:
+        """Have the memory pinned in the background. Copies wait for what they need of it. None may be under way."""
+        if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies go on by themselves once they are asked for: otherwise the host may wait for each."""
-        return self.memory is not None and self.memory.is_pinned
+        """Whether copies go on by themselves once they are asked for.
+
+        Of other memory the host may have to wait for each: CUDA fills that before it returns, and devices that know no
+        pinning promise nothing.
+        """
+        memory = self.memory
+        return memory is not None and memory.registration is not None and memory.is_pinned()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of pinning that was wanted."""
-        problem = None if self.memory is None or self._pin == 0 else self.memory.problem
-        return () if problem is None or not self.sources.devices else (problem,)
+        """What a report says of memory that is not pinned."""
+        if self.memory is None or not self.sources.devices:
+            return ()
+        problem = _NOT_PINNED if self._pin == 0 else self.memory.problem
+        return () if problem is None else (problem,)
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
         """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""

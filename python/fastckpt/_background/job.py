@@ -89,6 +89,8 @@ class Job:
             if lazy
             else {}
         )
+        #: Whether something is copied in the background, or by devices on their own.
+        self.is_lazy = bool(self.late) or (lazy and bool(self.devices.sources.devices))
         #: Late tensors of the host, and their versions at the call.
         self.versions: list[tuple[str, Any, int]] = []
         #: Late tensors of devices that have not been asked for.
@@ -109,12 +111,12 @@ class Job:
         """Get memory, and copy what must be copied at the call."""
         memory = self.devices.take(self.snapshot.nbytes)
         self.snapshot.attach(memory.core)
-        if self.late:
+        if self.is_lazy:
             # First: a guard that comes meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
         with self._staging():
-            if self.late:
+            if self.is_lazy:
                 self._prepare_late(is_new=memory.registration is None)
             else:
                 self._copy_all()
@@ -128,6 +130,7 @@ class Job:
         flat = flatten(guarded, operation="guard", observe=True)
         changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
         self.late = {index: name for index, name in self.late.items() if _storage(self.keep[index]) not in changing}
+        self.is_lazy = bool(self.late or self.devices.sources.devices)
 
     def _copy_all(self) -> None:
         """Copy everything, and wait for it."""
@@ -153,8 +156,10 @@ class Job:
         ranges = self._ranges()
         if not is_new:
             self.devices.pin()
-        # Who changes these after the call is no step, and nobody calls us then: so the caller's streams wait now.
-        for copies in self.devices.ask(each for each in ranges if each[0] not in late):
+        # Who changes these may be no step, and nobody calls us then: so the caller's streams wait now, and those of
+        # steps, which may be others, as for all copies.
+        asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
+        for copies in asked.copies:
             copies.hold_streams()
         # New memory not before: these few are copied as the device can, and the call waits for no pinning.
         if is_new:

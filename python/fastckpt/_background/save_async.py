@@ -12,7 +12,14 @@ from typing import Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.options import Engine, check_bandwidth, check_engine, check_in_flight, check_nice, check_pin
+from fastckpt._api.options import (
+    DeviceEngine,
+    check_bandwidth,
+    check_engine,
+    check_in_flight,
+    check_nice,
+    check_pin,
+)
 from fastckpt._api.outcome import logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
@@ -42,7 +49,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
-    io: Engine = "auto",
+    io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
     nice: int | None = None,
@@ -114,7 +121,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     """
     began = time.perf_counter()
     target = path_of("save_async", path)
-    check_engine("save_async", io, threads)
+    check_engine("save_async", io, threads, devices=True)
     file_bytes = bytes_of("save_async: shard_size", shard_size)
     limit = check_bandwidth("save_async", bandwidth_limit)
     check_in_flight("save_async", max_in_flight)
@@ -179,7 +186,7 @@ def _launch(job: Job, max_in_flight: int) -> None:
         in_flight.admit(pending, max_in_flight)
         job.waited = time.perf_counter() - began
         job.prepare()
-        if not job.late:
+        if not job.is_lazy:
             pending._set_staged()
         pending._called += time.perf_counter() - pending._began
         if job.start():

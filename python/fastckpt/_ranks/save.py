@@ -123,7 +123,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
         ValueError: an argument is out of range.
     """
-    check_engine(operation, io, threads)
+    check_engine(operation, io, threads, devices=True)
     settings = {
         "overwrite": bool(overwrite),
         "files": check_files(operation, files),
@@ -328,8 +328,12 @@ def _write(
         if tick is not None:
             tick(done, total)
 
-    with range_of("fastckpt.write"):
-        return carried(lambda: dict(engine.write(each)), exchange, attention)
+    try:
+        with range_of("fastckpt.write"):
+            return carried(lambda: dict(engine.write(each)), exchange, attention)
+    except FileNotFoundError as error:
+        # The coordinator has made the files. It removes them when the save has failed, and then tells the others.
+        raise LostError(f"the files of the save have gone: {error}") from error
 
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:

@@ -468,7 +468,3 @@ def _spread(transfer: Transfer, parts: list[Any], sizes: list[int], address: int
             part.copy_(aligned.view(part.dtype).view(part.shape), non_blocking=True)
     if vectors[0]:
         torch._foreach_copy_(*vectors, True)
-
-
-def settle(_: Any) -> None:
-    """Nothing to wait for: movers that are called one by one wait themselves."""

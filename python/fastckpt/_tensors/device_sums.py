@@ -17,6 +17,7 @@ This file does not import torch: its callers hand it over.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,8 @@ def _number(torch: ModuleType, device: Any) -> Any:
 def enqueue(torch: ModuleType, data: Any, length: int) -> Any:
     """Ask the current stream of a device for the checksums of chunks.
 
-    Temporary memory: at most 16.5 times :data:`STEP` bytes, 24.5 times on a device that has half precision only, and
-    once the bytes of ``data`` if ``length`` is not a multiple of 256.
+    Temporary memory: 16 bytes for each byte of :data:`STEP` (32 on the processor), half a byte for each of ``data``,
+    and, if ``length`` is not a multiple of 256, once the bytes of ``data``.
 
     Args:
         torch: the module.
@@ -126,7 +127,10 @@ def enqueue(torch: ModuleType, data: Any, length: int) -> Any:
         What :func:`collect` takes: a tensor on the device.
     """
     device = data.device
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    # It multiplies in a type of its own choice. Not every kind of device knows it.
+    cast = torch.is_autocast_enabled(device.type)
+    exact = torch.autocast(device.type, enabled=False) if cast else nullcontext()
+    with torch.no_grad(), exact:
         chunks = data.view(-1, length)
         bits = _of_bytes(torch, _padded(torch, chunks, _WIDTH // 8))
         bits = bits.view(len(chunks), -1)
@@ -135,7 +139,7 @@ def enqueue(torch: ModuleType, data: Any, length: int) -> Any:
             bits = _padded(torch, bits, _WIDTH)
             width = min(bits.shape[1], _WIDTH)
             summed = bits.view(-1, width) @ _matrix(torch, device, nbytes)[-width:]
-            bits = summed.remainder_(2).view(len(chunks), -1)
+            bits = _parities(torch, summed).view(len(chunks), -1)
             nbytes *= _WIDTH // _BITS
         return bits.to(torch.uint8)
 
@@ -153,7 +157,7 @@ def _of_bytes(torch: ModuleType, chunks: Any) -> Any:
     width = min(chunks.shape[1], _WIDTH // 8)
     rows = chunks.reshape(-1, width)
     matrix = _matrix(torch, device, 0)[-8 * width :]
-    masks = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+    masks = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8).to(device)
     out = torch.empty((len(rows), _BITS), dtype=matrix.dtype, device=device)
     step = max(1, STEP // width)
     room = torch.empty((min(step, len(rows)), width, 8), dtype=matrix.dtype, device=device)
@@ -161,7 +165,11 @@ def _of_bytes(torch: ModuleType, chunks: Any) -> Any:
         part = rows[first : first + step]
         bits = torch.bitwise_and(part[:, :, None], masks, out=room[: len(part)])
         torch.mm(bits.view(len(part), -1), matrix, out=out[first : first + step])
-    return out.remainder_(2)
+    return _parities(torch, out)
+
+
+def _parities(torch: ModuleType, counts: Any) -> Any:
+    return counts.remainder_(torch.tensor(2.0, device="cpu"))
 
 
 def collect(bits: Any, length: int) -> list[int]:

@@ -121,11 +121,6 @@ class _Movers:
         self._links = {device: (link, link.ready()) for device, link in links.items()}
         self.devices: tuple[Any, ...] = tuple(links)
 
-    def synchronize(self) -> None:
-        """Wait for all that the devices were asked for in any stream: where it is not known what that is."""
-        for link, _ in self._links.values():
-            link.synchronize()
-
     def is_on_device(self, index: int) -> bool:
         """Whether the bytes of that number come from or go to a device."""
         return isinstance(self.movers.get(index), self._kind)

@@ -156,7 +156,7 @@ fn a_call_is_for_up_to_16_mebibytes_and_their_memory_is_that_which_was_lent() {
                 let direct = report.ran.blocks.on(IoPath::Staged) > 0;
                 assert!(report.ran.blocks.on(IoPath::ZeroCopy) == 0);
                 if direct && report.ran.blocks.on(IoPath::Buffered) == 0 {
-                    assert_eq!(report.ran.copied, 0, "{io:?}");
+                    assert_eq!(report.ran.copied, 0, "{io:?}: {report:?}");
                 }
                 assert_eq!(report.ran.threads, 2, "no more than there are two batches for");
             }

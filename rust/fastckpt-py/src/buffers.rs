@@ -2,12 +2,14 @@
 //! sources and destinations.
 #![allow(unsafe_code)]
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::sync::Arc;
 
 use fastckpt_core::engine::content::{
     Content, Destination, Drain, Fill, Outcome, Pull, Pulled, Push, Pushed,
 };
+use fastckpt_core::engine::direct::{Direct, Stretch};
 use fastckpt_core::ranks::Place;
 use fastckpt_core::read::boxes;
 use fastckpt_core::sys::array::Array;
@@ -135,6 +137,22 @@ pub(crate) fn drain(callable: Option<Py<PyAny>>, raised: &Arc<Raised>) -> Option
             call(&callable, &raised, all.iter().map(range).collect())
         })
     })
+}
+
+/// Numbers of tensors, and a Python callable that moves stretches of them between their device and files.
+pub(crate) type PyDirect = (HashSet<usize>, Py<PyAny>);
+
+/// These, for the core. What the callable raises is no error of the operation: its text is why the rest is moved
+/// otherwise.
+pub(crate) fn direct(given: Option<PyDirect>) -> Option<Direct> {
+    let (indices, callable) = given?;
+    let mover = move |stretches: &[Stretch], chunk: u64| {
+        let stretch = |one: &Stretch| (one.index, one.start, one.path.clone(), one.offset, one.len);
+        let all: Vec<_> = stretches.iter().map(stretch).collect();
+        Python::attach(|py| callable.call1(py, (all, chunk))?.extract(py))
+            .map_err(|error: PyErr| error.to_string())
+    };
+    Some(Direct { indices: Arc::new(indices), mover: Arc::new(mover) })
 }
 
 /// Calls `callable` with ranges, each an index, a start, an address and a length. The memory belongs to the callable

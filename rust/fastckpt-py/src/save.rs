@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::PyDict;
 
-use crate::buffers;
+use crate::buffers::{self, PyDirect};
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::snapshot::{Memory, priority};
@@ -81,7 +81,8 @@ impl SaveOptions {
 impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto",
-        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, staging=None))]
+        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, staging=None,
+        direct=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -97,10 +98,11 @@ impl SaveOptions {
         io_priority: Option<&str>,
         step: Option<i64>,
         staging: Option<&Memory>,
+        direct: Option<PyDirect>,
     ) -> PyResult<Self> {
         let priority = priority(nice, io_priority)?;
-        let staging = Memory::lent(staging);
-        let core = Options { bandwidth_limit, priority, step, staging, ..options(py, io, threads)? };
+        let (staging, direct) = (Memory::lent(staging), buffers::direct(direct));
+        let core = Options { bandwidth_limit, priority, step, staging, direct, ..options(py, io, threads)? };
         Ok(Self { groups: groups::beside(model_prefix, training_prefix), shard_size, overwrite, files, core })
     }
 }

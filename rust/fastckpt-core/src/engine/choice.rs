@@ -38,6 +38,10 @@ impl Choice {
             Io::Threads => (Engine::Threads, None),
             Io::Buffered => (Engine::Buffered, None),
         };
+        let fallback = match options.unmet {
+            Some(why) => Some(Fallback::after(fallback, libc::EOPNOTSUPP, why)),
+            None => fallback,
+        };
         // Counting cores takes longer than copying one small block.
         let threads = if bytes < SINGLE { 1 } else { default_threads(engine, options) };
         Self { engine, fallback, threads }

@@ -19,7 +19,7 @@ pub struct Memory {
 impl Memory {
     /// Maps at least `size` bytes.
     pub fn new(size: usize) -> Result<Self> {
-        let failed = Error::io::<io::Error>("map memory for a snapshot in", "memory".as_ref());
+        let failed = Error::io::<io::Error>("map memory in", "memory".as_ref());
         let mapping = Mapping::new(size).map_err(failed)?;
         let (address, size) = (mapping.as_ptr().addr(), mapping.len());
         Ok(Self { address, size, mapping: Mutex::new(Some(Arc::new(mapping))) })
@@ -39,19 +39,19 @@ impl Memory {
 
     /// Hands the memory over.
     pub(crate) fn take(&self) -> Result<Arc<Mapping>> {
-        let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
-        mapping.ok_or(Error::Misused("the snapshot's memory is closed, or another snapshot has it"))
+        let mapping = lock(&self.mapping, "the memory is in use")?.take();
+        mapping.ok_or(Error::Misused("the memory is closed, or something else has it"))
     }
 
     /// Takes back what [`Self::take`] gave.
     pub(crate) fn give(&self, mapping: Arc<Mapping>) -> Result<()> {
-        *lock(&self.mapping, "the snapshot's memory is in use")? = Some(mapping);
+        *lock(&self.mapping, "the memory is in use")? = Some(mapping);
         Ok(())
     }
 
-    /// Unmaps it, unless a snapshot has it.
+    /// Unmaps it, unless a snapshot or an operation has it. It gives the memory back, and it can be used and closed again.
     pub fn close(&self) -> Result<()> {
-        let mapping = lock(&self.mapping, "the snapshot's memory is in use")?.take();
+        let mapping = lock(&self.mapping, "the memory is in use")?.take();
         drop(mapping);
         Ok(())
     }

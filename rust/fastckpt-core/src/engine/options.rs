@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::thread;
 
+use super::direct::Direct;
 use super::io::fault::FaultPlan;
 use super::memory::Memory;
 use crate::environment::Environment;
@@ -135,6 +136,10 @@ pub struct Options {
     /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
     /// through staging buffers. By default, a rule decides (`docs/performance.md`).
     pub zero_copy: Option<bool>,
+    /// Tensors whose blocks may go between a device and files directly.
+    pub direct: Option<Direct>,
+    /// What the caller asked for that this operation cannot do, for the report.
+    pub unmet: Option<&'static str>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
     /// The environment at the start of the operation.
@@ -153,6 +158,8 @@ impl Default for Options {
             block_size: None,
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
+            direct: None,
+            unmet: None,
             faults: None,
             environment: Environment::default(),
         }

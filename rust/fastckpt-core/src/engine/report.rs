@@ -66,7 +66,7 @@ pub struct Ran {
     pub thread_bytes: Vec<u64>,
     /// Blocks by I/O path and reason.
     pub blocks: Blocks,
-    /// Bytes that the processor copied, in this library or between memory and the page cache.
+    /// Bytes of tensors that the processor copied, in this library or between memory and the page cache.
     pub copied: u64,
 }
 

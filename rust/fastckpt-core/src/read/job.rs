@@ -75,7 +75,7 @@ impl<'a> ReadJob<'a> {
         for block in &plan.blocks {
             counts[block.shard] += 1;
         }
-        let shards = (0..counts.len()).filter(|&shard| counts[shard] > 0).collect();
+        let shards = plan.shards();
         Self {
             checkpoint,
             direct,
@@ -173,11 +173,7 @@ impl<'a> ReadJob<'a> {
             self.sums.lock().unwrap_or_else(PoisonError::into_inner).push(sum);
         }
         match piece.crc {
-            Some(wanted) if wanted != found => self.damaged(
-                shard,
-                piece,
-                format!("checksum is {}, written was {}", checksum::to_hex(found), checksum::to_hex(wanted)),
-            ),
+            Some(wanted) if wanted != found => self.damaged(shard, piece, checksum::differs(found, wanted)),
             _ => Ok(()),
         }
     }

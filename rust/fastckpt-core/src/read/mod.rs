@@ -3,6 +3,7 @@
 pub mod boxes;
 mod checkpoint;
 mod copy;
+mod direct;
 mod job;
 mod map;
 mod plan;
@@ -63,12 +64,16 @@ impl Checkpoint {
         } else {
             Choice::new(options, wanted)
         };
-        let plan = plan::plan(&self.body, requests, verify)?;
-        let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+        let mut plan = plan::plan(&self.body, requests, verify)?;
+        let shards = plan.shards();
         if verify {
-            self.check_headers(&job.shards)?;
+            self.check_headers(&shards)?;
         }
-        self.run(&job, &choice, options, begin, operation, tick)
+        let moved = direct::fetch(self, &mut plan, (verify, shards.len()), options, operation, &mut *tick)?;
+        let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+        let mut report = self.run(&job, &choice, options, begin, operation, tick)?;
+        moved.report(&mut report.ran);
+        Ok(Report { shards: shards.len(), ..report })
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
@@ -113,13 +118,12 @@ impl Checkpoint {
                 return Err(Error::Invalid(what));
             };
             if wanted != sum.crc {
-                let (found, wanted) = (checksum::to_hex(sum.crc), checksum::to_hex(wanted));
                 return Err(self.settle(self.raised(Damage {
                     file: self.body.shards[entry.shard].file.clone(),
                     offset: sum.offset,
                     len: sum.len,
                     tensor: Some(entry.name.clone()),
-                    reason: format!("checksum is {found}, written was {wanted}"),
+                    reason: checksum::differs(sum.crc, wanted),
                 })));
             }
         }

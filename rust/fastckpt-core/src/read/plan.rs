@@ -226,6 +226,13 @@ pub(super) fn plan_ranges(body: &Body, wanted: Vec<Wanted>, verify: bool) -> Res
 }
 
 impl Plan {
+    /// The shards of its blocks, ascending.
+    pub(super) fn shards(&self) -> Vec<usize> {
+        let mut shards: Vec<usize> = self.blocks.iter().map(|block| block.shard).collect();
+        shards.dedup();
+        shards
+    }
+
     /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece, whoever wants it.
     fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.

@@ -217,7 +217,7 @@ impl Assembler {
         if at > taken {
             parts.push(Part::Slab(taken..at));
         }
-        Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: at as u64 })
+        Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: (at - header.len()) as u64 })
     }
 
     /// Prepares a unit of which callbacks have brought their bytes to `slab`, where they lie as in the file: copies the

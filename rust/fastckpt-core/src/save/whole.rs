@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::part::{Bytes, Part};
 use super::work::{Unit, Work};
 use crate::engine::content::{self, Content};
+use crate::engine::direct::{Direct, Moved};
 use crate::error::Result;
 use crate::format::checksum;
-use crate::format::geometry::{self, Extent};
+use crate::format::geometry::{self, Extent, Placement};
 use crate::format::layout::{Plan, Shard, TensorSpec};
 use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
 use crate::sys::mapping::Stretch;
@@ -27,6 +28,8 @@ pub(super) struct Whole<'a> {
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     block_crcs: Vec<AtomicU64>,
+    /// The blocks that workers write, ascending.
+    left: Vec<usize>,
 }
 
 /// The sum before each element, then the sum of all.
@@ -61,11 +64,53 @@ impl<'a> Whole<'a> {
             part,
             contents,
             images,
+            left: (0..first_block.last().copied().unwrap_or(0)).collect(),
             extent_crcs: zeros(&first_extent),
             block_crcs: zeros(&first_block),
             first_block,
             first_extent,
         }
+    }
+
+    /// The blocks that lie inside one of the tensors that `direct` moves, ascending, each with its extent and its shard.
+    pub(super) fn inside(&self, direct: &Direct) -> Vec<(usize, Extent, usize)> {
+        let size = self.part.plan.block_size;
+        let mut found = Vec::new();
+        for (tensor, (content, &(shard, offset))) in
+            self.contents.iter().zip(&self.part.plan.places).enumerate()
+        {
+            let wanted = matches!(content, Content::Pull(pull) if direct.indices.contains(&pull.index));
+            let bytes = self.part.tensors[tensor].bytes().unwrap_or(0);
+            if !wanted || !self.part.has(shard) {
+                continue;
+            }
+            let placement = Placement { tensor, offset, bytes };
+            for block in offset.div_ceil(size)..placement.end() / size {
+                let extent = geometry::extent(&placement, block * size, size);
+                found.extend(extent.map(|extent| (self.first_block[shard] + block as usize, extent, shard)));
+            }
+        }
+        found.sort_unstable_by_key(|&(block, ..)| block);
+        found
+    }
+
+    /// The number that callbacks know a tensor by.
+    pub(super) fn index_of(&self, tensor: usize) -> usize {
+        match &self.contents[tensor] {
+            Content::Pull(pull) => pull.index,
+            Content::Memory(_) => tensor,
+        }
+    }
+
+    /// Notes the checksums of the blocks of `inside` that were moved, and leaves the others to workers.
+    pub(super) fn moved(&mut self, inside: &[(usize, Extent, usize)], moved: &Moved) {
+        for &(block, sum) in &moved.blocks {
+            let found = inside.binary_search_by_key(&block, |&(block, ..)| block);
+            let Some((_, extent, _)) = found.ok().and_then(|at| inside.get(at)) else { continue };
+            self.block_crcs[block].store(sum, Ordering::Relaxed);
+            self.summed(0, 0, extent, sum);
+        }
+        self.left.retain(|&block| !moved.has(block));
     }
 
     /// The manifest's entries for the shards and their tensors, after all blocks are written.
@@ -97,12 +142,13 @@ impl Work for Whole<'_> {
     }
 
     fn units(&self) -> usize {
-        self.block_crcs.len()
+        self.left.len()
     }
 
     fn unit(&self, number: usize) -> Unit {
-        let shard = self.first_block.partition_point(|&first| first <= number) - 1;
-        let start = (number - self.first_block[shard]) as u64 * self.part.plan.block_size;
+        let block = self.left[number];
+        let shard = self.first_block.partition_point(|&first| first <= block) - 1;
+        let start = (block - self.first_block[shard]) as u64 * self.part.plan.block_size;
         let bytes = self.part.plan.shards[shard].bytes;
         Unit { shard, start, end: start + geometry::block_len(start, bytes, self.part.plan.block_size) }
     }
@@ -193,7 +239,7 @@ impl Work for Whole<'_> {
     }
 
     fn assembled(&self, number: usize, sum: u64, _: bool) {
-        self.block_crcs[number].store(sum, Ordering::Relaxed);
+        self.block_crcs[self.left[number]].store(sum, Ordering::Relaxed);
     }
 }
 

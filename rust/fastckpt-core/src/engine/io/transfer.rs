@@ -40,7 +40,7 @@ pub struct Transfer {
     pub path: IoPath,
     /// Why the block takes this I/O path.
     pub reason: Reason,
-    /// Bytes that the processor copied for it.
+    /// Bytes of tensors that the processor copied for it.
     pub copied: u64,
     /// When the operation in flight was submitted, on the clock of the worker's counters.
     pub submitted: u64,
