@@ -19,7 +19,6 @@ import fastckpt
 from fastckpt import _core
 from fastckpt._api.destinations import Targets
 from fastckpt._api.into import Into
-from fastckpt._state import flatten as _flatten
 from fastckpt._tensors.described import Tensor
 from fastckpt._tensors.memory import at
 from fastckpt._tensors.movers import Sources
@@ -239,22 +238,17 @@ def meanwhile(monkeypatch):
     """Runs a function from a callback of the core's, that is, while it reads the state; what that raised."""
     raised = []
     actions = []
+    fill = Sources.fill
 
-    def wrap(kind):
-        fill = kind.fill
+    def wrapped(self, ranges):
+        for action in actions:
+            try:
+                action()
+            except BufferError as error:  # noqa: PERF203 - one action
+                raised.append(error)
+        fill(self, ranges)
 
-        def wrapped(self, ranges):
-            for action in actions:
-                try:
-                    action()
-                except BufferError as error:  # noqa: PERF203 - one action
-                    raised.append(error)
-            fill(self, ranges)
-
-        monkeypatch.setattr(kind, "fill", wrapped)
-
-    wrap(_flatten.Flat)
-    wrap(Sources)
+    monkeypatch.setattr(Sources, "fill", wrapped)
     return actions, raised
 
 

@@ -237,7 +237,7 @@ def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_pri
 
 
 def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
-    """Fork while a save is held between two of its blocks; what descriptors a child has, and the saver itself."""
+    """Fork while a save is held between two calls for bytes; what descriptors a child has, and the saver itself."""
     held, go_on = threading.Event(), threading.Event()
 
     def fill(ranges: list[tuple[int, int, int, int]]) -> None:
@@ -248,7 +248,7 @@ def fork_in_save(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
                 go_on.wait(60)
 
     def save() -> None:
-        tensors = [Tensor("a", "U8", [12 << 20], 0, 12 << 20)]
+        tensors = [Tensor("a", "U8", [40 << 20], 0, 40 << 20)]
         options = fastckpt._core.SaveOptions(shard_size=1 << 40, io=io, threads=1)
         fastckpt._core.save(path, tensors, "[null]", "[null]", options, fill, None)
 

@@ -104,11 +104,6 @@ class Flat:
         """Bytes of the tensors without an address."""
         return sum(self.tensors[index].capacity for index in self.movers)
 
-    def fill(self, ranges: list[tuple[int, int, int, int]]) -> None:
-        """The core's callback for tensors without an address."""
-        for index, start, address, nbytes in ranges:
-            self.movers[index](start, address, nbytes)
-
 
 def _mapping(token: str, value: dict[Any, Any]) -> Parts:
     if _hashes.crowds(value):
