@@ -18,8 +18,6 @@ PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
 
-_NOT_PINNED = "no host memory is pinned, as pin= allows no more; copies from devices are right, but slower"
-
 
 class Devices:
     """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
@@ -66,11 +64,10 @@ class Devices:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of memory that is not pinned."""
-        if self.memory is None or not self.sources.devices:
+        """What a report says of memory that could not be pinned: nothing where ``pin=False`` asked for that."""
+        if self.memory is None or not self.sources.devices or self.memory.problem is None:
             return ()
-        problem = _NOT_PINNED if self._pin == 0 else self.memory.problem
-        return () if problem is None else (problem,)
+        return (self.memory.problem,)
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
         """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
@@ -103,11 +100,12 @@ class Devices:
         error that is on its way to the caller, and ends nothing.
         """
         while self._left:
-            copies, _ = self._left.pop()
             try:
-                copies.wait()
+                self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
+            # Not before: until then it is known what is under way.
+            self._left.pop()
         if self._lost:
             self._lost = False
             try:
