@@ -59,9 +59,8 @@ class Memory:
             piece: bytes to pin at a time; None for the usual.
         """
         devices = tuple(devices)
-        if not devices or (self.registration is not None and limit == self._limit):
+        if not devices or not self.must_pin(limit):
             return
-        self._unpin()
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - a device is torch's
 
         self._limit = limit
@@ -69,6 +68,12 @@ class Memory:
         if self.registration is not None:
             # An operation that a signal handler ends may lose this memory: then it stays, for it is registered.
             self.registration.owner = self.core
+
+    def must_pin(self, limit: int | None) -> bool:
+        """Whether :meth:`pin` with this limit has still to begin. What was pinned with another one is unpinned here."""
+        if limit != self._limit:
+            self._unpin()
+        return self.registration is None
 
     def is_pinned(self) -> bool:
         """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""

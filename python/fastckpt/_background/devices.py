@@ -47,6 +47,10 @@ class Devices:
         self.memory = host_memory.take(nbytes)
         return self.memory
 
+    def must_pin(self) -> bool:
+        """Whether :meth:`pin` has still to begin."""
+        return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
+
     def pin(self) -> None:
         """Have the memory pinned in the background. Copies wait for what they need of it. None may be under way."""
         if self.memory is not None:
