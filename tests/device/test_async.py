@@ -277,6 +277,7 @@ class TestAsyncOnTheStandin(OnDevice):
     def test_a_guarded_or_small_tensor_holds_the_stream_at_the_call(self):
         me = threading.get_ident()
         small = torch.ones(100, device=DEVICE)
+        devices.synchronize()
         with faults.held() as go:
             hosts = faults.host_waits[me]
             pending = fastckpt.save_async({"small": small, **state_of(self.parameters)}, self.target, lazy=True)

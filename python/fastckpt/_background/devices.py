@@ -18,8 +18,6 @@ PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
 
-_NOT_PINNED = "no host memory is pinned, as pin= allows no more; copies from devices are right, but slower"
-
 
 class Devices:
     """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
@@ -66,11 +64,9 @@ class Devices:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of memory that is not pinned."""
-        if self.memory is None or not self.sources.devices:
-            return ()
-        problem = _NOT_PINNED if self._pin == 0 else self.memory.problem
-        return () if problem is None else (problem,)
+        """What a report says of memory that could not be pinned."""
+        problem = None if self.memory is None else self.memory.problem
+        return () if problem is None or not self.sources.devices else (problem,)
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
         """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
