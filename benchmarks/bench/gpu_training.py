@@ -268,6 +268,7 @@ class Rounds:
         """
         self.hooks.first()
         self.turn(0)
+        tell(self.result)
         self.hooks.last()
         self.alone.clear()
         for number in range(1, rounds + 1):
