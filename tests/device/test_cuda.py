@@ -174,7 +174,7 @@ class TestAllocator(OnDevice):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=100,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
