@@ -219,6 +219,8 @@ def test_the_size_of_a_state_follows_the_room(gpu, monkeypatch, tmp_path):
     assert made("training") == [str(places["disk"]), "8.0000"]
     rooms[places["memory"]] = 16.0
     assert made("training") == [str(places["memory"]), "10.0000"]
+    late = gpu.benchmark_part("training", options, gpu.Runner(20, {}), places, tmp_path / "r")
+    assert (late.status, late.command) == ("not run", [])
 
 
 def test_only_a_disk_has_a_limit_of_its_own(gpu, monkeypatch, tmp_path):
