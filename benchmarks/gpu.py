@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fastckpt
 from bench import GB, MB
@@ -36,15 +36,17 @@ from bench.device import back_memory, drop_caches
 from bench.gpu_bars import count_bars, training_bars, transfer_bars
 from bench.gpu_contenders import specs
 from bench.gpu_device import DEVICES, Device, DeviceWorkload, available_memory, measure_link
-from bench.process import Request, say
+from bench.process import ContenderError, Failure, Request, say
 from bench.rounds import Outcome, Rounds
 from bench.summary import spread, summarise
-
-if TYPE_CHECKING:
-    from bench.process import ContenderError
+from fastckpt._tools.bench import raw
 
 #: Tensors of the state of many, and bytes of each; with little time fewer.
 MANY, MANY_BYTES = 60_000, 16384
+#: Bytes that tell how fast the storage is; and a round of all is to take this share of the time, were all that fast.
+PROBE, ROUND = 256 * MB, 0.2
+#: The share of the time that one operation of one contender may take.
+PATIENCE = 0.25
 #: Shares of memory that a state may take: of the device's, with gradients, products and a second state, and of the
 #: host's, with a snapshot and a file in memory.
 DEVICE_SHARE, HOST_SHARE = 0.35, 0.25
@@ -69,6 +71,11 @@ class DeviceRounds(Rounds):
         return not number or now + took < self.until
 
     def turn(self, name: str, number: int) -> None:
+        if time.monotonic() > self.until:
+            # Also in the first round, in which the bars' contenders come first.
+            if number == 0:
+                raise ContenderError(name, Failure("the time was used up", ""))
+            return
         super().turn(name, number)
         self.tell(self.outcome)
 
@@ -130,6 +137,18 @@ def fit(device: Device, size: int, result: Result) -> int:
     return min(size, room)
 
 
+def storage_rate(directory: Path, size: int) -> float:
+    """Return the bytes a second that the storage takes and gives, the less of the two."""
+    storage, file = raw.Device(), directory / "probe"
+    try:
+        seconds = max(
+            transfer.run(time.monotonic())["seconds"] for transfer in (storage.write(file, size), storage.read(file))
+        )
+    finally:
+        file.unlink(missing_ok=True)
+    return size / seconds
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,8 +161,7 @@ def link(options: argparse.Namespace, device: Device, result: Result) -> None:
 
 def transfers(options: argparse.Namespace, device: Device, result: Result, *, memory: bool) -> None:
     """Save and load, in turns with everyone."""
-    size = fit(device, int(options.size * GB), result)
-    workload = DeviceWorkload("model", size, device=device.name)
+    until = time.monotonic() + options.seconds
     names = tuple(options.peers.split(",")) if options.peers else ()
 
     def tell(outcome: Outcome) -> None:
@@ -162,10 +180,15 @@ def transfers(options: argparse.Namespace, device: Device, result: Result, *, me
     chosen = specs(device.name, names)
     ready = [spec for spec in chosen if importlib.util.find_spec(spec.contender.needs)]
     absent = {spec.name: f"{spec.contender.needs} is not installed" for spec in chosen if spec not in ready}
-    seconds = 30 + size / (50 * MB)
+    size = fit(device, int(options.size * GB), result)
+    most = int(storage_rate(options.directory, min(size, PROBE)) * ROUND * options.seconds / (2 * len(ready)))
+    if most < size:
+        result.found["notes"].append(f"the storage is slow: {most / GB:.3g} GB, for {size / GB:.3g} GB take too long")
+        size = most
+    workload = DeviceWorkload("model", size, device=device.name)
     rounds = DeviceRounds(
         specs=ready, workload=workload, directory=options.directory, operations=("save", "load", "into"),
-        rounds=options.rounds, patience=seconds, until=time.monotonic() + options.seconds, tell=tell,
+        rounds=options.rounds, patience=max(20, PATIENCE * options.seconds), until=until, tell=tell,
         outcome=Outcome(not_run=absent),
     )  # fmt: skip
     tell(rounds.run())
@@ -244,7 +267,7 @@ def training(options: argparse.Namespace, device: Device, result: Result) -> Non
 
     if device.name == "standin":
         raise SystemExit("training: the stand-in only copies: use --device cpu")
-    until = time.monotonic() + 0.75 * options.seconds
+    until = time.monotonic() + options.seconds
     size = fit(device, int(options.size * GB), result)
     d2h = measure_link(device, min(size, GB), 3)["d2h, pinned"]
 

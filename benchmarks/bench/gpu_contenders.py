@@ -252,10 +252,11 @@ class InstantTensor(OnDevice, peers.LoadsSafetensors):
 
 
 def registry() -> dict[str, type[Contender]]:
-    """Return every contender by name, in the order of the tables."""
+    """Return every contender by name, in the order of the tables, and of the first round: the bars' ones first."""
     return {
         "raw": Storage,
         "link": LinkAlone,
+        "fastckpt": FastckptDevice,
         "torch": TorchDevice,
         "safetensors": SafetensorsDevice,
         "prefetch": SafetensorsPrefetch,
@@ -264,7 +265,6 @@ def registry() -> dict[str, type[Contender]]:
         "runai": RunaiDevice,
         "fastsafetensors": FastsafetensorsDevice,
         "instanttensor": InstantTensor,
-        "fastckpt": FastckptDevice,
     }
 
 
@@ -274,12 +274,11 @@ def specs(device: str, names: tuple[str, ...] = ()) -> list[Spec]:
         "fastckpt": [Spec("fastckpt:gds", {"io": "gds"}, title="fastckpt, io=gds")],
         "fastsafetensors": [Spec("fastsafetensors:gds", {"gds": True}, title="fastsafetensors, GDS")],
     }
-    found = [
-        spec
-        for kind in registry()
-        if not names or kind in names
-        for spec in [Spec(kind), *(variants.get(kind, []) if device == "cuda" else [])]
-    ]
+    kinds = [kind for kind in registry() if not names or kind in names]
+    found = [Spec(kind) for kind in kinds]
+    if device == "cuda":
+        # Last: cuFile may hang where it is not set up, and takes the time of whoever follows.
+        found += [spec for kind in kinds for spec in variants.get(kind, [])]
     return [
         Spec(spec.name, {**spec.options, "device": device}, spec.environment, spec.title, __name__) for spec in found
     ]

@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils import backend_registration
@@ -191,6 +192,9 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
         assert time.monotonic() < deadline
         assert script.poll() is None
         time.sleep(0.05)
+    # Whoever is killed now has reported what had ended.
+    early = json.loads((out / "report.json").read_text())
+    assert [(part["name"], part["status"]) for part in early["parts"]] == [("machine", "passed"), ("wheel", "passed")]
     script.terminate()
     assert script.wait(60) == 1
     parts = {part["name"]: part for part in json.loads((out / "report.json").read_text())["parts"]}
@@ -198,6 +202,57 @@ def test_a_terminated_run_ends_its_part_and_still_reports(tree, wheel):
     assert "SIGTERM" in parts["the rest"]["reason"]
     assert not alive(int((tree / "pid").read_text()))
     assert not litter(out)
+
+
+def test_the_size_of_a_state_follows_the_room(gpu, monkeypatch, tmp_path):
+    """What measures the memory's file system shrinks; what only writes somewhere goes to the disk."""
+    places = {"memory": tmp_path / "memory", "disk": tmp_path / "disk"}
+    rooms = {places["memory"]: 0.5, places["disk"]: 8.0}
+    monkeypatch.setattr(gpu, "room", lambda place, _: rooms[place])
+    options = gpu.arguments(["--device", "cpu"])
+
+    def made(name):
+        command = gpu.benchmark_part(name, options, gpu.Runner(600, {}), places, tmp_path / "r").command
+        return [command[command.index(word) + 1] for word in ("--directory", "--size")]
+
+    assert made("tmpfs") == [str(places["memory"]), "0.5000"]
+    assert made("training") == [str(places["disk"]), "8.0000"]
+    rooms[places["memory"]] = 16.0
+    assert made("training") == [str(places["memory"]), "10.0000"]
+    late = gpu.benchmark_part("training", options, gpu.Runner(20, {}), places, tmp_path / "r")
+    assert (late.status, late.command) == ("not run", [])
+
+
+def test_only_a_disk_has_a_limit_of_its_own(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.shutil, "disk_usage", lambda _: SimpleNamespace(free=100e9))
+    monkeypatch.setattr(gpu, "available_memory", lambda: 100e9)
+    assert gpu.room(tmp_path, tmp_path) == 8
+    if gpu.MEMORY.stat().st_dev != tmp_path.stat().st_dev:
+        assert gpu.room(gpu.MEMORY, tmp_path) == 25
+
+
+def test_a_wheel_of_another_checkout_is_told(gpu, tmp_path):
+    for name in ("wheel", "checkout"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "same.py").write_text("1")
+        (tmp_path / name / "sub" / "other.py").write_text(name)
+    (tmp_path / "checkout" / "more.py").write_text("1")
+    assert gpu.differing(tmp_path / "wheel", tmp_path / "checkout") == ["more.py", "sub/other.py"]
+    assert gpu.differing(tmp_path / "wheel", tmp_path / "wheel") == []
+
+
+def test_the_tests_that_take_longest_come_last(gpu, monkeypatch, tmp_path):
+    (tmp_path / "tests" / "device").mkdir(parents=True)
+    for name in ("cuda", "gds", "async", "ways"):
+        (tmp_path / "tests" / "device" / f"test_{name}.py").touch()
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    parts = gpu.test_parts(sys.executable, 200)
+    assert [(part.name[12:], part.seconds) for part in parts] == [
+        ("async", 60),
+        ("ways", 60),
+        ("gds", 200),
+        ("cuda", 200),
+    ]
 
 
 # -- one part ----------------------------------------------------------------------------------------------------------

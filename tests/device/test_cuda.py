@@ -152,14 +152,14 @@ class TestPinnedMemory(OnDevice):
         state = {"w": torch.arange(32 * MIB, dtype=torch.int32, device=DEVICE)}
         for pin in (False, 10 * MIB, True):
             report = fastckpt.save_async(state, self.path / "c", pin=pin).result(60)
-            assert len(report.warnings) <= (type(pin) is int), report.warnings
+            assert len(report.warnings) == (type(pin) is int), report.warnings
             assert torch.equal(fastckpt.load(self.path / "c")["w"], there(state["w"]))
 
 
 class TestAllocator(OnDevice):
     on = "cuda"
 
-    @each("configuration", ["expandable_segments:True", "max_split_size_mb:64", "backend:cudaMallocAsync"])
+    @each("configuration", ["expandable_segments:True", "backend:cudaMallocAsync"])
     def test_other_configurations(self, configuration):
         """The same tests in a process whose allocator is another."""
         tests = [
@@ -174,7 +174,7 @@ class TestAllocator(OnDevice):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=100,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
