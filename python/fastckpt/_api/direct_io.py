@@ -5,12 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._tensors.gds import Direct
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from fastckpt._tensors.gds import Stretch
+    from fastckpt._tensors.gds import Direct, Stretch
     from fastckpt._tensors.memory import Mover
 
 
@@ -62,6 +60,8 @@ def way_of(operation: str, io: str, movers: Mapping[int, Mover], *, write: bool)
     if io != "gds":
         yield Way(io)
         return
+    from fastckpt._tensors.gds import Direct  # noqa: PLC0415 - few programs need it
+
     direct = Direct(operation, movers, write=write)
     try:
         yield Way(io, direct, direct.reason)
