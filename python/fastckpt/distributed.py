@@ -86,7 +86,7 @@ def save(  # noqa: PLR0913 - all by name
         model_key: the same on all ranks.
         default: for what cannot be saved.
         registry: types that this call knows.
-        io: the engine of this rank.
+        io: the engine of this rank. ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads of this rank.
         bandwidth_limit: bytes per second that this rank may write.
         progress: show a progress bar of what this rank writes.
@@ -335,6 +335,7 @@ def load(  # noqa: PLR0913 - all by name
         verify: compare every byte with its checksum.
         io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
             through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
+            ``gds`` always does, is ``auto`` otherwise, and the report says so.
         threads: worker threads of this rank.
         progress: show a progress bar of what this rank reads.
         report: return a report, too.

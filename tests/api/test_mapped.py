@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +204,23 @@ def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, thread
     del loaded
     gc.collect()
     assert not mappings(path)
+
+
+def test_when_the_interpreter_ends(saved):
+    """Pools of threads take nothing any more."""
+    code = """if True:
+        import atexit, sys, numpy, fastckpt
+
+        def end():
+            into = {"n": numpy.zeros((100, 7))}
+            fastckpt.load(sys.argv[1], into=into, keys="n", mmap=True)
+            print(into["n"].tobytes().hex())
+
+        atexit.register(end)
+    """
+    path, wanted = saved
+    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == wanted["n"].tobytes().hex()
 
 
 def test_signs_are_flipped_in_a_copy(tmp_path):

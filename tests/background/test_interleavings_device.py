@@ -207,6 +207,8 @@ def turn_of(training, path, rng, *, let_go):
         if let_go == "when the steps are done":
             synchronize_default()
     timer.cancel()
+    if let_go == "some time":
+        timer.join()  # it lets nothing go that a later turn holds
     return pending.exception(60) is None and same(fastckpt.load(path, verify=False), expected)
 
 

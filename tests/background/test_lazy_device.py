@@ -210,6 +210,24 @@ def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_pa
         timer.join()
 
 
+@pytest.mark.parametrize("pin", [True, "8GB"])
+def test_a_call_waits_for_no_pinning(tmp_path, pin):
+    """Neither of new memory nor of memory that has to be pinned anew, as ``pin=`` is another."""
+    if pin != True:  # noqa: E712 - a string, too
+        fastckpt.save_async(state_of(), tmp_path / "c").result(60)
+    go_on = threading.Event()
+    standin.cudart.before = lambda _: go_on.wait(60)
+    timer = threading.Timer(20, go_on.set)
+    timer.start()
+    pending = fastckpt.save_async(state_of(2.0), tmp_path / "c", lazy=True, pin=pin)
+    assert not go_on.is_set()
+    timer.cancel()
+    go_on.set()
+    pending.result(60)
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(bool((value == 2).all()) for value in loaded.values())
+
+
 @pytest.mark.parametrize(
     ("pin", "most"),
     [(True, None), (False, 0), (0, 0), (1, 1), (8 << 30, 8 << 30), ("8GB", 8 * 10**9), ("8GiB", 8 << 30)],

@@ -69,6 +69,21 @@ def test_what_is_on_a_device_is_staged_as_of_the_call():
         del staged
 
 
+def test_small_tensors_of_any_size_share_a_copy():
+    wholes = [torch.arange(10_000, dtype=torch.float32), torch.randn(7000, dtype=torch.complex128)]
+    kinds = [torch.float32, torch.int16, torch.complex128, torch.uint8]
+    for number, kind in enumerate(kinds * 3):
+        wholes.append(torch.arange(number + 1).to(kind))
+    parts = [part for whole in wholes for part in whole.split(7)]
+    state = {str(index): part.to(DEVICE) for index, part in enumerate(parts)} | {"host": torch.arange(5)}
+    Stager().stage(state)
+    before = faults.transfers
+    staged = Stager().stage(state)
+    assert faults.transfers - before <= 20
+    assert all(torch.equal(staged[str(index)], part) for index, part in enumerate(parts))
+    assert torch.equal(staged["host"], torch.arange(5))
+
+
 def test_a_broken_device_fails_the_stage_and_its_memory_is_not_used_again():
     state = {"w": torch.ones(100_000, device=DEVICE), "v": torch.ones(100_000, device=DEVICE)}
     Stager().stage(state)

@@ -6,16 +6,19 @@ import ctypes
 import os
 import signal
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase, mock
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 import fastckpt
 from fastckpt import _core
 from fastckpt._tensors import device_sums, gds
+from fastckpt.dcp import Reader, Writer
 from harness import devices
 from harness.devices import DEVICE, IS_STANDIN, OnDevice, each, fill_later, missing, moved, raises, there
 from harness.same import same
@@ -200,6 +203,16 @@ class TestGds(WithGds):
         assert (report.blocks["gds"], report.fallback) == (0, f"gds: checksums made on {DEVICE} are wrong")
         assert same(fastckpt.load(self.path / "c"), state)
 
+    def test_a_device_that_was_full_once_is_asked_again(self):
+        self.patch(mock.patch.object(gds, "_checked", {}))
+        full = RuntimeError("out of memory\nmore of it")
+        with mock.patch.object(gds._sums, "enqueue", side_effect=full):
+            report = fastckpt.save(on_device(host_state()), self.path / "c", io="gds")
+        assert report.fallback == f"gds: checksums cannot be made on {DEVICE}: out of memory"
+        report = fastckpt.save(on_device(host_state()), self.path / "c", io="gds")
+        assert report.fallback is None
+        assert report.blocks["gds"]
+
     def test_a_limit_of_the_bandwidth(self):
         report = fastckpt.save(on_device(host_state()), self.path / "c", io="gds", bandwidth_limit="5MB")
         assert report.blocks["gds"] == inside(self.path / "c")
@@ -337,6 +350,20 @@ class TestUnavailable(OnDevice):
         assert same(fastckpt.load(self.path / "c"), {"w": bytes_of(9 * MIB)})
         with raises(ValueError, "verify: io must be one of auto, uring, threads, direct, buffered, not 'gds'"):
             fastckpt.verify(self.path / "c", io="gds")
+        with raises(ValueError, "probe: io must be one of auto, uring, threads, direct, buffered, not 'gds'"):
+            fastckpt.probe(self.path, io="gds")
+
+    def test_checkpoints_of_torch(self):
+        """What ``fastckpt.save`` takes, its writer and reader take, too."""
+        writer, reader = Writer(self.path / "c", io="gds"), Reader(self.path / "c", io="gds")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is|.*TypedStorage is deprecated")
+            dcp.save({"w": moved(bytes_of(9 * MIB))}, storage_writer=writer, no_dist=True)
+            state = {"w": moved(torch.zeros(9 * MIB, dtype=torch.uint8))}
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        assert torch.equal(there(state["w"]), bytes_of(9 * MIB))
+        for report in (writer.report, reader.report):
+            assert report.fallback.startswith("gds: this operation goes through host memory")
 
     def test_another_kind_of_device(self):
         with mock.patch.dict(gds.KINDS, clear=True):

@@ -247,6 +247,22 @@ def test_streams_wait_and_the_host_does_not():
     assert (standin.on_host(value) == -1).all()
 
 
+def test_a_signal_handler_may_wait_for_the_same_copies(monkeypatch):
+    value = torch.arange(1000, device=DEVICE)
+    out = host(value.nbytes)
+    copies = sources([value]).enqueue(packed([value], out))
+    real, inner = _device.Transfer.wait, [copies.wait]
+
+    def wait(transfer):
+        if inner:
+            inner.pop()()
+        real(transfer)
+
+    monkeypatch.setattr(_device.Transfer, "wait", wait)
+    copies.wait()
+    assert out[:-8].view(np.int64).tolist() == list(range(1000))
+
+
 def test_memory_that_is_freed_while_it_is_copied_goes_to_nobody_else():
     value = torch.arange(1000, device=DEVICE)
     out = host(value.nbytes)

@@ -434,6 +434,27 @@ print("end", flush=True)
     assert done.stderr == ""
 
 
+def test_what_a_signal_handler_registers_meanwhile_is_known():
+    """One that saves may come while the index is being made."""
+    inner = SimpleNamespace(pieces=[pinned._Piece(BASE, BASE + PAGE)])
+
+    class Interrupted:
+        has_come = False
+
+        @property
+        def pieces(self):
+            if not self.has_come:
+                self.has_come = True
+                pinned._known.add(inner)
+            return [pinned._Piece(BASE + PIECE, BASE + 2 * PIECE)]
+
+    outer = Interrupted()
+    pinned._known.add(outer)
+    assert pinned._known.borders == [BASE, BASE + PAGE, BASE + PIECE, BASE + 2 * PIECE]
+    pinned._known.remove(outer)
+    pinned._known.remove(inner)
+
+
 class Devices:
     """Stands for torch in host_memory."""
 
@@ -513,3 +534,41 @@ def test_staging_memory_is_given_back_after_a_failure(devices):
     snapshot = host_memory.take(1000)
     assert snapshot is not memory, "snapshots have memory of their own"
     host_memory.give(snapshot)
+
+
+@pytest.mark.parametrize("kind", ["staging", "snapshot"])
+def test_an_operation_that_has_ended_asks_cuda_for_nothing(devices, kind):
+    """A capture of a graph may follow, which a call from any thread would end."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def before(*_):
+        asked.set()
+        assert go_on.wait(60)
+
+    devices.cudart.before = before
+    timer = threading.Timer(0.1, go_on.set)
+    if kind == "staging":
+        with host_memory.staging([CUDA], 64 << 20) as memory:
+            assert asked.wait(60)
+            timer.start()
+    else:
+        memory = host_memory.take(1000)
+        memory.pin([CUDA])
+        assert asked.wait(60)
+        timer.start()
+        host_memory.give(memory)
+    assert memory.registration.is_done()
+    assert sum(devices.cudart.ranges.values()) == memory.nbytes
+    timer.join()
+
+
+def test_memory_that_is_lost_stays_while_it_is_pinned(devices):
+    """As when a signal handler raises before it is given back: CUDA still has the pages."""
+    memory = host_memory.take(1000)
+    memory.pin([CUDA])
+    memory.registration.wait()
+    address = memory.core.address
+    del memory
+    (registration,) = pinned._known.live
+    assert registration.owner.address == address
+    registration.close()

@@ -118,8 +118,12 @@ class Targets:
         steps = list(self._steps())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with ThreadPoolExecutor(min(len(steps), threads or min(cores, _MOST_THREADS)), "fastckpt-copy") as pool:
+            try:
+                running = pool.map(self.drain, steps)
+            except RuntimeError:  # no thread can be started: the interpreter is ending
+                running = map(self.drain, steps)
             # On an error what has not begun is cancelled.
-            for _ in pool.map(self.drain, steps):
+            for _ in running:
                 pass
         seconds = time.perf_counter() - began
         phases = {**report["phases"], "read": report["phases"].get("read", 0.0) + seconds}

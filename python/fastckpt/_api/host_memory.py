@@ -59,13 +59,21 @@ class Memory:
             piece: bytes to pin at a time; None for the usual.
         """
         devices = tuple(devices)
-        if not devices or (self.registration is not None and limit == self._limit):
+        if not devices or not self.must_pin(limit):
             return
-        self._unpin()
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - a device is torch's
 
-        self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         self._limit = limit
+        self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
+        if self.registration is not None:
+            # An operation that a signal handler ends may lose this memory: then it stays, for it is registered.
+            self.registration.owner = self.core
+
+    def must_pin(self, limit: int | None) -> bool:
+        """Whether :meth:`pin` with this limit has still to begin. What was pinned with another one is unpinned here."""
+        if limit != self._limit:
+            self._unpin()
+        return self.registration is None
 
     def is_pinned(self) -> bool:
         """Whether no host thread is needed for a copy after :meth:`pin`: all is pinned, or devices know no pinning."""
@@ -88,11 +96,19 @@ class Memory:
         self.core.close()
 
     def give(self) -> None:
-        """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile."""
-        if self.generation == _generation:
-            self._home.append(self)
-        else:
-            self.close()
+        """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile.
+
+        What is being pinned of it is waited for: an operation that has ended asks CUDA for nothing any more, and the
+        program may capture a graph.
+        """
+        try:
+            if self.registration is not None and self.generation == _generation:
+                self.registration.wait()
+        finally:
+            if self.generation == _generation:
+                self._home.append(self)
+            else:
+                self.close()
 
 
 def take(nbytes: int) -> Memory:

@@ -47,6 +47,10 @@ class Devices:
         self.memory = host_memory.take(nbytes)
         return self.memory
 
+    def must_pin(self) -> bool:
+        """Whether :meth:`pin` has still to begin."""
+        return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
+
     def pin(self) -> None:
         """Have the memory pinned in the background. Copies wait for what they need of it. None may be under way."""
         if self.memory is not None:
@@ -64,9 +68,10 @@ class Devices:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of memory that could not be pinned."""
-        problem = None if self.memory is None else self.memory.problem
-        return () if problem is None or not self.sources.devices else (problem,)
+        """What a report says of memory that could not be pinned: nothing where ``pin=False`` asked for that."""
+        if self.memory is None or not self.sources.devices or self.memory.problem is None:
+            return ()
+        return (self.memory.problem,)
 
     def ask(self, ranges: Iterable[Range], go_on: Callable[[], object] = lambda: None) -> list[Copies]:
         """Ask for copies, in the order of their addresses; ``go_on`` is called before each part and may raise."""
@@ -99,11 +104,12 @@ class Devices:
         error that is on its way to the caller, and ends nothing.
         """
         while self._left:
-            copies, _ = self._left.pop()
             try:
-                copies.wait()
+                self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
+            # Not before: until then it is known what is under way.
+            self._left.pop()
         if self._lost:
             self._lost = False
             try:

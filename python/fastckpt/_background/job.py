@@ -117,7 +117,7 @@ class Job:
             self._exempt_guarded()
         with self._staging():
             if self.is_lazy:
-                self._prepare_late(is_new=memory.registration is None)
+                self._prepare_late()
             else:
                 self._copy_all()
 
@@ -147,22 +147,21 @@ class Job:
         self.keep.clear()
         self.movers.clear()
 
-    def _prepare_late(self, *, is_new: bool) -> None:
+    def _prepare_late(self) -> None:
         """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
         keep, late, rest = self.keep, self.late, self.rest
         self.versions = versions_of({name: keep[index] for index, name in late.items() if rest[index]})
         asked = Late(versions_of({name: keep[index] for index, name in late.items() if not rest[index]}))
         self.pending._late = asked
         ranges = self._ranges()
-        if not is_new:
-            self.devices.pin()
+        must_pin = self.devices.must_pin()
         # Who changes these may be no step, and nobody calls us then: so the caller's streams wait now, and those of
         # steps, which may be others, as for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # New memory not before: these few are copied as the device can, and the call waits for no pinning.
-        if is_new:
+        # Not before: these few are copied as the device can, into memory as it is, and the call waits for no pinning.
+        if must_pin:
             self.devices.pin()
         self.unasked = [each for each in ranges if each[0] in late]
         if self.unasked and self.devices.is_pinned:

@@ -79,9 +79,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
             not wait on the host: the stream that it runs in waits for the copies, on the device.
         pin: whether the host memory is pinned for copies from devices: as fast as the link, and beside training. This
             happens in the background, in pieces, and lasts until the memory goes. Or the most bytes that may be pinned
-            in this process: an int, or a string such as ``"8GB"``. What is not pinned is copied all the same, slower;
-            where that was not asked for, ``warnings`` of the report say so. Without effect where no tensor is on a
-            device.
+            in this process: an int, or a string such as ``"8GB"``. What is not pinned is copied all the same, slower,
+            and ``warnings`` of the report say so, but for ``False``. Without effect where no tensor is on a device.
         max_in_flight: wait until fewer saves than this are in flight.
         on_error: what becomes of a failure of this save that nobody asks for. ``raise``: the next ``save_async``
             starts its own save, and then raises it, with the handle of its own save as attribute ``pending_save``.

@@ -72,7 +72,11 @@ class Job:
         """Copy what this rank holds to memory of our own; then the caller's may change."""
         began = time.perf_counter()
         with range_of("fastckpt.stage"):
-            sizes = [-tensor.capacity % _ALIGNED + tensor.capacity for flat in self._flats() for tensor in flat.tensors]
+            sizes = [
+                # Without gaps between them, small tensors of a device share a copy.
+                tensor.capacity if self.devices.is_on_device(number) else -(-tensor.capacity // _ALIGNED) * _ALIGNED
+                for number, tensor in enumerate(tensor for flat in self._flats() for tensor in flat.tensors)
+            ]
             places = list(accumulate(sizes, initial=self.devices.take(sum(sizes)).core.address))
             self.devices.pin()
             self._copy(places, is_pinned=self.devices.is_pinned)

@@ -251,18 +251,20 @@ def _refusal(mover: Any) -> str | None:
     if kind is None:
         return f"{device} is not a CUDA device"
     why: str | None = kind.missing(torch)
-    if why is None and str(device) not in _checked:
-        _checked[str(device)] = _arithmetic(torch, device)
-    return why or _checked[str(device)]
+    return why or _arithmetic(torch, device)
 
 
 def _arithmetic(torch: ModuleType, device: Any) -> str | None:
     """Why checksums cannot be made on this device, or None: some are made, and compared with what they must be."""
+    if str(device) in _checked:
+        return _checked[str(device)]
     link = _device.Link(torch, device)
     with link.selected():
         try:
             data = (torch.arange(2 * _PROBE, device="cpu") % _PROBE % 251).to(torch.uint8).to(device)
             found = _sums.collect(_sums.enqueue(torch, data, _PROBE), _PROBE)
         except Exception as error:  # noqa: BLE001 - the usual path needs none of it
+            # A device that is full may have room next time.
             return f"checksums cannot be made on {device}: {str(error).splitlines()[0]}"
-    return None if found == [_PROBE_SUM] * 2 else f"checksums made on {device} are wrong"
+    why = _checked[str(device)] = None if found == [_PROBE_SUM] * 2 else f"checksums made on {device} are wrong"
+    return why

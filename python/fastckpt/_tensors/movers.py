@@ -60,7 +60,8 @@ class Copies:
                     if transfer.event is not None:
                         continue  # copies may still run, in memory that the caller will use
                     self._error = self._error or error
-                self._transfers.remove(transfer)
+                if transfer in self._transfers:  # a signal handler may have waited for it meanwhile
+                    self._transfers.remove(transfer)
             if interrupt is not None:
                 raise interrupt
             if self._error is not None:

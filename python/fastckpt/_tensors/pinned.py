@@ -56,7 +56,7 @@ class _Piece:
 
 
 class _Known:
-    """All pieces of the process. Lists are replaced, never changed: who reads them needs no lock."""
+    """All pieces of the process. Their lists are replaced, never changed: who reads them needs no lock."""
 
     def __init__(self) -> None:
         # Signal handlers save, too: one may come while its own thread is in here.
@@ -72,19 +72,24 @@ class _Known:
     def add(self, registration: Registration) -> None:
         """One more registration."""
         with self.lock:
-            self.live = [*self.live, registration]
+            self.live.append(registration)
             self._index()
 
     def remove(self, registration: Registration) -> None:
         """One less."""
         with self.lock:
-            self.live = [live for live in self.live if live is not registration]
+            if registration in self.live:
+                self.live.remove(registration)
             self._index()
 
     def _index(self) -> None:
-        pieces = sorted((piece for live in self.live for piece in live.pieces), key=lambda piece: piece.begin)
-        self.pieces = [piece.begin for piece in pieces], pieces
-        self.borders = sorted({border for piece in pieces for border in (piece.begin, piece.end)})
+        known: tuple[Registration, ...] | None = None
+        # Again where a signal handler has come and gone meanwhile: the lock is not in its way.
+        while known != tuple(self.live):
+            known = tuple(self.live)
+            pieces = sorted((piece for live in known for piece in live.pieces), key=lambda piece: piece.begin)
+            self.pieces = [piece.begin for piece in pieces], pieces
+            self.borders = sorted({border for piece in pieces for border in (piece.begin, piece.end)})
 
     def reserve(self, nbytes: int, limit: int | None) -> bool:
         """Count bytes that are about to be pinned; False if there would be more than ``limit`` of them."""
@@ -134,6 +139,8 @@ class Registration:
         self, torch: ModuleType, device: Any, address: int, nbytes: int, limit: int | None, piece: int
     ) -> None:
         self.nbytes = nbytes
+        #: The owner of the memory, if it is to stay mapped until :meth:`close`, whoever else lets go of it.
+        self.owner: object = None
         self.pinned = 0
         self._module: Any = torch.get_device_module(device)
         self._device = device
@@ -351,7 +358,7 @@ def _forget() -> None:
 @atexit.register
 def _end() -> None:
     # What is still mapped goes with the interpreter: after this.
-    for registration in _known.live:
+    for registration in tuple(_known.live):
         registration.close()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.destinations import Targets
-from fastckpt._api.options import Engine, check_engine
+from fastckpt._api.options import DeviceEngine, check_engine
 from fastckpt._api.outcome import conclude, until_settled
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import LoadReport, RankLoadReport
@@ -48,7 +48,7 @@ class Reader(_torch.StorageReader):
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         verify: compare every byte with its checksum.
-        io: see :func:`fastckpt.load`.
+        io: see :func:`fastckpt.load`; ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads; by default as many as this process may use cores, within limits.
 
     Attributes:
@@ -67,11 +67,11 @@ class Reader(_torch.StorageReader):
         timeout: float = 600.0,
         registry: Registry | None = None,
         verify: bool = True,
-        io: Engine = "auto",
+        io: DeviceEngine = "auto",
         threads: int | None = None,
     ) -> None:
         super().__init__()
-        check_engine("load", io, threads)
+        check_engine("load", io, threads, devices=True)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
         self._group = process_group

@@ -96,7 +96,7 @@ class _Copier:
                     if _is_plain(local) and _identity(local) not in self.counted:
                         self.counted.add(_identity(local))
                         base = _base(local.detach())
-                        self.nbytes += _padded(base.numel() * base.element_size())
+                        self.nbytes += base.numel() * base.element_size() + _ALIGNED - 1
             elif _is_mapping(one):
                 todo.extend(one.values())
             elif isinstance(one, (list, tuple)):
@@ -152,8 +152,11 @@ class _Copier:
         nbytes = value.numel() * value.element_size()
         if not nbytes:
             return _torch.torch.empty(value.shape, dtype=value.dtype)
-        made = _tensors.over(self.memory[self.used : self.used + nbytes], value.dtype, tuple(value.shape))
-        self.used += _padded(nbytes)
+        # Without gaps between them, small tensors of a device share a copy.
+        aligned = _ALIGNED if value.is_cpu else value.element_size()
+        begin = -(-self.used // aligned) * aligned
+        self.used = begin + nbytes
+        made = _tensors.over(self.memory[begin : self.used], value.dtype, tuple(value.shape))
         if value.is_cpu:
             return made.copy_(value)
         number = len(self.movers)
@@ -203,10 +206,6 @@ def _base(value: Any) -> Any:
     """The tensor of which an expanded one is the expansion; any other itself."""
     steps = zip(value.shape, value.stride(), strict=True)
     return value[tuple(slice(0, 1 if size > 1 and not step else None) for size, step in steps)]
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def _is_mapping(value: Any) -> bool:

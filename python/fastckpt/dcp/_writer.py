@@ -10,7 +10,7 @@ from typing import Any
 from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.lent import lent
-from fastckpt._api.options import Engine, check_bandwidth, check_engine
+from fastckpt._api.options import DeviceEngine, check_bandwidth, check_engine
 from fastckpt._api.outcome import conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import RankSaveReport, SaveReport
@@ -68,7 +68,7 @@ class Writer(_torch.StorageWriter):
         shard_size: bytes per file, about: an int, or a string with a unit.
         model_key: see :func:`fastckpt.save`.
         registry: types that this writer knows before those of :func:`fastckpt.register_type`.
-        io: see :func:`fastckpt.save`.
+        io: see :func:`fastckpt.save`; ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads of this rank; by default as many as this process may use cores, within limits.
         bandwidth_limit: bytes per second that this rank may write, or a string with a unit; None for no limit.
 
@@ -92,12 +92,12 @@ class Writer(_torch.StorageWriter):
         shard_size: int | str = "5GB",
         model_key: str | None = "auto",
         registry: Registry | None = None,
-        io: Engine = "auto",
+        io: DeviceEngine = "auto",
         threads: int | None = None,
         bandwidth_limit: float | str | None = None,
     ) -> None:
         super().__init__()
-        check_engine("dcp.save", io, threads)
+        check_engine("dcp.save", io, threads, devices=True)
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
         self._group = process_group

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill, Pull, Pulled, Push, Pushed};
+use fastckpt_core::engine::direct::{Direct, Move};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
 use fastckpt_core::engine::memory::Memory;
 use fastckpt_core::engine::options::BATCH;
@@ -143,7 +144,8 @@ fn a_call_is_for_up_to_16_mebibytes_and_their_memory_is_that_which_was_lent() {
             let drained = taken(&calls);
             assert!(seen.lock().unwrap().iter().flatten().all(|&seen| seen));
             for (report, calls) in [(saved, &filled), (loaded, &drained)] {
-                let figure = calls.len() as f64 / total as f64 * 1e9;
+                // Each of the two workers may end with a smaller batch.
+                let figure = (calls.len() - 1) as f64 / total as f64 * 1e9;
                 assert!(figure <= MOST, "{io:?}: {figure} calls per gigabyte");
                 for call in calls {
                     assert!(call.iter().map(|range| range.3).sum::<usize>() <= BATCH);
@@ -202,6 +204,40 @@ fn tensors_from_memory_and_callbacks_share_blocks_and_shards() {
             memory.close().unwrap();
         }
     }
+}
+
+#[test]
+fn a_call_that_fills_is_for_one_file() {
+    // Otherwise, a block behind one that waits for a file to be closed could keep that file open.
+    let parent = tempfile::tempdir().unwrap();
+    let (path, memory, calls) = (parent.path().join("c"), lent(64 * MIB), Calls::default());
+    let sizes = [MIB as u64; 6];
+    let fill = filler(&calls);
+    write(&path, &sizes, &pulled(&sizes, &fill), 2 * MIB as u64, &options(Io::Auto, 2, &memory)).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let tensors = &checkpoint.body().tensors;
+    let shard =
+        |range: &Asked| tensors.iter().find(|entry| entry.name == format!("t.{}", range.0)).unwrap().shard;
+    let calls = taken(&calls);
+    assert!(calls.len() >= 3, "{calls:?}");
+    assert!(calls.iter().all(|call| call.iter().all(|range| shard(range) == shard(&call[0]))), "{calls:?}");
+}
+
+#[test]
+fn a_panic_past_host_memory_ends_the_operation() {
+    let parent = tempfile::tempdir().unwrap();
+    let (path, calls, sizes) = (parent.path().join("c"), Calls::default(), [40 * MIB as u64]);
+    let mover: Move = Arc::new(|_, _| panic!("it panics"));
+    let direct = Some(Direct { indices: Arc::new([0].into()), mover });
+    let options = Options { direct, ..Options::default() };
+    let contents = pulled(&sizes, &filler(&calls));
+    let error = write(&path, &sizes, &contents, u64::MAX, &options).unwrap_err();
+    assert!(matches!(&error, Error::Panic(text) if text == "it panics"), "{error}");
+    assert!(!path.exists() && taken(&calls).is_empty(), "what was under way may still be");
+    write(&path, &sizes, &contents, u64::MAX, &Options::default()).unwrap();
+    let (drain, _) = drainer(&calls, &sizes);
+    let error = read(&path, 1, &drain, &options).unwrap_err();
+    assert!(matches!(&error, Error::Panic(text) if text == "it panics"), "{error}");
 }
 
 #[test]

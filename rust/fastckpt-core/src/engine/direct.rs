@@ -4,8 +4,9 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use super::job::{TICK, Tick};
@@ -13,6 +14,7 @@ use super::limiter::Limiter;
 use super::options::{BATCH, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Fallback, Ran};
+use super::worker::panic_text;
 use crate::error::{Error, Result};
 use crate::sys::thread::builder;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
@@ -130,6 +132,7 @@ pub fn run(
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         moved: Mutex::default(),
+        panic: OnceLock::new(),
     };
     let running = AtomicUsize::new(0);
     let mut interrupted = false;
@@ -159,6 +162,9 @@ pub fn run(
     });
     let mut done = all.moved.into_inner().unwrap_or_else(PoisonError::into_inner);
     done.blocks.sort_unstable();
+    if let Some(text) = all.panic.into_inner() {
+        return Err(Error::Panic(text));
+    }
     if interrupted { Err(Error::Interrupted) } else { Ok(done) }
 }
 
@@ -210,6 +216,8 @@ struct Shared<'a> {
     next: AtomicUsize,
     stop: AtomicBool,
     moved: Mutex<Moved>,
+    /// The message of a panic of the callback, of which something may still be under way: the workers must not begin.
+    panic: OnceLock<String>,
 }
 
 impl Shared<'_> {
@@ -232,20 +240,25 @@ impl Shared<'_> {
                 return;
             }
             let submitted = lane.submitted(batch.len);
-            let outcome = (self.mover)(&batch.stretches, self.chunk);
+            let outcome = catch_unwind(AssertUnwindSafe(|| (self.mover)(&batch.stretches, self.chunk)));
             lane.completed(submitted);
             let wanted = if self.chunk > 0 { batch.blocks.len() } else { 0 };
             match outcome {
-                Ok(sums) if sums.len() == wanted => {
+                Ok(Ok(sums)) if sums.len() == wanted => {
                     let sums = sums.into_iter().chain(std::iter::repeat(0));
                     let blocks = batch.blocks.iter().copied().zip(sums);
                     self.moved.lock().unwrap_or_else(PoisonError::into_inner).blocks.extend(blocks);
                     lane.moved(batch.len);
                 }
-                Ok(sums) => self.refuse(format!("{} checksums for {wanted} blocks", sums.len())),
-                Err(why) => {
+                Ok(Ok(sums)) => self.refuse(format!("{} checksums for {wanted} blocks", sums.len())),
+                Ok(Err(why)) => {
                     lane.failed();
                     self.refuse(why);
+                }
+                Err(panic) => {
+                    lane.failed();
+                    self.stop.store(true, Ordering::Relaxed);
+                    let _ = self.panic.set(panic_text(&*panic));
                 }
             }
         }

@@ -134,7 +134,14 @@ fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Stag
     for block in 0..blocks {
         let bytes = job.fetched(block).unwrap_or(0);
         match strides.last_mut() {
-            Some(last) if bytes > 0 && last.bytes > 0 && last.bytes + bytes <= batch => {
+            // A stride is of one file. Behind a block that waits for another file to be closed, one of that file would
+            // keep it open.
+            Some(last)
+                if bytes > 0
+                    && last.bytes > 0
+                    && last.bytes + bytes <= batch
+                    && job.file(last.blocks.start) == job.file(block) =>
+            {
                 last.blocks.end += 1;
                 last.bytes += bytes;
             }
