@@ -112,7 +112,8 @@ def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = F
 
 def _load(path: str, timeout: float = TIMEOUT) -> int:
     into = _spread(-1)
-    loaded = fastckpt.distributed.load(path, into=into, timeout=timeout, threads=1)
+    # Not through the page cache, which may have the checkpoint: then ranks send each other nothing.
+    loaded = fastckpt.distributed.load(path, into=into, timeout=timeout, threads=1, io="threads")
     wanted = _spread(loaded["step"])["model"]
     for name, tensor in loaded["model"].items():
         mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))

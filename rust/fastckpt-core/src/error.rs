@@ -205,6 +205,12 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     }
 }
 
+/// The message of a panic.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 
+use fastckpt_core::engine::content::BATCH;
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill, Pull, Pulled, Push, Pushed};
 use fastckpt_core::engine::direct::{Direct, Move};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
 use fastckpt_core::engine::memory::Memory;
-use fastckpt_core::engine::options::BATCH;
 use fastckpt_core::engine::path::IoPath;
 use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::TensorSpec;

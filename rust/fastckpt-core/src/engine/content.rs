@@ -7,6 +7,10 @@ use crate::sys::map::FileMap;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::{Rows, Strided};
 
+/// Bytes that a callback brings or takes in one call, where there is room for two calls' bytes in a worker's staging
+/// memory: one half is filled while the other one moves. Python's lock is taken once for each call.
+pub const BATCH: usize = 16 << 20;
+
 /// Bytes to fetch: those of number `index` from `start` on.
 #[derive(Debug)]
 pub struct Pulled<'a> {

@@ -9,13 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
+use super::content::BATCH;
 use super::job::{TICK, Tick};
 use super::limiter::Limiter;
-use super::options::{BATCH, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Fallback, Ran};
-use super::worker::panic_text;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_text};
 use crate::sys::thread::builder;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
 
@@ -115,7 +114,7 @@ pub fn run(
     mover: &Move,
     candidates: Vec<Candidate>,
     (block_size, sums): (u64, bool),
-    options: &Options,
+    bandwidth_limit: Option<u64>,
     (operation, phase, planned): (&Operation, Phase, &Planned),
     tick: Tick<'_>,
 ) -> Result<Moved> {
@@ -128,7 +127,7 @@ pub fn run(
         mover,
         batches,
         chunk: if sums { block_size } else { 0 },
-        limiter: options.bandwidth_limit.map(Limiter::new),
+        limiter: bandwidth_limit.map(Limiter::new),
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         moved: Mutex::default(),

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::error::{Error, Result};
-use crate::sys::dealt::{Buffers, Dealer};
+use crate::sys::buffers::{Buffers, Dealer};
 use crate::sys::mapping::Mapping;
 
 /// Host memory for one snapshot at a time, or for the staging buffers of operations.

@@ -25,10 +25,6 @@ pub const STAGING_BUDGET: u64 = 96 << 20;
 /// The same in one load, which needs most of its memory for what it loads.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
 
-/// Bytes that a callback brings or takes in one call, where there is room for two calls' bytes in a worker's staging
-/// memory: one half is filled while the other one moves. Python's lock is taken once for each call.
-pub const BATCH: usize = 16 << 20;
-
 /// The requested engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {

@@ -1,6 +1,5 @@
 //! Worker threads. Each takes blocks from the common queue and keeps its backend busy. They know nothing about layout.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
@@ -18,9 +17,10 @@ use super::memory::Lent;
 use super::options::{Io, Options, STAGING_BUDGET};
 use super::path::{Blocks, IoPath, Reason};
 use super::report::Fallback;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_text};
 use crate::format::geometry::PAGE;
-use crate::sys::dealt::{Buffers, Dealt};
+use crate::sys::buffers::Buffers;
+use crate::sys::dealt::Dealt;
 use crate::sys::priority::Priority;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
@@ -151,12 +151,6 @@ impl<'a, J: Job> Shared<'a, J> {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The message of a panic.
-pub(super) fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
 /// The life of worker `number`. Its failure, including a panic, ends all workers. `between` is called between blocks.
@@ -310,9 +304,9 @@ impl<J: Job> Worker<'_, '_, J> {
         Ok(true)
     }
 
-    /// Starts the first block to do. Returns whether another one can follow at once. It cannot if this block has already run, because
-    /// its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in flight may
-    /// close the file that it waits for, and blocks are begun in their order.
+    /// Starts the first block to do. Returns whether another one can follow at once. It cannot if this block has already
+    /// run, because its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in
+    /// flight may close the file that it waits for, and blocks are begun in their order.
     fn start(&mut self) -> Result<bool> {
         let Self { shared, slabs, todo, buffers, lane, .. } = self;
         let Some((block, fetched)) = todo.front_mut() else { return Ok(false) };

@@ -43,7 +43,7 @@ pub(super) fn fetch(
         queue_depth: 1,
     };
     let (sums, phase) = ((body.block_size, verify), (operation, Phase::Read, &planned));
-    let moved = direct::run(&direct.mover, candidates.collect(), sums, options, phase, tick)?;
+    let moved = direct::run(&direct.mover, candidates.collect(), sums, options.bandwidth_limit, phase, tick)?;
     for &(number, found) in &moved.blocks {
         compare(checkpoint, &mut plan.blocks[number], found)?;
         operation.checked(body.block_size, false);

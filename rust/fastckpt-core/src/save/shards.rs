@@ -104,7 +104,7 @@ fn store(
     };
     workspace.check_open()?;
     let (sums, phase) = ((plan.block_size, true), (operation, Phase::Write, &planned));
-    let moved = direct::run(&direct.mover, candidates.collect(), sums, options, phase, tick)?;
+    let moved = direct::run(&direct.mover, candidates.collect(), sums, options.bandwidth_limit, phase, tick)?;
     work.moved(&inside, &moved);
     Ok(moved)
 }

@@ -1,15 +1,13 @@
-//! Memory for several staging buffers, which are dealt out of it.
+//! A part of memory that serves several staging buffers.
 
-use std::io;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 use super::file::PAGE;
-use super::mapping::{HUGE_PAGE, Mapping};
-use super::slabs::{self, Slab};
+use super::mapping::Mapping;
 
 /// What parts begin at multiples of.
-const PAGES: usize = PAGE as usize;
+pub(super) const PAGES: usize = PAGE as usize;
 
 /// A part of a mapping. It belongs to its owner alone, and keeps the mapping mapped.
 #[derive(Debug)]
@@ -40,7 +38,7 @@ impl Deref for Dealt {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let Some(base) = self.mapping.pointer(&self.range) else { return &[] };
-        // SAFETY: the range lies in the mapping, which `self` keeps. No other part has a byte of it: a `Dealer` is the
+        // SAFETY: the range lies in the mapping, which `self` keeps. No other part has a byte of it: a `Dealer` (`sys/buffers.rs`) is the
         // only owner of its mapping when it begins, it deals each byte to one buffer, and a buffer deals its bytes
         // again only when all its parts are gone.
         unsafe { std::slice::from_raw_parts(base.as_ptr(), self.range.len()) }
@@ -55,47 +53,9 @@ impl DerefMut for Dealt {
     }
 }
 
-/// A mapping that is dealt out to several [`Buffers`].
-#[derive(Debug)]
-pub struct Dealer {
-    mapping: Arc<Mapping>,
-    used: usize,
-}
-
-impl Dealer {
-    /// Deals out `mapping`. Gives it back if somebody else has it, or another process.
-    pub fn new(mut mapping: Arc<Mapping>) -> Result<Self, Arc<Mapping>> {
-        let alone = Arc::get_mut(&mut mapping).is_some_and(|mapping| mapping.is_ours());
-        if alone { Ok(Self { mapping, used: 0 }) } else { Err(mapping) }
-    }
-
-    /// The next `count` buffers of `size` bytes, or fewer if there are not so many.
-    pub fn deal(&mut self, size: usize, count: usize) -> Buffers {
-        let count = count.min((self.mapping.size() - self.used) / size.max(1));
-        let buffer = |number| {
-            let start = self.used + number * size;
-            Buffer {
-                mapping: Arc::clone(&self.mapping),
-                range: start..start + size,
-                used: 0,
-                live: Arc::default(),
-            }
-        };
-        let all = (0..count).map(buffer).collect();
-        self.used += count * size;
-        Buffers { all, size, most: 0 }
-    }
-
-    /// The mapping. As long as a part is alive, its owner is not alone.
-    #[must_use]
-    pub fn into_mapping(self) -> Arc<Mapping> {
-        self.mapping
-    }
-}
-
 /// Memory whose parts are dealt one after another, until all of them are gone.
 #[derive(Debug)]
-struct Buffer {
+pub(super) struct Buffer {
     mapping: Arc<Mapping>,
     range: Range<usize>,
     used: usize,
@@ -103,124 +63,29 @@ struct Buffer {
 }
 
 impl Buffer {
+    /// Deals out `range` of a mapping, no byte of which belongs to another buffer.
+    pub(super) fn new(mapping: Arc<Mapping>, range: Range<usize>) -> Self {
+        Self { mapping, range, used: 0, live: Arc::default() }
+    }
+
     /// Whether it has `len` bytes.
-    fn has(&mut self, len: usize) -> bool {
+    pub(super) fn has(&mut self, len: usize) -> bool {
         if Arc::get_mut(&mut self.live).is_some() {
             self.used = 0;
         }
         len <= self.range.len() - self.used
     }
-}
 
-/// The staging memory of one worker: buffers of equal size.
-#[derive(Debug)]
-pub struct Buffers {
-    all: Vec<Buffer>,
-    size: usize,
-    /// How many of its own it may have, taken from the pool when they are needed.
-    most: usize,
-}
-
-impl Buffers {
-    /// Up to `most` buffers of `size` bytes, from the pool.
-    #[must_use]
-    pub fn own(size: usize, most: usize) -> Self {
-        Self { all: Vec::new(), size, most }
+    /// The next `len` bytes. [`Self::has`] has said that there are so many.
+    pub(super) fn deal(&mut self, len: usize) -> Dealt {
+        let start = self.range.start + self.used;
+        self.used = (self.used + len).next_multiple_of(PAGES).min(self.range.len());
+        let (mapping, live) = (Arc::clone(&self.mapping), Arc::clone(&self.live));
+        Dealt { mapping, range: start..start + len, live }
     }
 
-    /// Whether [`Self::take`] has `len` bytes.
-    pub fn has(&mut self, len: usize) -> bool {
-        self.all.iter_mut().any(|buffer| buffer.has(len)) || (self.all.len() < self.most && len <= self.size)
-    }
-
-    /// `len` bytes that begin at a page, or `None` if there are none now.
-    pub fn take(&mut self, len: usize) -> io::Result<Option<Dealt>> {
-        if !self.has(len) {
-            return Ok(None);
-        }
-        if !self.all.iter_mut().any(|buffer| buffer.has(len)) {
-            let Slab::Whole(mapping) = slabs::take(self.size)? else { return Ok(None) };
-            let buffer =
-                Buffer { mapping: Arc::new(mapping), range: 0..self.size, used: 0, live: Arc::default() };
-            self.all.push(buffer);
-        }
-        let found = self.all.iter_mut().find_map(|buffer| buffer.has(len).then_some(buffer));
-        Ok(found.map(|buffer| {
-            let start = buffer.range.start + buffer.used;
-            buffer.used = (buffer.used + len).next_multiple_of(PAGES).min(buffer.range.len());
-            let (mapping, live) = (Arc::clone(&buffer.mapping), Arc::clone(&buffer.live));
-            Dealt { mapping, range: start..start + len, live }
-        }))
-    }
-
-    /// Gives what came from the pool back to it. It keeps at most `keep` bytes.
-    pub fn give(self, keep: usize) {
-        let own = if self.most > 0 { self.all } else { Vec::new() };
-        let free = own.into_iter().filter_map(|buffer| Arc::into_inner(buffer.mapping)).map(Slab::Whole);
-        slabs::give(free.collect(), keep);
-    }
-}
-
-/// The size of a buffer for `len` bytes of which at least two fit in `share`: whole huge pages, if there is room for them.
-#[must_use]
-pub fn size_within(len: usize, share: usize) -> usize {
-    let huge = len.next_multiple_of(HUGE_PAGE);
-    if huge <= share / 2 { huge } else { len.next_multiple_of(PAGES) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_are_apart_and_a_buffer_is_dealt_again_when_all_are_gone() {
-        let size = 4 * PAGES;
-        let mut dealer = Dealer::new(Arc::new(Mapping::new(HUGE_PAGE).unwrap())).unwrap();
-        let (mut first, mut second) = (dealer.deal(size, 1), dealer.deal(size, 2));
-        let mut parts: Vec<_> = [5, 2 * PAGES, 1].map(|len| first.take(len).unwrap().unwrap()).into();
-        assert!(!first.has(1) && first.take(1).unwrap().is_none());
-        parts.extend([second.take(size).unwrap().unwrap(), second.take(size).unwrap().unwrap()]);
-        assert!(!second.has(1));
-        let (front, back) = parts.remove(1).split(7);
-        parts.extend([front, back]);
-        let mut places: Vec<_> = parts.iter().map(|part| (part.as_ptr().addr(), part.len())).collect();
-        places.sort_unstable();
-        assert!(places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0), "{places:?}");
-        for (number, part) in parts.iter_mut().enumerate() {
-            part.fill(number as u8);
-        }
-        assert!((0..).zip(&parts).all(|(number, part)| part.iter().all(|&byte| byte == number)));
-        let last = parts.swap_remove(0);
-        drop(parts);
-        assert!(second.has(size) && !first.has(size), "one part is alive");
-        drop(last);
-        assert!(first.take(size).unwrap().is_some());
-    }
-
-    #[test]
-    fn a_mapping_is_dealt_by_one_at_a_time_and_stays_for_its_parts() {
-        let mapping = Arc::new(Mapping::new(1).unwrap());
-        let other = Arc::clone(&mapping);
-        let mapping = Dealer::new(mapping).unwrap_err();
-        drop(other);
-        let mut dealer = Dealer::new(mapping).unwrap();
-        let mut part = dealer.deal(HUGE_PAGE, 9).take(HUGE_PAGE).unwrap().unwrap();
-        let mapping = Dealer::new(dealer.into_mapping()).unwrap_err();
-        drop(mapping);
-        part.fill(7);
-        assert!(part.iter().all(|&byte| byte == 7), "it keeps its memory");
-    }
-
-    #[test]
-    fn own_buffers_come_from_the_pool_and_go_back() {
-        let mut buffers = Buffers::own(HUGE_PAGE, 2);
-        let parts = [0, 1].map(|_| buffers.take(HUGE_PAGE).unwrap().unwrap());
-        assert!(buffers.take(1).unwrap().is_none() && !buffers.has(1));
-        let places = parts.each_ref().map(|part| part.as_ptr());
-        drop(parts);
-        buffers.give(usize::MAX);
-        let found = (0..64).map(|_| slabs::take(HUGE_PAGE).unwrap()).collect::<Vec<_>>();
-        assert!(found.iter().any(|slab| places.contains(&slab.as_ptr())));
-        slabs::give(found, 0);
+    /// The mapping.
+    pub(super) fn into_mapping(self) -> Arc<Mapping> {
+        self.mapping
     }
 }

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 pub mod array;
+pub mod buffers;
 pub mod cachestat;
 pub mod dealt;
 pub mod file;
