@@ -165,7 +165,7 @@ def test_a_process_alone_can_be_interrupted(tmp_path):
 def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_path, monkeypatch):
     go_on = threading.Event()
     given = []
-    start, give, save_order = threading.Thread.start, host_memory.give, background.save_order
+    start, give, save_order = threading.Thread.start, host_memory.Memory.give, background.save_order
 
     def started(thread):
         start(thread)
@@ -178,7 +178,7 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
 
     monkeypatch.setattr(threading.Thread, "start", started)
     monkeypatch.setattr(background, "save_order", waits)
-    monkeypatch.setattr(host_memory, "give", lambda memory: (given.append(go_on.is_set()), give(memory)))
+    monkeypatch.setattr(host_memory.Memory, "give", lambda memory: (given.append(go_on.is_set()), give(memory)))
     with pytest.raises(KeyboardInterrupt):
         distributed.save_async(state(7), tmp_path / "c")
     assert len(in_flight.saves()) == 1

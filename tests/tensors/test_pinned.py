@@ -482,7 +482,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     memory.pin([CUDA])
     memory.registration.wait()
     assert memory.is_pinned()
-    host_memory.give(memory)
+    memory.give()
     again = host_memory.take(1000)
     assert again is memory
     again.pin([CUDA])
@@ -493,18 +493,18 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     assert devices.cudart.ranges == {memory.core.address: PAGE}
     assert not again.is_pinned()
     assert "pin= allows no more" in again.problem
-    host_memory.give(again)
+    again.give()
     larger = host_memory.take(1 << 22)
     assert devices.cudart.ranges == {}, "it was too small, and went"
     assert larger.problem is None
-    host_memory.give(larger)
+    larger.give()
 
 
 def test_memory_without_devices_is_not_pinned(devices):
     memory = host_memory.take(1 << 20)
     memory.pin([])
     assert (memory.registration, memory.problem, memory.is_pinned(), devices.asked) == (None, None, True, [])
-    host_memory.give(memory)
+    memory.give()
     with host_memory.staging([], 1 << 30) as none, host_memory.staging([CUDA], 0) as nothing:
         assert none is nothing is None
 
@@ -533,7 +533,7 @@ def test_staging_memory_is_given_back_after_a_failure(devices):
     assert host_memory._free_staging == [memory]
     snapshot = host_memory.take(1000)
     assert snapshot is not memory, "snapshots have memory of their own"
-    host_memory.give(snapshot)
+    snapshot.give()
 
 
 @pytest.mark.parametrize("kind", ["staging", "snapshot"])
@@ -556,7 +556,7 @@ def test_an_operation_that_has_ended_asks_cuda_for_nothing(devices, kind):
         memory.pin([CUDA])
         assert asked.wait(60)
         timer.start()
-        host_memory.give(memory)
+        memory.give()
     assert memory.registration.is_done()
     assert sum(devices.cudart.ranges.values()) == memory.nbytes
     timer.join()

@@ -133,11 +133,6 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
         chosen.close()
 
 
-def give(memory: Memory) -> None:
-    """Take back memory that is no longer in use."""
-    memory.give()
-
-
 @contextlib.contextmanager
 def staging(devices: Iterable[Any], nbytes: int) -> Iterator[Memory | None]:
     """Inside, staging memory for an operation between files and devices; the core has ended with it when this ends.

@@ -124,7 +124,7 @@ class Devices:
         sound = self.settle()
         if memory is not None:
             # What a broken device was writing to is no good for others.
-            (host_memory.give if sound else host_memory.Memory.close)(memory)
+            (memory.give if sound else memory.close)()
 
 
 def _parts(ranges: list[Range]) -> Iterator[list[Range]]:

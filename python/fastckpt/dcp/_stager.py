@@ -62,7 +62,7 @@ class _Lease:
     def __init__(self, memory: host_memory.Memory) -> None:
         self.memory = memory
         # Names of the module may have gone when the interpreter ends: what is needed is bound here.
-        self.give: Any = host_memory.give
+        self.give: Any = host_memory.Memory.give
 
     def spoil(self) -> None:
         """What a broken device was writing to is no good for others."""
