@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fastckpt
 from fastckpt import distributed
 from fastckpt._ranks import torch_distributed
-from fastckpt._ranks.exchange import Link
+from fastckpt._ranks.exchange import Exchange, Link
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import DataGroup, Group
 from harness import groups
@@ -128,6 +128,44 @@ def test_the_end_of_a_group_ends_all_waits_on_both_sides(forge):
         for error, seconds in group.run(wait_for_a_message, "ended"):
             assert error
             assert seconds < 10
+
+
+class Slow:
+    """A group, its mail and its transfer: nothing ends before it may."""
+
+    def __init__(self):
+        self.may_end = threading.Event()
+        self.stop = self.end = self.pack = self.admit = self.sent = self.arrived = lambda *_: None
+
+    def outgoing(self):
+        return [(1, 8)]
+
+    def incoming(self):
+        return []
+
+    def send(self, *_):
+        return self
+
+    receive = send
+
+    def wait(self, _):
+        assert self.may_end.wait(60)
+
+
+def test_a_rank_that_ends_its_exchange_says_that_it_lives():
+    slow, told = Slow(), []
+
+    def alive():
+        told.append(None)
+        if len(told) == 3:
+            slow.may_end.set()
+        if len(told) == 2:
+            raise fastckpt.RanksError("the store does not answer")
+
+    exchange = Exchange(slow, slow, str, 60.0)
+    exchange.end("it has failed", alive)
+    assert len(told) >= 3
+    assert not exchange.busy
 
 
 def save_and_destroy(path, port):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fastckpt
 import fastckpt.distributed
 from fastckpt._ranks import save as _save_module
-from harness import groups, mounts, strace
+from harness import groups, mounts, stillness, strace
 
 TIMEOUT = 3.0
 # The promise: the deadline plus 5 seconds.
@@ -122,8 +122,10 @@ def _load(path: str, timeout: float = TIMEOUT) -> int:
     return int(loaded["step"])
 
 
-def told_in_time(group: groups.Group, trial: Trial, outcomes: list[groups.Outcome]) -> list[str]:
-    """What is wrong with what the survivors were told."""
+def told_in_time(
+    group: groups.Group, trial: Trial, outcomes: list[groups.Outcome], still: stillness.Stillness
+) -> list[str]:
+    """What is wrong with what the survivors were told; ``still``: what the machine itself has taken."""
     if group.struck is None:
         return [f"the blow did not come: {[(each.kind, each.raised) for each in outcomes]}"]
     problems = []
@@ -139,7 +141,7 @@ def told_in_time(group: groups.Group, trial: Trial, outcomes: list[groups.Outcom
             problems.append(f"rank {each.rank} {each.kind}: {each.raised}")
             continue
         late = each.ended - group.struck
-        if late > LIMIT:
+        if late > LIMIT + still.since(group.struck):
             problems.append(f"rank {each.rank} was told after {late:.1f} s: {each.raised.text}")
         # Where the store goes with rank 0, it is the store that does not answer.
         named = f"rank {trial.rank}" in each.raised.text
@@ -155,13 +157,13 @@ def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
     fastckpt.save(whole(0), path)
     saves = trial.call != "load"
     strike = groups.Strike(trial.rank, trial.where, trial.number, trial.when, trial.match, trial.nth)
-    with forge.group(SIZE, store=trial.store) as group:
+    with forge.group(SIZE, store=trial.store) as group, stillness.watched() as still:
         if saves:
             group.start(_save, str(path), 1, background=trial.call == "save_async", strike=strike)
         else:
             group.start(_load, str(path), strike=strike)
         outcomes = group.outcomes(LIMIT + 10)
-        problems = told_in_time(group, trial, outcomes)
+        problems = told_in_time(group, trial, outcomes, still)
         if problems:
             return problems
         found = which(path)

@@ -145,6 +145,27 @@ def test_a_rank_that_works_longer_than_the_others_waits_for_none_of_them(busy):
     assert max(result.ended for result in one.outcomes(0).values()) > 900
 
 
+@pytest.mark.parametrize("late", [0, 1, 4])
+@pytest.mark.parametrize("doing", ["meeting", "working", "waiting"])
+def test_where_all_stand_still_nobody_is_accused(doing, late):
+    """The machine or the store stands still for many timeouts; one rank goes on a little later than the others."""
+    one = job(40)
+    if doing == "meeting":
+        one.lateness = {(0, late): 60.0 if late else 20.0}
+    elif doing == "working":
+        one.work = {(0, rank): 100.0 for rank in range(40)}
+    else:
+        one.work = {(0, late): 100.0}
+    one.start()
+    for at in (10.0, 700.0):
+        one.world.run(until=at, stop=True)
+        for process in one.processes:
+            process.asleep_until = at + 500.0 + (1.0 if process.rank == late else 0.0)
+    one.world.run(until=10_000.0)
+    one.check()
+    one.check_success(0)
+
+
 def test_a_coordinator_that_dies_while_it_commits_leaves_an_unknown_outcome():
     class Dying(protocol.Turn):
         def _conclude(self, expected, verdict, number=None):

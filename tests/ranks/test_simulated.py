@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastckpt._ranks import protocol, tree
+from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RanksError
 from harness.simulated import Faults, Job, ViolationError, World
 
@@ -245,9 +246,8 @@ class Counts(protocol.Turn):
     """Gives a rank up after a time, however much it beats."""
 
     def _listen(self, state, own):
-        kept = dict(state.heard)
+        state.silence.hear = lambda rank, _, now: Silence.hear(state.silence, rank, None, now)
         yield from super()._listen(state, own)
-        state.heard.update({rank: (state.heard[rank][0], since) for rank, (_, since) in kept.items()})
 
 
 class Patient(protocol.Turn):

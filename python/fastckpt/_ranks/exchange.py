@@ -7,6 +7,7 @@ at a time, and who begins may wait for memory without keeping what has arrived f
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -197,17 +198,25 @@ class Exchange:
         if self._error is not None:
             raise self._error
 
-    def end(self, why: str) -> None:
-        """Stop what still travels, here and at the other ranks; nothing happens if nothing does."""
+    def end(self, why: str, alive: Callable[[], None]) -> None:
+        """Stop what still travels, here and at the other ranks; nothing happens if nothing does.
+
+        Args:
+            why: for whom the core's part then fails.
+            alive: called while that takes time, so that this rank does not pass for the one that is gone.
+        """
         if not self.busy:
             return
         self._ended = True
         self.mail.stop(why)
         self.group.end()
         until = time.monotonic() + _ENDING
+        # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:
-            # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
-            thread.join(max(0.0, until - time.monotonic()))
+            while thread.is_alive() and time.monotonic() < until:
+                thread.join(_LOOK)
+                with contextlib.suppress(RanksError):
+                    alive()
 
     def _run(self, function: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=function, args=arguments, name="fastckpt-exchange", daemon=True)

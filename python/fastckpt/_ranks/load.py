@@ -291,5 +291,5 @@ def _through_messages(
         return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {"pieces": pieces}
     finally:
         if exchange is not None:
-            exchange.end("the load has failed")
+            exchange.end("the load has failed", attention.operation.alive)
         engine.close()

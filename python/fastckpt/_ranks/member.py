@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastckpt._ranks import tree
 from fastckpt._ranks.requests import Get, Now, Put, Remove, Steps, Wait, value_of
+from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
@@ -69,23 +70,24 @@ class Member:
     def meet(self, timeout: float, pause: float) -> Steps:
         """Learn the session from the rank above. Return None, or the failure of the rank that does not answer."""
         welcome = self.welcome()
-        began = now = yield Now()
+        now = yield Now()
         above = [tree.above(self.rank)]
         while above[-1]:
             above.append(tree.above(above[-1]))
-        heard: dict[int, tuple[bytes | None, float]] = dict.fromkeys(above, (None, now))
-        while now - began < timeout:
+        silence = Silence(timeout)
+        silence.begin((*above, self.rank), now)
+        # Of itself there is no sign: that is how long it has gone without an answer.
+        while silence.hear(self.rank, None, now) < timeout:
             # Again and again, as no other: each is answered, should an answer be lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
             if (yield Wait((welcome,), pause, tree.above(self.rank))):
                 break
             now = yield Now()
             for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):
-                if hello != heard[rank][0]:
-                    heard[rank] = (hello, now)
+                silence.hear(rank, hello, now)
         else:
             # Ranks above that say hello again and again wait as well; the nearest that does not is to blame.
-            silent = (rank for rank in above if now - heard[rank][1] > 3 * pause)
+            silent = (rank for rank in above if silence.of(rank) > 3 * pause)
             return self.silent(next(silent, 0), timeout)
         told = yield from value_of(welcome)
         self.session, hosts = json.loads(told)

@@ -17,7 +17,8 @@ key that appears after the verdict, to wake those who wait; it may also ring for
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
 works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
-beats of a rank that has posted are not needed: if its message was lost, it is silent.
+beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
+listen is no silence of others (``silence.py``).
 
 **A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
 message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
@@ -53,6 +54,7 @@ from fastckpt._ranks.requests import (
     Wait,
     value_of,
 )
+from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RankFailure, RanksError
 
 #: The last round: its answer is the outcome of the operation.
@@ -79,13 +81,12 @@ class _Listening:
     began: float
     now: float
     waiting: set[int]
+    silence: Silence
     #: When the turn was known to have failed.
     failed: float | None = None
     #: There is a verdict already.
     decided: bool = False
     found: dict[int, Message] = field(default_factory=dict)
-    #: Of each rank the count of its beats, and when that was new.
-    heard: dict[int, tuple[bytes | None, float]] = field(default_factory=dict)
 
     def fail(self) -> None:
         self.failed = self.now if self.failed is None else self.failed
@@ -124,9 +125,9 @@ class Turn:
         self.slice = min(self.long_slice, 1.0)
         self._grace = min(GRACE, timeout)
         self._beaten: float | None = None
-        #: Whom this rank listens to while it works: of each the count of its beats, and since when it has been that.
+        #: Whom this rank listens to while it works, and what it has heard since the last round.
         self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
-        self._heard: dict[int, tuple[bytes | None, float]] = {}
+        self._silence = Silence(timeout)
         #: Somebody has failed, and all can know.
         self._aborted = False
         #: This rank has said that it succeeded, and does not know the outcome.
@@ -200,12 +201,10 @@ class Turn:
         """Remember beats, and return a rank that has neither beaten for ``timeout`` nor posted, or None."""
         now = yield Now()
         for rank, beat in beats.items():
-            before, since = self._heard.setdefault(rank, (beat, now))
-            if beat == before and now - since >= self.timeout:
+            if self._silence.hear(rank, beat, now) >= self.timeout:
                 if not rank or (yield from value_of(self._up(rank, self.rounds + 1))) is None:
                     return rank
-                since = now
-            self._heard[rank] = (beat, since if beat == before else now)
+                self._silence.begin((rank,), now)
         return None
 
     # One round.
@@ -254,7 +253,7 @@ class Turn:
             verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
         answer = yield from self._take(verdict)
         self.inside = self._unknown = False
-        self._heard.clear()
+        self._silence.clear()
         return answer
 
     def _alone(
@@ -289,12 +288,12 @@ class Turn:
         """
         member = self.member
         now = yield Now()
-        state = _Listening(now, now, set(tree.below(member.rank, member.size)))
-        state.heard = dict.fromkeys(state.waiting, (None, now))
+        state = _Listening(now, now, set(tree.below(member.rank, member.size)), Silence(self.timeout))
+        state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
             # Who has been silent already is not waited for again.
-            state.heard |= {rank: heard for rank, heard in self._heard.items() if rank in state.waiting}
+            state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
             keys = {rank: self._expected(rank) for rank in sorted(state.waiting)}
@@ -325,7 +324,7 @@ class Turn:
         values = yield Get(tuple(keys.values()))
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
         hellos = {rank: data for rank, data in came.items() if rank not in member.answered}
-        state.heard.update(dict.fromkeys(hellos, (None, state.now)))
+        state.silence.begin(hellos, state.now)
         read: list[str] = []
         for rank, data in came.items():
             if rank in hellos:
@@ -356,10 +355,7 @@ class Turn:
             state.fail()
         yield from member.answer(dict(zip(again, found[2 + len(waiting) :], strict=True)))
         for rank, beat in zip(waiting, found[2:], strict=False):
-            before, since = state.heard[rank]
-            if beat != before:
-                state.heard[rank] = (beat, state.now)
-            elif state.now - since >= self.timeout:
+            if state.silence.hear(rank, beat, state.now) >= self.timeout:
                 silent = member.silent(rank, self.timeout)
                 own.failures.append(silent)
                 state.waiting.discard(rank)
@@ -403,11 +399,12 @@ class Turn:
 
     def _await(self) -> Steps:
         """Return the verdict when the coordinator has made it, or give up when that is silent."""
-        before, since = None, (yield Now())
+        silence = Silence(self.timeout)
+        silence.begin((0,), (yield Now()))
         pause = self.long_slice
         if self._aborted:
             # What this rank has heard while it worked still counts.
-            before, since = self._heard.get(0, (before, since))
+            silence.take_over(self._silence, (0,))
             pause = self.slice
         while True:
             yield Wait((self._bell(),), pause, 0)
@@ -415,10 +412,7 @@ class Turn:
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):
                 return verdict
-            now = yield Now()
-            if beats != before:
-                before, since = beats, now
-            elif now - since >= self.timeout:
+            if silence.hear(0, beats, (yield Now())) >= self.timeout:
                 return (yield from self._give_up())
 
     def _give_up(self) -> Steps:

@@ -298,7 +298,7 @@ def write_checkpoint(
         return Written(_fields(session, own, answer, time.perf_counter() - done), answer)
     finally:
         if exchange is not None and not whole:
-            exchange.end("the save has failed")
+            exchange.end("the save has failed", operation.alive)
             session.link.drop()
         engine.close(committed=whole)
 

@@ -128,17 +128,20 @@ class Transport:
             self._line = self._waiter = self._waits = None
 
     def _connect(self) -> Any:
-        if self._address is None:
-            return self._store
-        # torch tries for minutes to reach a server that has gone.
-        socket.create_connection(self._address, _CONNECTED).close()
-        return self._store.clone()
+        return self._store.clone() if self._remote else self._store
+
+    def _connect_again(self) -> Any:
+        if self._address is not None:
+            # torch tries for minutes to reach a server that has gone. Only where there is doubt: for each connection
+            # the server asks for the name of the client's host, and answers nobody meanwhile.
+            socket.create_connection(self._address, _CONNECTED).close()
+        return self._connect()
 
     def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
         """Make a call; a broken connection is made anew once, where the call may be repeated."""
         while True:
             with self._lock:
-                line = self._line = self._line or _Line(self._connect)
+                line = self._line = self._line or _Line(self._connect_again)
             task = line.start(function)
             ended = task.ended.wait(limit)
             if ended and task.error is None:
@@ -207,8 +210,8 @@ class Transport:
                     # It hangs until its time is over, and nobody needs it.
                     if self._waiter is not None:
                         self._waiter.end()
-                    self._waiter = None
-            self._waiter = self._waiter or _Line(self._connect)
+                    self._waiter = _Line(self._connect)
+            self._waiter = self._waiter or _Line(self._connect_again)
             longest = timedelta(seconds=2 * limit + 60)
             task = self._waiter.start(lambda client: client.wait(list(keys), longest) or client.check(list(keys)))
             self._waits = frozenset(keys), task

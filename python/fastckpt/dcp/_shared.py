@@ -192,7 +192,7 @@ def _by_messages(
         whole = True
     finally:
         if exchange is not None and not whole:
-            exchange.end("the load has failed")
+            exchange.end("the load has failed", operation.alive)
         if not whole:
             here.link.drop()
         if engine is not None:

@@ -1,0 +1,54 @@
+"""How long other ranks have been silent, as one rank hears it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+#: Silence of a whole timeout has to be heard in at least so many looks. One long gap between two looks says that this
+#: rank, the store or the machine stood still, and then so may the others have.
+_LOOKS = 4
+
+
+class _Heard(NamedTuple):
+    #: What was there at the last look: the count of its beats, or its hello.
+    sign: bytes | None
+    #: Seconds of silence before that look, as far as they count.
+    silent: float
+    #: When that look was.
+    looked: float
+
+
+class Silence:
+    """The silence of some ranks; a sign that differs from the one before ends it.
+
+    Args:
+        timeout: seconds of silence after which a rank is taken to be gone.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._most = timeout / _LOOKS
+        self._ranks: dict[int, _Heard] = {}
+
+    def begin(self, ranks: Iterable[int], now: float) -> None:
+        """Listen to ranks from now on; they have given no sign."""
+        self._ranks.update((rank, _Heard(None, 0.0, now)) for rank in ranks)
+
+    def hear(self, rank: int, sign: bytes | None, now: float) -> float:
+        """Take down what is there of a rank now, and return its seconds of silence. The first look hears none."""
+        last = self._ranks.get(rank, _Heard(sign, 0.0, now))
+        silent = last.silent + min(now - last.looked, self._most) if sign == last.sign else 0.0
+        self._ranks[rank] = _Heard(sign, silent, now)
+        return silent
+
+    def of(self, rank: int) -> float:
+        """Return the seconds of silence of a rank at the last look."""
+        return self._ranks[rank].silent
+
+    def take_over(self, other: Silence, ranks: Iterable[int]) -> None:
+        """Go on where another has got to, with those of the ranks that it has listened to."""
+        self._ranks.update((rank, other._ranks[rank]) for rank in ranks if rank in other._ranks)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ranks.clear()
