@@ -40,7 +40,7 @@ def demo(seconds_into=0.0, model=None, sinks=()):
     """A live session of the demonstration, its clock in our hand."""
     clock = Clock()
     source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
-    return clock, Live(source, model or Model(None, None, 0.5), list(sinks))
+    return clock, Live(source, model or Model(), list(sinks))
 
 
 @pytest.fixture(scope="session")

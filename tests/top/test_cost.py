@@ -23,7 +23,7 @@ from producer import Image
 
 def test_less_than_a_tenth_of_a_core_for_8_ranks_of_4_threads():
     async def go():
-        app = TopApp(Live(DemoSource(), Model(None, None, 0.5)), Ui(all_threads=True, interval=0.5))
+        app = TopApp(Live(DemoSource(), Model()), Ui(all_threads=True, interval=0.5))
         async with app.run_test(size=(160, 50)):
             await asyncio.sleep(0.5)
             looks = app.session.model.mono

@@ -51,6 +51,28 @@ class Rank:
         self.proc = replace(self.proc, operations=(*others, op), threads=threads)
         return self
 
+    def of(self, **values):
+        """Another process: values of its header."""
+        key = values.pop("key", None) or f"{self.proc.key}-{values.get('pid', '')}"
+        self.proc = replace(self.proc, key=key, header=replace(self.proc.header, **values))
+        return self
+
+    def named(self, label, step=-1):
+        """Its operations under another name."""
+        self.proc = replace(
+            self.proc, operations=tuple(replace(op, label=label, step=step) for op in self.proc.operations)
+        )
+        return self
+
+    def record(self, start, seconds, label="step-1", step=1, op_id=1, **values):
+        """A record of an ended operation in its history; the epoch is that of `look`."""
+        record = replace(
+            demonstration._past(0, 0)[0], op_id=op_id, kind=1, label=label, step=step, bytes=GB,
+            t_start_real_ns=int((1e9 + start) * 1e9), dur_ns=int(seconds * 1e9), **({"result": 1} | values),
+        )  # fmt: skip
+        self.proc = replace(self.proc, history=(*self.proc.history, record))
+        return self
+
     def beat(self, heartbeat):
         self.proc = replace(self.proc, process=replace(self.proc.process, heartbeat=heartbeat))
         return self
@@ -290,7 +312,7 @@ def test_death_in_an_operation_is_told_and_judged():
     look(model, 2.0, rank.op(5 * GB))
     rank.proc = replace(rank.proc, alive=False, touched=1e9)
     look(model, 3.0, rank)
-    assert (model.rows[0].state, model.rows[0].verdict, model.main.phase) == ("DEAD", Verdict.DEAD, "died")
+    assert (model.rows[0].state, model.rows[0].verdict, model.main.phase) == ("DEAD", Verdict.FAILED, "died")
     assert model.events[-1].text == f"rank 0 pid {rank.proc.header.pid} died in save at 50%"
     assert model.node.alive == 0
     look(model, 700.0, rank)
@@ -349,7 +371,7 @@ def test_history_joins_the_ranks_of_a_checkpoint():
 
 
 def test_columns_stand_for_equal_times_however_often_one_looks():
-    model, rank = Model(interval=0.5), Rank()
+    model, rank = Model(), Rank()
     for now in (0.0, 0.5, 0.6, 0.7, 1.0, 3.0):
         look(model, now, rank.op(int(now * GB)))
     assert len(model.save_graph) == 1 + 1 + 1 + 4
@@ -467,3 +489,187 @@ def test_groups_that_save_alike_at_once_are_two_operations():
     ranks = [joined(Rank(index).op(0), index % 2, group=1 + index // 2) for index in range(4)]
     look(model, 0.0, *ranks)
     assert [op.ranks for op in model.ops] == [2, 2]
+
+
+# What attaching late, dying and starting again must not do to the figures.
+
+
+def test_an_operation_that_ended_does_not_join_the_running_one_of_the_same_name():
+    ranks = [Rank(index).of(gpu=index) for index in range(2)]
+    for rank in ranks:
+        rank.op(10 * GB, Phase.DONE, start=10.0, end=20.0, slot=0)
+        rank.op(GB, start=22.0, slot=1)
+        rank.named("last")
+    old = Rank(3).op(10 * GB, Phase.DONE, start=0.0, end=4.0).named("last")
+    model = look(Model(), 24.0, *ranks, old)
+    (running,) = [op for op in model.ops if op.running]
+    assert (running.ranks, running.done, running.elapsed_s) == (2, 2 * GB, pytest.approx(2.0))
+    ended = next(op for op in model.ops if not op.running)
+    assert (ended.ranks, ended.done, ended.elapsed_s) == (2, 20 * GB, pytest.approx(10.0))
+
+
+def test_a_job_that_starts_again_after_a_crash_is_another_operation_of_the_same_name():
+    old = Rank(0).op(GB, start=0.0).of(pid=7, key="old")
+    old.thread(0, last_progress_mono_ns=int(4e9)).proc = replace(old.proc, alive=False, touched=1e9)
+    new = Rank(0).op(2 * GB, start=5.0).of(pid=8, key="new")
+    model = look(Model(), 7.0, old, new)
+    (running,) = [op for op in model.ops if op.running]
+    assert (running.ranks, running.done, running.failed) == (1, 2 * GB, 0)
+
+
+def test_a_dead_rank_of_the_run_before_is_not_among_the_living():
+    old, new = Rank(2).op(GB).of(pid=7, key="old"), Rank(2).of(pid=8, key="new")
+    look(model := Model(), 1.0, old)
+    old.proc = replace(old.proc, alive=False, touched=1e9)
+    look(model, 2.0, old)
+    assert [row.state for row in model.rows] == ["DEAD"]
+    look(model, 3.0, old, new)
+    assert [(row.state, row.pid) for row in model.rows] == [("IDLE", 8)]
+    assert (model.node.alive, model.node.ranks) == (1, 1)
+
+
+def waits(rank, now, *, begun, limit_ms=0, seconds=0.0, done=0, ever=0):
+    """Let a rank's first thread have waited: counters are the process's, bytes the operation's."""
+    rank.op(done, start=begun, slot=1 if begun else 0)
+    rank.proc = replace(rank.proc, threads=((0, rank.proc.threads[-1][1]),))
+    return rank.thread(
+        0, bytes_op=done, bytes_ever=ever + done, requests=(ever + done) // (4 << 20), limit_wait_ms=limit_ms,
+        busy_ns=int(seconds * 1e9), source_wait_ns=0, state=2, latency_sum_ns=int(now * 1e9),
+    )  # fmt: skip
+
+
+def test_the_first_second_of_an_operation_does_not_show_what_the_one_before_waited_for():
+    model, rank = Model(), Rank(threads=1)
+    look(model, 9.0, waits(rank, 9.0, begun=0.0, limit_ms=9000, seconds=9.0, done=GB))
+    look(model, 9.5, waits(rank, 9.5, begun=9.4, limit_ms=9000, seconds=9.1, done=GB, ever=GB))
+    (thread,) = model.rows[-1].threads
+    assert (thread.limit, thread.busy) == (0.0, pytest.approx(1.0))
+
+
+def test_an_operation_that_nobody_saw_begin_shows_its_waits_from_the_second_look_on():
+    model, rank = Model(), Rank(threads=1)
+    look(model, 9.5, waits(rank, 9.5, begun=9.4, limit_ms=9000, seconds=9.1, done=GB, ever=GB))
+    assert [(thread.limit, thread.busy) for thread in model.rows[-1].threads] == [(None, None)]
+    assert model.rows[-1].rate > GB
+    look(model, 10.5, waits(rank, 10.5, begun=9.4, limit_ms=9800, seconds=9.2, done=2 * GB, ever=GB))
+    look(model, 11.5, waits(rank, 11.5, begun=9.4, limit_ms=10600, seconds=9.3, done=3 * GB, ever=GB))
+    assert model.rows[-1].threads[0].wait == "limit 80%"
+
+
+def test_a_save_is_history_when_its_last_rank_has_ended():
+    model, ranks = Model(), [Rank(0).op(0), Rank(1).op(0)]
+    look(model, 1.0, *ranks)
+    ranks[0].op(10 * GB, Phase.DONE, end=2.0).record(0.0, 2.0)
+    look(model, 2.5, *ranks)
+    assert model.past.checkpoints == []
+    ranks[1].op(10 * GB, Phase.DONE, end=8.0).record(0.0, 8.0)
+    (past,) = look(model, 8.5, *ranks).past.checkpoints
+    assert (past.seconds, past.bytes, past.error) == (pytest.approx(8.0), 2 * GB, "")
+
+
+def test_a_save_with_a_killed_rank_is_no_success_in_the_history_and_has_no_end_in_sight():
+    model, ranks = Model(), [joined(Rank(index), index, size=2).op(0) for index in range(2)]
+    for now in (1.0, 2.0, 3.0):
+        look(model, now, *(rank.op(int(now * GB)).beat(int(now)) for rank in ranks))
+    assert model.main.eta_s is not None
+    ranks[1].proc = replace(ranks[1].proc, alive=False)
+    look(model, 3.5, *ranks)
+    assert (model.main.eta_s, model.main.failed) == (None, 1)
+    assert model.events[-1].text.endswith("died in save at 30%: this checkpoint cannot be completed")
+    ranks[0].op(10 * GB, Phase.FAILED, end=4.0).record(0.0, 4.0, result=2)
+    (past,) = look(model, 4.5, *ranks).past.checkpoints
+    assert past.error
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_history_names_the_rank_that_died(recorded):
+    model, ranks = Model(), [Rank(0).op(GB), Rank(1).op(GB)]
+    look(model, 1.0, *ranks)
+    if recorded:
+        ranks[0].op(10 * GB, Phase.DONE, end=2.0).record(0.0, 2.0)
+    else:
+        ranks[0].proc = replace(ranks[0].proc, alive=False)
+    ranks[1].proc = replace(ranks[1].proc, alive=False)
+    look(model, 3.0, *ranks)
+    (past,) = look(model, 3.5, *ranks).past.checkpoints
+    assert past.error == ("rank 1 died" if recorded else "rank 0, rank 1 died")
+
+
+def test_a_save_between_two_looks_is_told_and_so_is_its_failure():
+    model, rank = Model(), Rank()
+    look(model, 1.0, rank.op(10 * GB, Phase.DONE, start=0.0, end=0.5))
+    assert not model.events, "it had ended before anybody looked"
+    look(model, 3.0, rank.op(10 * GB, Phase.DONE, start=1.2, end=2.2, slot=1))
+    assert [event.text.partition(":")[0] for event in model.events] == ["save step-1 done"]
+    look(model, 5.0, rank.op(0, Phase.FAILED, start=3.2, end=3.3, slot=2, error=28))
+    assert model.events[-1].text == "rank 0 save failed: ENOSPC"
+    assert (model.rows[-1].state, model.rows[-1].verdict.value) == ("FAILED", "failed")
+
+
+def test_the_target_counts_the_gpus_of_the_same_job():
+    ranks = [Rank(index).of(job="a", gpu=index) for index in range(2)]
+    other = Rank(3).of(job="b", gpu=3)
+    model = look(Model(targets.tier("high", "option")), 2.0, *(rank.op(GB) for rank in ranks), other)
+    assert (model.main.gpus, model.main.target) == (2, 6 * GB)
+    other.proc = replace(other.proc, alive=False)
+    assert look(model, 2.5, *ranks).main.target == 6 * GB
+
+
+def test_the_title_names_no_dead_job_and_another_jobs_target_is_not_taken():
+    asks = Rank(0).of(job="gone").op(10 * GB, Phase.DONE, end=1.0)
+    asks.proc = replace(asks.proc, alive=False, process=replace(asks.proc.process, target_save=int(0.08 * GB)))
+    model = look(Model(), 2.0, asks)
+    assert (model.node.job, model.node.target.source) == ("", "default")
+    assert model.main.target == pytest.approx(0.08 * GB), "its own"
+    new = Rank(1).of(job="new").op(GB)
+    model = look(Model(), 3.0, asks, new)
+    assert (model.main.label, model.main.target) == ("step-1", 0.75 * GB)
+
+
+def test_the_interval_is_that_between_saves_of_one_job():
+    a, b = Rank(0).of(job="a"), Rank(1).of(job="b")
+    a.record(0.0, 1.0, "s-1", 1, 1).record(60.0, 1.0, "s-2", 2, 2)
+    b.record(59.0, 1.0, "t-1", 1, 1)
+    assert look(Model(), 100.0, a, b).past.interval_s("save") == pytest.approx(60.0)
+
+
+def test_percentiles_are_not_above_the_maximum_nor_the_peak_below_the_average():
+    model, rank = Model(), Rank(threads=1)
+    histogram = [0] * 16
+    histogram[9] = 100  # 16 to 33 ms
+    rank.op(5 * GB, start=0.0).thread(
+        0, latency_hist=tuple(histogram), latency_max_ns=20_200_000, bytes_ever=5 * GB, bytes_op=5 * GB
+    )
+    look(model, 2.0, rank)
+    assert model.rows[0].p50_s <= model.rows[0].p99_s == pytest.approx(0.0202)
+    assert model.main.peak >= model.main.average == pytest.approx(2.5 * GB)
+
+
+def test_figures_that_differ_look_different():
+    assert text.rates(0.1195 * GB, 0.12 * GB) == ("0.119", "0.120")
+    assert text.rates(2.5 * GB, 3 * GB) == ("2.50", "3.00")
+    assert text.rates(None, 3 * GB) == ("-", "3.00")
+    assert text.rates(3 * GB, 3 * GB) == ("3.00", "3.00")
+
+
+def test_the_rate_falls_at_once_when_everything_stops_and_is_right_soon_after():
+    window = Window()
+    for tick in range(11):  # 7 blocks of 4 MB a second
+        window.add(Sample(tick / 2, tick * 14_000_000, tick * 7 // 2))
+    assert window.rate() == pytest.approx(28e6, rel=0.2)
+    for tick in range(11, 14):  # stopped
+        window.add(Sample(tick / 2, 10 * 14_000_000, 35))
+    assert window.rate() == 0.0
+    for tick in range(14, 17):
+        window.add(Sample(tick / 2, (tick - 3) * 14_000_000, (tick - 3) * 7 // 2))
+    assert window.rate() == pytest.approx(28e6, rel=0.35)
+
+
+def test_columns_go_on_after_the_end_so_that_all_rows_show_the_same_time():
+    model, rank = Model(), Rank()
+    for now in (0.0, 0.5, 1.0):
+        look(model, now, rank.op(int(now * GB)))
+    for now in (1.5, 2.0):
+        look(model, now, rank.op(10 * GB, Phase.DONE, end=1.2))
+    assert len(model.rows[0].spark) == len(model.save_graph)
+    assert model.rows[0].spark[-2:] == (0.0, 0.0)

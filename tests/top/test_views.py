@@ -14,6 +14,7 @@ from fastckpt_top import text
 from fastckpt_top.model import Model
 from fastckpt_top.replay import Replay
 from fastckpt_top.snapshot import Snapshot
+from fastckpt_top.views.header import axis
 from fastckpt_top.views.live import paint
 from fastckpt_top.views.paint import STYLES, Frame
 from fastckpt_top.views.state import VIEWS, Ui
@@ -225,3 +226,16 @@ def test_going_back_shows_what_was_shown(recording):
     for tick in (count - 2, 40, 39, 3, 0):
         step_to(replay, tick)
         assert screen(replay.model, (120, 40)).plain == forward[tick]
+
+
+@pytest.mark.parametrize(("top", "height"), [(26.4e9, 4), (26.4e9, 6), (26.4e9, 20), (3.3e9, 5), (0.22e9, 6), (1e6, 3)])
+def test_the_axis_is_linear_in_round_numbers(top, height):
+    labels = axis(top, height)
+    known = [(height - 1 - row, float(label) * 1e9) for row, label in enumerate(labels) if label]
+    assert known[-1] == (0, 0.0)
+    assert len(known) >= min(height, 3) - 1
+    for line, level in known:
+        assert line - 1e-6 <= level / top * height <= line + 1 + 1e-6, "in the line that its height falls into"
+    steps = {round(a - b) for (_, a), (_, b) in itertools.pairwise(known)}
+    assert len(steps) == 1
+    assert f"{steps.pop():.0e}"[0] in "125"

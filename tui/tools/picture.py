@@ -80,7 +80,7 @@ def main() -> int:
 async def _watch(args: argparse.Namespace, size: tuple[int, int]) -> str | None:
     source = feed.ShmFeed(feed.directories(os.environ, os.geteuid()))
     target = targets.parse(args.target, "option") if args.target else None
-    model = Model(target, args.gpus, args.interval)
+    model = Model(target, args.gpus)
     app = TopApp(Live(source, model), Ui(interval=args.interval), theme=args.theme)
     deadline = time.monotonic() + args.timeout
     async with app.run_test(size=size) as pilot:

@@ -293,8 +293,6 @@ class TopApp(App[None]):
 
     def _set_interval(self, interval: float) -> None:
         self.ui.interval = min(max(interval, SHORTEST_S), LONGEST_S)
-        if self.session.live:
-            self.session.model.interval = self.ui.interval
         self._next = self._clock() + self.ui.interval
         self._say(f"every {self.ui.interval:g} s")
 

@@ -162,7 +162,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
         from fastckpt_top.prometheus import Prometheus
 
         sinks.append(Prometheus(args.prometheus))
-    model = Model(target, args.gpus, interval)
+    model = Model(target, args.gpus)
     source: Source
     if args.demo:
         from fastckpt_top.demo import DemoSource

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top.groups import errno_name
 from fastckpt_top.rows import Row, ThreadRow, wait_text
 from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
+from fastckpt_top.window import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,7 @@ def thread_row(
     last = track.last
     latency = busy = source = limit = None
     ends = track.window.ends() if op.running and last.state != ThreadState.IDLE else None
-    if ends is not None:
+    if ends is not None and ends[0].waits:
         old, new = ends
         span = new.mono - old.mono
         if new.requests > old.requests:
@@ -76,6 +77,13 @@ def ratio(part: float, whole: float) -> float | None:
 def share(part: float | None, whole: float) -> float | None:
     """A fraction, beyond 1 too; None where it makes no sense."""
     return part / whole if part is not None and whole > 0 else None
+
+
+def latency(histogram: tuple[int, ...], share: float, threads: tuple[ThreadRow, ...]) -> float | None:
+    """A percentile of the latency, seconds: estimated within a bucket, and not above the largest that was measured."""
+    estimate = percentile(histogram, share)
+    largest = max((thread.latency_max_s for thread in threads), default=0.0)
+    return min(estimate, largest) if estimate is not None and largest > 0 else estimate
 
 
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> str:

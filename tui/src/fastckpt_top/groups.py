@@ -9,7 +9,7 @@ from fastckpt_top.rows import Checkpoint
 from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack
@@ -70,6 +70,11 @@ class Group:
         """Last rank's end; meaningless while one runs."""
         return max(track.end if track.end is not None else track.start for track in self.members.values())
 
+    @property
+    def failed(self) -> bool:
+        """Whether a rank failed or died in it."""
+        return any(track.failed for track in self.members.values())
+
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one."""
         op = track.op
@@ -78,18 +83,63 @@ class Group:
             return False
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end
-        return track.start <= first_end + TOGETHER_S and last >= self.start - TOGETHER_S
+        # What begins after a rank has failed is another attempt.
+        slack = 0.0 if self.failed or track.failed else TOGETHER_S
+        return track.start <= first_end + slack and last >= self.start - slack
 
 
 class Past:
-    """The history of the node's operations, newest last."""
+    """The history of the node's operations.
+
+    Attributes:
+        checkpoints: Those that no rank is at any more, newest last.
+    """
 
     def __init__(self) -> None:
         self.checkpoints: list[Checkpoint] = []
+        self._all: list[Checkpoint] = []
+        self._of: dict[tuple[str, int], Checkpoint] = {}
         self._seen: set[tuple[str, int]] = set()
 
-    def add(self, procs: Iterable[Proc]) -> None:
-        """Take in the records that are new in these processes."""
+    def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
+        """Take in the records that are new in these processes, and what has become of the others' parts.
+
+        Args:
+            procs: Processes, with their records.
+            groups: The operations that are known, running and ended.
+            name: How to call a process.
+        """
+        self._add(procs)
+        for group in groups:
+            self._settle(group, name)
+        self._all.sort(key=lambda checkpoint: checkpoint.end)
+        for checkpoint in self._all[:-KEPT]:
+            for member in checkpoint.members:
+                self._of.pop(member, None)
+        del self._all[:-KEPT]
+        self.checkpoints = [checkpoint for checkpoint in self._all if not checkpoint.running]
+
+    def _settle(self, group: Group, name: Callable[[Proc], str]) -> None:
+        """A rank that died leaves no record, and one that is still at it none yet."""
+        tracks = list(group.members.values())
+        dead = sorted(name(track.proc) for track in tracks if track.died)
+        known = (self._of[track.key] for track in tracks if track.key in self._of)
+        checkpoint = next(known, None)
+        if checkpoint is None:
+            if not dead or group.running:
+                return
+            begun = min(track.start_real for track in tracks)
+            kind, step = KINDS.get(group.kind, "unknown"), group.step if group.step >= 0 else None
+            checkpoint = Checkpoint(kind, group.label, step, begun, begun + group.end - group.start, team=group.team)
+            self._all.append(checkpoint)
+        checkpoint.running = group.running
+        for track in tracks:
+            checkpoint.members.add(track.key)
+            self._of[track.key] = checkpoint
+        if dead and "died" not in checkpoint.error:
+            checkpoint.error = f"{', '.join(dead)} died"
+
+    def _add(self, procs: Iterable[Proc]) -> None:
         new: list[tuple[Proc, History]] = []
         for proc in procs:
             for record in proc.history:
@@ -97,20 +147,17 @@ class Past:
                 if key not in self._seen:
                     self._seen.add(key)
                     new.append((proc, record))
-        if not new:
-            return
         for proc, record in sorted(new, key=lambda pair: pair[1].t_start_real_ns):
             self._join(proc, record)
-        self.checkpoints.sort(key=lambda checkpoint: checkpoint.end)
-        del self.checkpoints[:-KEPT]
 
     def last(self, kind: str) -> Checkpoint | None:
         """The latest checkpoint of a kind."""
         return next((checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.kind == kind), None)
 
     def interval_s(self, kind: str) -> float | None:
-        """Seconds from the start of the one before the latest of a kind to the latest's; None if there are not two."""
-        starts = [checkpoint.start for checkpoint in self.checkpoints if checkpoint.kind == kind][-2:]
+        """Seconds from the start of the same job's one before to that of the latest of a kind; None without both."""
+        last = self.last(kind)
+        starts = [one.start for one in self.checkpoints if last and (one.kind, one.team) == (kind, last.team)][-2:]
         return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
 
     def _join(self, proc: Proc, record: History) -> None:
@@ -118,15 +165,16 @@ class Past:
         start = record.t_start_real_ns / 1e9
         end = start + record.dur_ns / 1e9
         step = record.step if record.step >= 0 else None
-        for checkpoint in reversed(self.checkpoints):
+        for checkpoint in reversed(self._all):
             mine, theirs = (proc.team, kind, record.label, step), (checkpoint.team, checkpoint.kind)
             same = mine == (*theirs, checkpoint.label, checkpoint.step)
             together = start <= checkpoint.end + TOGETHER_S and end >= checkpoint.start - TOGETHER_S
-            if same and together and all(key != proc.key for key, _ in checkpoint.members):
+            others = all(key != proc.key or number == record.op_id for key, number in checkpoint.members)
+            if same and together and others:
                 break
         else:
             checkpoint = Checkpoint(kind, record.label, step, start, end, team=proc.team)
-            self.checkpoints.append(checkpoint)
+            self._all.append(checkpoint)
         checkpoint.start = min(checkpoint.start, start)
         checkpoint.end = max(checkpoint.end, end)
         checkpoint.bytes += record.bytes
@@ -135,6 +183,7 @@ class Past:
         checkpoint.engines.add(ENGINES.get(record.engine, "unknown"))
         checkpoint.p99_s = max(checkpoint.p99_s, record.p99_us / 1e6)
         checkpoint.members.add((proc.key, record.op_id))
+        self._of[proc.key, record.op_id] = checkpoint
         checkpoint.gpus += proc.header.gpu >= 0
         if record.result != 1 and not checkpoint.error:
             checkpoint.error = errno_name(record.error) or "failed"

@@ -40,7 +40,6 @@ def header_line(model: Model) -> Json:
         "version": __version__,
         "host": model.node.host,
         "t": model.real,
-        "interval": model.interval,
         "gpus": model.gpus,
         "target": None
         if target is None

@@ -99,7 +99,7 @@ def empty_text(model: Model) -> str:
 def ended_text(op: NodeOp) -> str:
     """An ended operation in a few words."""
     name = f"{op.kind} {op.label}".strip()
-    if op.verdict is Verdict.DEAD:
+    if op.verdict is Verdict.FAILED:
         return f"{name} {op.phase} at {text.percent(_share(op.done, op.total))}"
     return f"{name} {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {text.rate(op.average)} GB/s"
 
@@ -126,7 +126,7 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
 
 
 _TABLE_HEAD: Final = (
-    "RANK GPU      PID OP     STATE    GB/s    avg   of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
+    "RANK GPU      PID OP     STATE    GB/s    avg    of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
 )
 
 
@@ -136,7 +136,7 @@ def _op_sentence(op: NodeOp) -> str:
     if op.running:
         words = f"{op.phase} {text.percent(op.progress)}, ETA {text.clock(op.eta_s)}, now {now}"
     amount = f"{text.size(op.done)} of {text.size(op.total)} GB"
-    average = f"average {text.rate(op.average)} of {text.rate(op.target)} GB/s"
+    average = f"average {' of '.join(text.rates(op.average, op.target))} GB/s"
     verdict = f"({text.percent(_share(op.average, op.target))}): {op.verdict.value}"
     return f"{op.kind} {op.label}: {amount}, {words}, {average} {verdict}" + (f", last: {op.last}" if op.last else "")
 
@@ -146,7 +146,7 @@ def _row_line(row: Row) -> str:
     parts = (
         f"{_int(row.rank):>4} {_int(row.gpu):>3} {row.pid:>8} {row.kind or '-':6} {row.state:6}",
         f"{text.rate(row.rate):>6} {text.rate(row.average):>6}",
-        f"{text.percent(_share(row.average, row.target)):>5} {row.verdict.value:5}",
+        f"{text.percent(_share(row.average, row.target)):>5} {row.verdict.value:6}",
         f"{text.size(row.done if row.total else None):>9} {text.size(row.total or None):>9}",
         f"{text.clock(row.eta_s):>6}  {engine or '-':10} {row.wait or '-'}",
     )
@@ -181,7 +181,7 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         share = text.percent(_share(op.average, op.target))
         state = "running" if op.running else op.phase
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
-        figures = f"{text.rate(op.average)} of {text.rate(op.target)} GB/s, {share} (want {percent:g}%)"
+        figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
         target = f"target {op.target_name} x {op.gpus} GPUs"
         words.append(f"{result}: {op.kind} {op.label} ({state}): {figures}, {target}")
     return good, "\n".join(words)

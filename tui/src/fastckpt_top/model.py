@@ -26,8 +26,7 @@ from fastckpt_top.segment import (
     ThreadState,
 )
 from fastckpt_top.targets import DEFAULT_TIER, TIERS, Target, tier
-from fastckpt_top.tracks import COLUMNS, MOVING, OpTrack, ProcTrack
-from fastckpt_top.window import percentile
+from fastckpt_top.tracks import COLUMN_S, COLUMNS, MOVING, OpTrack, ProcTrack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +86,6 @@ class Model:
     Args:
         target: What the user asked for; None to follow the processes.
         gpus: Number of GPUs that the target is multiplied by; None to count them.
-        interval: Seconds that one column of a graph stands for.
 
     Attributes:
         mono: Reader's clock of the last snapshot, seconds.
@@ -104,10 +102,9 @@ class Model:
         snapshot: The last one.
     """
 
-    def __init__(self, target: Target | None = None, gpus: int | None = None, interval: float = 0.5) -> None:
+    def __init__(self, target: Target | None = None, gpus: int | None = None) -> None:
         self.target = target
         self.gpus = gpus
-        self.interval = interval
         self.mono = 0.0
         self.real = 0.0
         self.node = Node()
@@ -125,14 +122,18 @@ class Model:
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
         self._column: float | None = None
+        self._told = False
+        self._living: set[tuple[int, str, int]] = set()
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in what one look found."""
         mono = snapshot.mono
         self.snapshot, self.mono, self.real = snapshot, mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
-        self.past.add(snapshot.procs)
+        self._living = {(p.header.uid, p.header.job, p.rank) for p in snapshot.procs if p.alive and p.rank >= 0}
         self._track(snapshot)
+        self._forget(snapshot)
+        self.past.add(snapshot.procs, self._groups, derive.name)
         self._tell()
         self._refresh_node(snapshot)
         self._push_columns()
@@ -156,27 +157,33 @@ class Model:
 
     def _track(self, snapshot: Snapshot) -> None:
         mono = snapshot.mono
-        present: set[tuple[str, int]] = set()
+        new: list[OpTrack] = []
         for proc in snapshot.procs:
             track = self._procs.get(proc.key)
             if track is None:
                 track = self._procs[proc.key] = ProcTrack(mono)
-            track.update(proc, mono)
+            before = track.update(proc, mono)
             saves = [record.sync_ns for record in proc.history if record.kind == Kind.SAVE and record.result == 1]
             if saves:
                 track.sync_s = saves[-1] / 1e9
             for op in proc.operations:
                 key = (proc.key, op.op_id)
-                present.add(key)
                 known = self._ops.get(key)
                 if known is None:
                     known = self._ops[key] = OpTrack(proc, op, mono, snapshot.real)
                     track.begin(mono)
-                    self._join(known)
-                    known.update(proc, op, mono)
+                    known.update(proc, op, mono, before)
+                    new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
-                    known.update(proc, op, mono)
+                    known.update(proc, op, mono, before)
+        # By their starts, and when it is known which have ended: who attaches late meets many operations at once.
+        for known in sorted(new, key=lambda one: one.start):
+            self._join(known)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Let go of processes whose segments are gone, and of operations that theirs no longer show."""
         keys = {proc.key for proc in snapshot.procs}
+        present = {(proc.key, op.op_id) for proc in snapshot.procs for op in proc.operations}
         for key in [key for key in self._ops if key not in present]:
             gone = self._ops.pop(key)
             if gone.running:  # the segment was removed under a running operation
@@ -186,11 +193,15 @@ class Model:
             del self._procs[name]
 
     def _join(self, track: OpTrack) -> None:
-        for group in reversed(self._groups):
-            if group.takes(track):
-                group.members[track.proc.key] = track
-                return
-        self._groups.append(Group(track))
+        nearest = min(
+            (group for group in self._groups if group.takes(track)),
+            key=lambda group: abs(group.start - track.start),
+            default=None,
+        )
+        if nearest is None:
+            self._groups.append(Group(track))
+        else:
+            nearest.members[track.proc.key] = track
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -199,6 +210,10 @@ class Model:
         self.event_count += 1
 
     def _tell(self) -> None:
+        if not self._told:  # what had ended before anybody looked is history, and no news
+            self._told = True
+            for group in self._groups:
+                group.told_end = not group.running
         for group in self._groups:
             if group.running and not group.was_running:
                 group.was_running = True
@@ -208,7 +223,7 @@ class Model:
             if track.running:
                 self._tell_trouble(track)
         for group in self._groups:
-            if group.was_running and not group.told_end:
+            if not group.told_end:
                 self._tell_end(group)
 
     def _tell_trouble(self, track: OpTrack) -> None:
@@ -245,7 +260,9 @@ class Model:
         name = derive.name(track.proc)
         if track.died:
             share = derive.share(track.done, track.op.bytes_total)
-            return f"{name} pid {track.proc.header.pid} died in {kind} at {text.percent(share)}"
+            died = f"{name} pid {track.proc.header.pid} died in {kind} at {text.percent(share)}"
+            together = track.op.kind == Kind.SAVE and track.proc.process.group
+            return f"{died}: this checkpoint cannot be completed" if together else died
         return f"{name} {kind} failed: {errno_name(track.op.error) or 'see its log'}"
 
     # --- the node --------------------------------------------------------------------------------------------------
@@ -266,7 +283,7 @@ class Model:
             if track.op.flags & FLAG_FALLBACK:
                 why = errno_name(track.op.fallback_errno) or "unknown cause"
                 fallbacks.append(f"{derive.name(track.proc)} {ENGINES.get(track.op.engine, 'unknown')} ({why})")
-        first = min(alive or snapshot.procs, key=derive.order, default=None)
+        first = min(alive, key=derive.order, default=None)
         self.node = Node(
             host=snapshot.host,
             ranks=len(alive) + len(died),
@@ -276,7 +293,7 @@ class Model:
             version=first.header.version if first else "",
             save_rate=save,
             load_rate=load,
-            target=self.target or self._asked(alive or list(snapshot.procs)),
+            target=self.target or self._asked(alive),
             active=any(track.running for track in self._ops.values()),
             fallbacks=tuple(sorted(fallbacks)),
         )
@@ -312,18 +329,18 @@ class Model:
             self._column = self.mono
             count = 1
         else:
-            count = round((self.mono - self._column) / self.interval)
+            count = round((self.mono - self._column) / COLUMN_S)
             if count < 1:
                 return
-            self._column = self.mono if count > COLUMNS else self._column + count * self.interval
+            self._column = self.mono if count > COLUMNS else self._column + count * COLUMN_S
             count = min(count, COLUMNS)
         self.save_graph.extend([self.node.save_rate] * count)
         self.load_graph.extend([self.node.load_rate] * count)
-        for track in self._ops.values():
-            if track.running:
-                track.spark.extend([track.rate() or 0.0] * count)
-                for thread in track.threads.values():
-                    thread.spark.extend([thread.window.rate() or 0.0] * count)
+        for track in self._ops.values():  # the ended too, so that all rows show the same time
+            running = track.running
+            track.spark.extend([(track.rate() or 0.0) if running else 0.0] * count)
+            for thread in track.threads.values():
+                thread.spark.extend([(thread.window.rate() or 0.0) if running else 0.0] * count)
 
     # --- operations of the node ------------------------------------------------------------------------------------
 
@@ -348,17 +365,19 @@ class Model:
         running = [track for track in tracks if track.running]
         if running or not group.gpus:
             alive = {
-                proc.key: proc for proc in (self.snapshot.procs if self.snapshot else ()) if proc.alive and running
+                proc.key: proc
+                for proc in (self.snapshot.procs if self.snapshot else ())
+                if proc.alive and running and proc.team == group.team
             }
             procs = list((alive | {track.proc.key: track.proc for track in tracks}).values())
             group.gpus, group.ranks = self._count_gpus(procs), self._count_ranks(procs)
         rates = [rate for track in running if (rate := track.rate()) is not None]
         rate = sum(rates) if rates else None
-        group.peak = max(group.peak, rate or 0.0)
         elapsed = (self.mono if running else group.end) - group.start
         failed = sum(track.failed for track in tracks)
         done = sum(track.done for track in tracks)
         average = done / elapsed if elapsed > 1e-3 and done else None  # noqa: PLR2004
+        group.peak = max(group.peak, rate or 0.0, average or 0.0)
         target, target_name = self._target_of(group)
         etas = {track.key: self._eta(track) for track in tracks}
         last = group.straggler = self._straggler(group, etas)
@@ -366,7 +385,7 @@ class Model:
         total = sum(track.op.bytes_total for track in tracks)
         progress = [derive.progress(track) for track in tracks]
         verdict = (
-            Verdict.DEAD if failed else judge(average, target) if not running or elapsed >= QUIET_S else Verdict.QUIET
+            Verdict.FAILED if failed else judge(average, target) if not running or elapsed >= QUIET_S else Verdict.QUIET
         )
         return NodeOp(
             kind=KINDS.get(group.kind, "unknown"),
@@ -384,7 +403,7 @@ class Model:
             target=target,
             target_name=target_name,
             progress=min(sum(p or 0.0 for p in progress) / len(progress), 1.0) if total else None,
-            eta_s=max(known) if known and len(known) == len(running) else None,
+            eta_s=max(known) if known and len(known) == len(running) and not failed else None,
             elapsed_s=max(elapsed, 0.0),
             started_real=min(track.start_real for track in tracks),
             last=derive.name(last.proc) if last else "",
@@ -403,7 +422,8 @@ class Model:
             column = 0 if group.kind == Kind.SAVE else 1
             name = next((name for name, pair in TIERS.items() if pair[column] == asked), "custom")
             return float(asked * group.gpus), name
-        return self.node.target.of(group.kind) * group.gpus, self.node.target.name
+        own = self._asked([track.proc for track in group.members.values()])
+        return own.of(group.kind) * group.gpus, own.name
 
     def _eta(self, track: OpTrack) -> float | None:
         """Seconds until a rank is durable. Ended ranks, and those that only wait for others: 0."""
@@ -459,6 +479,8 @@ class Model:
         track = self._procs.get(proc.key)
         if proc.alive or track is None:
             return True
+        if (proc.header.uid, proc.header.job, proc.rank) in self._living:
+            return False  # the job has been started again
         if any(op.running for op in proc.operations):
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
         return track.died is not None and self.mono - track.died < LINGER_S
@@ -519,7 +541,7 @@ class Model:
             eta_s=self._eta(track) if track.running else None,
             elapsed_s=elapsed,
             phase_s=max(self.mono - self._phase_start(track), 0.0) if track.running else None,
-            verdict=Verdict.DEAD if track.failed else judge(average, target) if judged else Verdict.QUIET,
+            verdict=Verdict.FAILED if track.failed else judge(average, target) if judged else Verdict.QUIET,
             straggler=group.straggler is track,
             engine=ENGINES.get(op.engine, "unknown"),
             direct=bool(op.flags & FLAG_DIRECT),
@@ -536,8 +558,8 @@ class Model:
             files_done=op.files_done,
             error=(errno_name(op.error) or "failed") if op.phase == Phase.FAILED else "",
             wait=derive.awaits(proc, ranks) or (derive.row_wait(state, threads) if track.running else ""),
-            p50_s=percentile(histogram, 0.5),
-            p99_s=percentile(histogram, 0.99),
+            p50_s=derive.latency(histogram, 0.5, threads),
+            p99_s=derive.latency(histogram, 0.99, threads),
             histogram=histogram,
             spark=tuple(track.spark)[-derive.SPARK :],
             threads=threads,

@@ -182,7 +182,6 @@ class Replay:
                 )
             if gpus is None and header.get("gpus") is not None:
                 gpus = int(header["gpus"])
-            self._interval = min(max(float(header.get("interval", 0.5)), 0.05), 60.0)
         except _BROKEN as error:
             raise ReplayError(f"{path}: header: {error!r}") from None
         self._target, self._gpus = target, gpus
@@ -283,7 +282,7 @@ class Replay:
         """Nothing is open."""
 
     def _fresh(self) -> Model:
-        return Model(self._target, self._gpus, self._interval)
+        return Model(self._target, self._gpus)
 
     def _seek_time(self) -> None:
         times = self.recording.times

@@ -21,7 +21,7 @@ class Verdict(Enum):
     """Less."""
     QUIET = "-"
     """Nothing to judge."""
-    DEAD = "dead"
+    FAILED = "failed"
     """The process died during the operation, or the operation failed."""
 
 
@@ -287,12 +287,13 @@ class Checkpoint:
         sync_s: Longest time in fsync and commit of a rank, seconds.
         peak: Sum of the ranks' best seconds, bytes/s.
         engines: Engines that ran.
-        error: errno name of the first failure, `failed` without one; empty if all went well.
+        error: errno name of the first failure, `failed` without one, `rank 3 died`; empty if all went well.
         fallback: errno name of the first fallback; empty if none.
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
         team: What its ranks have in common: their process group, or the job's name.
+        running: Whether a rank is still at it.
     """
 
     kind: str
@@ -310,6 +311,7 @@ class Checkpoint:
     gpus: int = 0
     p99_s: float = 0.0
     team: str = ""
+    running: bool = False
 
     @property
     def seconds(self) -> float:

@@ -267,6 +267,15 @@ def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
     return f"{value:.{decimals}f}"
 
 
+def rates(average: float | None, target: float) -> tuple[str, str]:
+    """Two rates that are compared, GB/s without the unit, with as many decimals as it takes to tell them apart."""
+    for decimals in range(2, 6):
+        words = rate(average, decimals), rate(target, decimals)
+        if words[0] != words[1]:
+            return words
+    return rate(average), rate(target)
+
+
 def size(count: float | None) -> str:
     """GB without the unit, one decimal from 10 GB on; '-' for unknown."""
     if count is None or not math.isfinite(count):

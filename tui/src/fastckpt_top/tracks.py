@@ -9,11 +9,15 @@ from fastckpt_top.segment import FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Th
 from fastckpt_top.window import Sample, Window
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.segment import Operation
     from fastckpt_top.snapshot import Proc
 
 COLUMNS: Final = 240
 """Columns of sparks and graphs that are kept."""
+COLUMN_S: Final = 0.5
+"""Seconds that a column stands for, however often one looks."""
 HEARTBEAT_STALL_S: Final = 2.0
 """A heartbeat that stands still for so long during an operation means a stopped process."""
 PROGRESS_STALL_S: Final = 3.0
@@ -38,11 +42,13 @@ class ProcTrack:
         self.died: float | None = None
         self.seen_alive = False
         self.sync_s: float | None = None
+        self._threads: dict[int, Thread] = {}
         self._heartbeat = -1
         self._beat = mono
 
-    def update(self, proc: Proc, mono: float) -> None:
-        """Take in a snapshot."""
+    def update(self, proc: Proc, mono: float) -> Mapping[int, Thread]:
+        """Take in a snapshot; return the thread slots of the one before."""
+        before, self._threads = self._threads, dict(proc.threads)
         if proc.process.heartbeat != self._heartbeat:
             self._heartbeat = proc.process.heartbeat
             self._beat = mono
@@ -51,6 +57,7 @@ class ProcTrack:
         elif self.alive and self.seen_alive:
             self.died = mono
         self.alive = proc.alive
+        return before
 
     def silent_s(self, proc: Proc, mono: float) -> float:
         """Seconds since the last sign of life; 0 if the process gives none."""
@@ -62,29 +69,39 @@ class ProcTrack:
 
 
 class ThreadTrack:
-    """A thread slot while it counts for one operation."""
+    """A thread slot while it counts for one operation.
 
-    def __init__(self, thread: Thread) -> None:
+    All counters of a slot but `bytes_op` are the process's: what they were when the operation began has to be known.
+
+    Args:
+        thread: The slot.
+        before: The slot as it was before the operation; None if nobody looked.
+    """
+
+    def __init__(self, thread: Thread, before: Thread | None) -> None:
         self.window = Window()
         self.spark: deque[float] = deque(maxlen=COLUMNS)
-        fresh = thread.bytes_ever == thread.bytes_op
-        self.base = (0,) * HISTOGRAM_BUCKETS if fresh else thread.latency_hist
+        first = thread.bytes_ever == thread.bytes_op
+        if before is not None and before.bytes_ever != thread.bytes_ever - thread.bytes_op:
+            before = None  # another operation has used it meanwhile
+        self._before = before
+        self._known = first or before is not None
+        self.base = before.latency_hist if before else (0,) * HISTOGRAM_BUCKETS if first else thread.latency_hist
         self.last = thread
+
+    def begin(self, mono: float) -> None:
+        """The operation began at this moment: the first sample of the window."""
+        if self._before is not None:
+            self.window.add(_sample(self._before, mono, 0))
+        elif self._known:
+            self.window.add(Sample(mono, 0))
+        else:
+            self.window.add(Sample(mono, 0, self.last.requests, waits=False))
 
     def update(self, thread: Thread, mono: float) -> None:
         """Take in a snapshot."""
         self.last = thread
-        self.window.add(
-            Sample(
-                mono,
-                thread.bytes_op,
-                thread.requests,
-                thread.busy_ns,
-                thread.source_wait_ns,
-                thread.limit_wait_ms,
-                thread.latency_sum_ns,
-            )
-        )
+        self.window.add(_sample(thread, mono, thread.bytes_op))
 
     def histogram(self) -> tuple[int, ...]:
         """Requests by latency since this track began."""
@@ -148,16 +165,16 @@ class OpTrack:
         """Whether it ended badly."""
         return self.died or self.op.phase == Phase.FAILED
 
-    def update(self, proc: Proc, op: Operation, mono: float) -> None:
-        """Take in a snapshot."""
+    def update(self, proc: Proc, op: Operation, mono: float, before: Mapping[int, Thread]) -> None:
+        """Take in a snapshot; `before` are the process's thread slots of the one before."""
         self.proc, self.op = proc, op
         slots = [(slot, thread) for slot, thread in proc.threads if thread.op_id == op.op_id]
         for slot, thread in slots:
             track = self.threads.get(slot)
             if track is None:
-                track = self.threads[slot] = ThreadTrack(thread)
+                track = self.threads[slot] = ThreadTrack(thread, before.get(slot))
                 if op.running and mono - self.start < _SEED_S:
-                    track.window.add(Sample(self.start, 0, thread.requests))
+                    track.begin(self.start)
             track.update(thread, mono)
         counted = sum(track.last.bytes_op for track in self.threads.values())
         self.done = max(self.done, counted)
@@ -210,6 +227,18 @@ class OpTrack:
             for index, count in enumerate(track.histogram()):
                 total[index] += count
         return tuple(total)
+
+
+def _sample(thread: Thread, mono: float, done: int) -> Sample:
+    return Sample(
+        mono,
+        done,
+        thread.requests,
+        thread.busy_ns,
+        thread.source_wait_ns,
+        thread.limit_wait_ms,
+        thread.latency_sum_ns,
+    )
 
 
 def _latest(proc: Proc, op: Operation) -> int:

@@ -11,8 +11,10 @@ WINDOW_S: Final = 1.0
 """A completion moves a counter by a whole block, so shorter windows show the block size and not the disk."""
 LONGEST_S: Final = 5.0
 """The window grows up to this while it holds too few completions."""
-ENOUGH: Final = 20
+ENOUGH: Final = 5
 """Completions that make a window meaningful."""
+MISSED: Final = 3
+"""Completions that a second or more without any would have had if all went on: then the rate is zero at once."""
 _SLACK_S: Final = 0.05
 
 
@@ -27,6 +29,7 @@ class Sample(NamedTuple):
         source_ns: Waiting for the source.
         limit_ms: Waiting for the bandwidth limit.
         latency_ns: Sum over completed requests.
+        waits: Whether `busy_ns` and those after it are known.
     """
 
     mono: float
@@ -36,6 +39,7 @@ class Sample(NamedTuple):
     source_ns: int = 0
     limit_ms: int = 0
     latency_ns: int = 0
+    waits: bool = True
 
 
 class Window:
@@ -68,7 +72,15 @@ class Window:
             age = newest.mono - chosen.mono
             if age >= LONGEST_S or (age >= WINDOW_S - _SLACK_S and newest.requests - chosen.requests >= ENOUGH):
                 break
-        return chosen, newest
+        return (self._still(chosen, newest) or chosen), newest
+
+    def _still(self, chosen: Sample, newest: Sample) -> Sample | None:
+        """The moment since when nothing was completed, if much would have been had all gone on."""
+        last = next(one for one in self._samples if one.requests == newest.requests)
+        quiet, moving = newest.mono - last.mono, last.mono - chosen.mono
+        if quiet < WINDOW_S - _SLACK_S or moving <= 0:
+            return None
+        return last if (newest.requests - chosen.requests) * quiet >= MISSED * moving else None
 
     def rate(self) -> float | None:
         """Bytes/s over the window; None while unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -45,8 +46,8 @@ EVENT_SHOWN_S: Final = 60.0
 """How long a warning stays in the message line, seconds."""
 
 
-FINE_BELOW: Final = 5e9
-"""A graph whose top is below this, bytes/s, has two decimals at its axis."""
+LAST: Final = 18
+"""Cells for the rank that the node waits for: `  last: pid 1234567`."""
 NAMED: Final = 3
 """How many fallbacks the message line names."""
 
@@ -61,7 +62,7 @@ def title(frame: Frame) -> Line:
     count = f"{node.alive}/{node.ranks} rank{'' if node.ranks == 1 else 's'}"
     tier = f"{target.name} {text.rate(figure)} GB/s/GPU"
     paused = frame.ui.paused and frame.live
-    status = "PAUSED" if paused else frame.status
+    status = "TABLE PAUSED" if paused else frame.status
     mark, mark_style = (glyphs.pause, "low") if paused or not frame.live else (glyphs.live, "good")
     clock = time.strftime("%H:%M:%S", time.localtime(model.real))
     optional: list[tuple[int, str]] = [
@@ -139,7 +140,7 @@ def _verdict(frame: Frame, op: NodeOp) -> Line:
         Verdict.GOOD: "OK",
         Verdict.LOW: "LOW",
         Verdict.BAD: "SLOW",
-        Verdict.DEAD: op.phase.upper() if not op.running else "TROUBLE",
+        Verdict.FAILED: op.phase.upper() if not op.running else "TROUBLE",
         Verdict.QUIET: "",
     }
     style = VERDICT_STYLES[op.verdict]
@@ -185,8 +186,9 @@ def _progress_line(frame: Frame, op: NodeOp) -> Line:
         tail.add("  ETA ", "dim").add(text.clock(op.eta_s))
     if width >= 70:  # noqa: PLR2004
         tail.add("  t+", "dim").add(text.clock(op.elapsed_s))
-    if op.last and width >= 96:  # noqa: PLR2004
-        tail.add("  last: ", "dim").add(op.last, "low")
+    end = tail.width
+    if width >= 96:  # noqa: PLR2004  (also while nobody is behind: the bar must not shrink when somebody is)
+        tail.add("  last: " if op.last else "", "dim").add(op.last, "low").fill(end + LAST)
     room = width - line.width - tail.width - 4
     if room >= 4:  # noqa: PLR2004
         line.add(f" {glyphs.left}", "dim").add(text.bar(op.progress, room, glyphs.bar), "graph").add(
@@ -199,7 +201,7 @@ def _idle_line(frame: Frame, last: NodeOp) -> Line:
     """`step-1000 done 319.2 GB in 14.9 s, 00:41 ago, every 04:00`."""
     label = frame.say(last.label)
     line = Line(" idle  ", "dim").add(text.fit(label, min(text.width(label), frame.width // 4), frame.glyphs)).add(" ")
-    line.add(last.phase, "bad" if last.verdict is Verdict.DEAD else "text")
+    line.add(last.phase, "bad" if last.verdict is Verdict.FAILED else "text")
     line.add(f"  {text.size(last.done)} GB in {last.elapsed_s:.1f} s")
     ago = frame.model.real - last.started_real - last.elapsed_s
     line.add(f"  {text.ago(ago)} ago", "dim")
@@ -227,12 +229,14 @@ def graph(frame: Frame, height: int, width: int | None = None) -> list[Line]:
     target = op.target if op is not None else (model.node.target.save * model.node.gpus)
     top = max(1.1 * target, op.peak if op is not None else 0.0, 1e6)
     cells = width - 8
+    labels = axis(top, height)
+    # The cell that the target's height falls into.
     target_row = height - 1 - min(int(target / top * height), height - 1)
+    labels[target_row] = text.rate(target) if target > 0 else labels[target_row]
     lines = []
     for row, columns in enumerate(text.columns(values, cells, height, top, glyphs)):
         at_target = row == target_row and target > 0
-        level = target if at_target else top * (height - row) / height
-        line = Line(f"{text.rate(level, 1 if top >= FINE_BELOW else 2):>6}", "target" if at_target else "dim")
+        line = Line(f"{labels[row]:>6}", "target" if at_target else "dim")
         line.add(">" if at_target else " ", "target").add(glyphs.axis, "dim")
         if at_target:
             start = 0
@@ -249,6 +253,27 @@ def graph(frame: Frame, height: int, width: int | None = None) -> list[Line]:
     return lines
 
 
+def axis(top: float, height: int) -> list[str]:
+    """Round numbers at the axis of a graph, each in the line that its height falls into.
+
+    Args:
+        top: Bytes/s of the full height, positive.
+        height: Lines.
+
+    Returns:
+        A label a line, in GB/s, the top line first; empty where no round number is.
+    """
+    labels = [""] * height
+    least = 1.3 * top / max(height, 1) / text.GB  # fewer labels than lines
+    power = math.floor(math.log10(least))
+    step = next(n * 10.0**power for n in (1, 2, 5, 10) if n * 10.0**power >= least * (1 - 1e-9))
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    for number in range(int(top / text.GB / step * (1 + 1e-9)) + 1):
+        row = height - 1 - min(int(number * step * text.GB / top * height * (1 + 1e-9)), height - 1)
+        labels[row] = f"{number * step:.{decimals}f}"
+    return labels
+
+
 def message(frame: Frame) -> Line:
     """The most urgent thing to say: a notice, a stall, a fallback, a warning, or the last checkpoint."""
     model, glyphs, width = frame.model, frame.glyphs, frame.width
@@ -260,7 +285,7 @@ def message(frame: Frame) -> Line:
     last = model.past.checkpoints[-1] if model.past.checkpoints else None
     recent = [event for event in model.events if event.level == "bad" and model.real - event.real < EVENT_SHOWN_S]
     if stalled:
-        words = ", ".join(f"{row.name} STALL {row.stalled_s:.0f}s" for row in stalled[:4])
+        words = ", ".join(f"{row.name} STALL {text.ago(row.stalled_s or 0.0)}" for row in stalled[:4])
         line.add(f"{glyphs.warn} {words}", "bad")
     elif recent:
         line.add(f"{glyphs.warn} {frame.say(recent[-1].text)}", "bad")
@@ -274,7 +299,7 @@ def message(frame: Frame) -> Line:
     if last is not None:
         tail = f"last {_checkpoint(last)}"
         if line.width + len(tail) + 3 <= width:
-            line.fill(width - text.width(tail) - 1).add(frame.say(tail), "dim")
+            line.fill(width - text.width(tail) - 1).add(frame.say(tail), "bad" if last.error else "dim")
     return line.fill(width)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Verdict
+from fastckpt_top.rows import GOOD_FROM, LOW_FROM, Verdict
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
@@ -32,7 +32,7 @@ VERDICT_STYLES: Final = {
     Verdict.GOOD: "good",
     Verdict.LOW: "low",
     Verdict.BAD: "bad",
-    Verdict.DEAD: "bad",
+    Verdict.FAILED: "bad",
     Verdict.QUIET: "dim",
 }
 
@@ -138,7 +138,7 @@ class Frame:
             Verdict.GOOD: glyphs.good,
             Verdict.LOW: glyphs.low,
             Verdict.BAD: glyphs.bad,
-            Verdict.DEAD: glyphs.dead,
+            Verdict.FAILED: glyphs.dead,
             Verdict.QUIET: glyphs.quiet,
         }[verdict]
 
@@ -156,7 +156,7 @@ def rate_style(fraction: float | None) -> str:
     """The colour of a live rate as a fraction of its target."""
     if fraction is None:
         return "dim"
-    return "good" if fraction >= 0.95 else "low" if fraction >= 0.8 else "bad"  # noqa: PLR2004  (noise of the last second)
+    return "good" if fraction >= GOOD_FROM else "low" if fraction >= LOW_FROM else "bad"
 
 
 def scrolled(lines: list[Line], first: int, height: int) -> tuple[list[Line], int]:

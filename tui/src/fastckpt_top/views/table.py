@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.rows import Row, ThreadRow, Verdict
+from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style, share
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def columns(width: int) -> Columns:
         spark = 6
         return Columns(width, True, True, True, max(4, width - fixed - spark - 1), spark, True, False, False, False)
     wait = width >= 100  # noqa: PLR2004
-    fixed = 2 + 5 + 4 + 8 + 7 + 8 + 6 + 5 + 6 + 12 + (12 if wait else 0)
+    fixed = 2 + 5 + 4 + 8 + 7 + 8 + 6 + 5 + 6 + 12 + (13 if wait else 0)
     free = width - fixed - 2
     bar = min(max(7, free // 2), 32)
     spark = min(max(7, free - bar), 48)
@@ -72,7 +73,7 @@ def columns(width: int) -> Columns:
 def head(frame: Frame, cols: Columns) -> Line:
     """The table's head."""
     mode = {"current": "GB/s", "average": "avg", "total": "GB"}[frame.ui.mode]
-    last = f"last {cols.spark * frame.model.interval:.0f}s"
+    last = f"last {cols.spark * COLUMN_S:.0f}s"
     target = "of target" if cols.bar >= len("of target") else "target"
     words = [
         (" RANK", "rank", True),
@@ -88,7 +89,7 @@ def head(frame: Frame, cols: Columns) -> Line:
         (" DONE", "done", cols.done),
         ("   ETA", "eta", cols.eta),
         ("  ENGINE    ", "", cols.engine),
-        ("  WAITS FOR ", "", cols.wait),
+        ("  WAITS FOR  ", "", cols.wait),
     ]
     line = Line("  ")
     for word, column, shown in words:
@@ -135,7 +136,7 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     if cols.wait:
         wait = "the last" if row.straggler and not row.wait else row.wait
         line.add("  ").add(
-            text.fit(wait, 10, glyphs), "low" if wait.startswith(("source", "limit")) or row.straggler else "dim"
+            text.fit(wait, 11, glyphs), "low" if wait.startswith(("source", "limit")) or row.straggler else "dim"
         )
     line.selected = cols.width if selected else 0
     return line.fill(cols.width)
@@ -178,7 +179,7 @@ def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns, *, nam
         line.add(f" {thread.in_flight:>3}q {latency:>7}", "dim")
         wait = thread.wait if cols.wait else thread.wait.replace("source", "src")
         line.add(" " * (12 if cols.wait else 1))
-        line.add(text.fit(wait, 10 if cols.wait else 9, glyphs), _wait_style(thread.wait))
+        line.add(text.fit(wait, 11 if cols.wait else 9, glyphs), _wait_style(thread.wait))
     return line.fill(cols.width)
 
 
@@ -204,7 +205,7 @@ def engine(row: Row) -> str:
 def _eta(row: Row) -> str:
     if row.stalled_s is not None:
         return text.ago(row.stalled_s)
-    if row.verdict is Verdict.DEAD:
+    if row.verdict is Verdict.FAILED:
         return row.error[:5] or "-"
     return text.clock(row.eta_s) if row.running else "-"
 
