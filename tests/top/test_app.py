@@ -7,8 +7,9 @@ import json
 
 import pytest
 import textual.app
-from fastckpt_top import text
+from fastckpt_top import cli, targets, text
 from fastckpt_top.app import TopApp
+from fastckpt_top.model import Model
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
 
@@ -49,8 +50,8 @@ def _drive(app, steps, size):
     return asyncio.run(go())
 
 
-def live(begin=9.0, **values):
-    clock, session = demo(begin)
+def live(begin=9.0, model=None, **values):
+    clock, session = demo(begin, model)
     for tick in range(8):
         clock.now = 100.0 + tick / 2
         session.tick()
@@ -191,6 +192,8 @@ def test_sort_reverse_tier_mode_and_interval():
         assert "light 0.75" in shown(app)
         await pilot.press("T", "T")
         assert "high 3.00" in shown(app)
+        await pilot.press("S")
+        assert "sorted by rank" in shown(app)
         await pilot.press("a")
         assert " avg " in shown(app)
         await pilot.press("plus")
@@ -199,6 +202,37 @@ def test_sort_reverse_tier_mode_and_interval():
         assert app.ui.interval == 0.25
 
     drive(app, steps)
+
+
+def test_the_tier_key_comes_back_to_the_target_that_was_asked_for():
+    _, app = live(model=Model(targets.parse("0.05", "option")))
+
+    async def steps(pilot):
+        seen = []
+        for _ in range(5):
+            seen.append(app.session.model.node.target.name)
+            await pilot.press("T")
+        assert seen == ["custom", "light", "medium", "high", "custom"]
+
+    drive(app, steps)
+
+
+def test_only_running_ranks_are_said_to_be_only_those():
+    _, app = live()
+
+    async def steps(pilot):
+        assert "running only" not in shown(app)
+        await pilot.press("o")
+        await pilot.pause()
+        assert "running only" in shown(app).splitlines()[0]
+
+    drive(app, steps, size=(120, 30))
+
+
+def test_a_theme_that_is_not_there_is_an_error_that_lists_those_that_are(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_interactive", lambda: True)
+    assert cli.main(["--demo", "--theme", "nosuch"]) == 2
+    assert "textual-light" in capsys.readouterr().err
 
 
 def test_pause_lets_the_table_stand_and_the_header_live():

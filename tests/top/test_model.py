@@ -673,3 +673,13 @@ def test_columns_go_on_after_the_end_so_that_all_rows_show_the_same_time():
         look(model, now, rank.op(10 * GB, Phase.DONE, end=1.2))
     assert len(model.rows[0].spark) == len(model.save_graph)
     assert model.rows[0].spark[-2:] == (0.0, 0.0)
+
+
+def test_the_history_is_judged_by_the_target_of_its_time():
+    model, rank = Model(targets.tier("high", "option")), Rank().op(GB)
+    look(model, 1.0, rank)
+    rank.op(10 * GB, Phase.DONE, end=2.0).record(0.0, 2.0)
+    look(model, 3.0, rank)
+    model.set_target(targets.tier("light", "key"))
+    look(model, 3.5, rank)
+    assert model.past.checkpoints[0].target == 3 * GB

@@ -385,8 +385,8 @@ def test_list_dump_layout_and_clean(producer, top, place):
     (place / "1-1.seg").write_bytes(b"nonsense")
     listed = top("--list")
     assert listed.returncode == 0
-    assert f"pid {child.pid}, rank 2" in listed.stdout
-    assert "pid 77, rank 5" in listed.stdout
+    assert f"pid {child.pid}, uid {os.geteuid()}, rank 2" in listed.stdout
+    assert "pid 77, uid" in listed.stdout
     assert "dead, touched" in listed.stdout
     assert "1-1.seg: too short" in listed.stdout
     lines = [json.loads(line) for line in top("--list", "--json").stdout.splitlines()]

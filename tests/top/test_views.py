@@ -239,3 +239,9 @@ def test_the_axis_is_linear_in_round_numbers(top, height):
     steps = {round(a - b) for (_, a), (_, b) in itertools.pairwise(known)}
     assert len(steps) == 1
     assert f"{steps.pop():.0e}"[0] in "125"
+
+
+def test_shares_durations_and_counts_keep_to_their_cells():
+    assert [text.percent(share) for share in (0.5, 9.999, 10.0, 45.28)] == ["50%", "999%", ">999%", ">999%"]
+    assert [text.brief(seconds) for seconds in (0.0, 0.0042, 1.25, 61.04)] == ["0.000", "0.004", "1.25", "61.0"]
+    assert [text.count(number, "GPU") for number in (0, 1, 2)] == ["0 GPUs", "1 GPU", "2 GPUs"]

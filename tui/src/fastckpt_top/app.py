@@ -59,6 +59,7 @@ class TopApp(App[None]):
     BINDINGS: ClassVar[list[Any]] = [
         Binding("ctrl+c,ctrl+q", "quit", "Quit", priority=True),
         Binding("q", "quit", "Quit"),
+        Binding("ctrl+z", "suspend_process", "Suspend"),
         Binding("question_mark,h,f1", "help", "Help"),
         Binding("up,k", "move(-1)", "Up"),
         Binding("down,j", "move(1)", "Down"),
@@ -116,6 +117,7 @@ class TopApp(App[None]):
         self.canvas = Canvas(self._frame, self._clicked, self.action_move)
         self.prompt = Input(compact=True, id="prompt")
         self._asking = ""
+        self._asked_target = session.model.target
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class TopApp(App[None]):
     def action_reverse(self) -> None:
         """Sort the other way round."""
         self.ui.reverse = not self.ui.reverse
-        self.canvas.repaint()
+        self._say(f"sorted by {self.ui.sort}{', reversed' if self.ui.reverse else ''}")
 
     def action_expand(self) -> None:
         """Show or hide the threads of the selected rank."""
@@ -299,10 +301,9 @@ class TopApp(App[None]):
     def action_tier(self) -> None:
         """Judge by the next tier."""
         model = self.session.model
-        name = targets.next_tier(model.node.target.name)
-        model.set_target(targets.tier(name, "key"))
-        save, load = targets.TIERS[name]
-        self._say(f"target {name}: {text.rate(save)} written, {text.rate(load)} read GB/s per GPU")
+        target = targets.following(model.node.target, self._asked_target)
+        model.set_target(target)
+        self._say(f"target {target.name}: {text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU")
 
     def action_mode(self) -> None:
         """Show rates of now, averages, or GB done."""

@@ -280,6 +280,9 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
 
     ui = Ui(view=args.view, sort=args.sort, interval=interval, recording=args.record or "")
     app = TopApp(session, ui, _glyphs(args), args.theme, args.duration)
+    if args.theme and args.theme not in app.available_themes:
+        _complain(f"--theme: there is no {args.theme!r}: choose one of {', '.join(sorted(app.available_themes))}")
+        return USAGE
     app.run(mouse=not args.no_mouse, inline=args.inline, inline_no_clear=args.inline)
     return app.return_code or 0
 
@@ -295,8 +298,8 @@ def _list(args: argparse.Namespace) -> int:
         rank = proc.rank if proc.rank >= 0 else None
         state = "alive" if proc.alive else f"dead, touched {text.ago(snapshot.real - proc.touched)} ago"
         words.append(
-            f"{proc.path}: pid {header.pid}, rank {'-' if rank is None else rank}, fastckpt {header.version}, "
-            f"{header.job or 'no job'}, {state}"
+            f"{proc.path}: pid {header.pid}, uid {header.uid}, rank {'-' if rank is None else rank}, "
+            f"fastckpt {header.version}, {header.job or 'no job'}, {state}"
         )
         found.append(
             {

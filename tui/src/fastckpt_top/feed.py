@@ -404,6 +404,8 @@ def _is_segment(name: str) -> bool:
 
 
 def _reason(error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return "a symbolic link, which is not followed"
     return error.strerror or str(error)
 
 

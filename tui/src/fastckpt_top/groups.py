@@ -36,6 +36,7 @@ class Group:
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
         gpus: GPUs while it ran; 0 not yet known.
+        target: Bytes/s that they were to reach while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
         told_end: Whether the event was given.
@@ -50,6 +51,7 @@ class Group:
         self.members: dict[str, OpTrack] = {track.proc.key: track}
         self.peak = 0.0
         self.gpus = 0
+        self.target = 0.0
         self.ranks = 1
         self.straggler: OpTrack | None = None
         self.told_end = False
@@ -133,6 +135,7 @@ class Past:
             checkpoint = Checkpoint(kind, group.label, step, begun, begun + group.end - group.start, team=group.team)
             self._all.append(checkpoint)
         checkpoint.running = group.running
+        checkpoint.target = group.target
         for track in tracks:
             checkpoint.members.add(track.key)
             self._of[track.key] = checkpoint

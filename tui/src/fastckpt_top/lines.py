@@ -114,7 +114,9 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(model.real))
     per_gpu = f"{text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU"
     alive = f"{node.alive} of {node.ranks} processes alive"
-    lines = [f"fastckpt-top  {node.host}  {when}  {alive}  target {target.name}: {per_gpu}, {node.gpus} GPUs"]
+    lines = [
+        f"fastckpt-top  {node.host}  {when}  {alive}  target {target.name}: {per_gpu}, {text.count(node.gpus, 'GPU')}"
+    ]
     lines += [_op_sentence(op) for op in model.ops]
     lines += ["", _TABLE_HEAD]
     for row in model.rows:
@@ -155,7 +157,7 @@ def _row_line(row: Row) -> str:
 
 def _thread_line(thread: ThreadRow) -> str:
     start = f"       w{thread.index:<3} {thread.tid:>8}        {thread.state:6} {text.rate(thread.rate):>6}"
-    return f"{start}{'':20}{text.size(thread.done):>9}{'':18}{thread.in_flight:>3} flying  {thread.wait or '-'}"
+    return f"{start}{'':20}{text.size(thread.done):>9}{'':18}{thread.in_flight:>3} in flight  {thread.wait or '-'}"
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:
@@ -182,7 +184,7 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         state = "running" if op.running else op.phase
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
         figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
-        target = f"target {op.target_name} x {op.gpus} GPUs"
+        target = f"target {op.target_name} x {text.count(op.gpus, 'GPU')}"
         words.append(f"{result}: {op.kind} {op.label} ({state}): {figures}, {target}")
     return good, "\n".join(words)
 

@@ -379,6 +379,8 @@ class Model:
         average = done / elapsed if elapsed > 1e-3 and done else None  # noqa: PLR2004
         group.peak = max(group.peak, rate or 0.0, average or 0.0)
         target, target_name = self._target_of(group)
+        if running:
+            group.target = target
         etas = {track.key: self._eta(track) for track in tracks}
         last = group.straggler = self._straggler(group, etas)
         known = [eta for track in running if (eta := etas[track.key]) is not None]

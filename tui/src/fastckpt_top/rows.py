@@ -294,6 +294,7 @@ class Checkpoint:
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
         team: What its ranks have in common: their process group, or the job's name.
         running: Whether a rank is still at it.
+        target: Bytes/s that it was to reach while it ran; 0 where nobody looked.
     """
 
     kind: str
@@ -312,6 +313,7 @@ class Checkpoint:
     p99_s: float = 0.0
     team: str = ""
     running: bool = False
+    target: float = 0.0
 
     @property
     def seconds(self) -> float:

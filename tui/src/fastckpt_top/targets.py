@@ -94,10 +94,13 @@ def parse(text: str, source: str) -> Target:
     return named(found["save"], found["load"], source)
 
 
-def next_tier(name: str) -> str:
-    """The tier after `name`, going round."""
-    names = list(TIERS)
-    return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
+def following(present: Target, asked: Target | None) -> Target:
+    """The target after the present one: the tiers, then what the command line asked for if it is none, going round."""
+    round_ = [tier(name, "key") for name in TIERS]
+    if asked is not None and asked.name not in TIERS:
+        round_.append(asked)
+    at = next((index for index, one in enumerate(round_) if one.name == present.name), -1)
+    return round_[(at + 1) % len(round_)]
 
 
 def _figure(word: str, text: str) -> float:

@@ -290,7 +290,8 @@ def percent(fraction: float | None) -> str:
     """Whole percent, never rounded up, so that 100 % means that it is reached; '-' for unknown."""
     if fraction is None or not math.isfinite(fraction):
         return "-"
-    return f"{min(math.floor(fraction * 100 + 1e-9), 9999)}%"
+    share = math.floor(fraction * 100 + 1e-9)
+    return f"{share}%" if share <= 999 else ">999%"  # noqa: PLR2004  (five cells at most)
 
 
 def clock(seconds: float | None) -> str:
@@ -303,6 +304,16 @@ def clock(seconds: float | None) -> str:
     if whole >= 3600:  # noqa: PLR2004
         return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
     return f"{whole // 60:02d}:{whole % 60:02d}"
+
+
+def count(number: int, what: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def brief(seconds: float) -> str:
+    """A duration in five cells at most, with three digits: `0.004`, `1.25`, `61.0`."""
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"  # noqa: PLR2004
 
 
 def ago(seconds: float) -> str:

@@ -71,17 +71,8 @@ def title(frame: Frame) -> Line:
         (4, f"tier {tier}" if target.name != "custom" else f"target {text.rate(figure)} GB/s/GPU"),
         (6, f"{frame.ui.interval:g}s"),
         (7, f"job {frame.say(text.cut(node.job, 32))}" if node.job else ""),
-        (
-            8,
-            f"sort {frame.ui.sort}{' reversed' if frame.ui.reverse else ''}"
-            if frame.ui.sort != "rank" or frame.ui.reverse
-            else "",
-        ),
+        *_choices(frame),
     ]
-    if frame.ui.filter:
-        optional.append((2, f"filter {frame.say(text.cut(frame.ui.filter, 16))}"))
-    if frame.ui.recording:
-        optional.append((2, "REC"))
     name = "fastckpt-top" if frame.width >= 46 else "fastckpt"  # noqa: PLR2004
     if frame.width >= 140:  # noqa: PLR2004
         name += f" {__version__}"
@@ -94,7 +85,9 @@ def title(frame: Frame) -> Line:
             chosen.add(word)
     line = Line(" ").add(name, "title")
     for _, word in (pair for pair in optional if pair[1] in chosen):
-        line.add("  ").add(word, "bad" if word == "REC" else "low" if word.startswith("filter ") else "text")
+        line.add("  ").add(
+            word, "bad" if word == "REC" else "low" if word.startswith(("filter ", "running ")) else "text"
+        )
     tail = Line()
     for _, word in right:
         if word in chosen:
@@ -104,6 +97,18 @@ def title(frame: Frame) -> Line:
             else:
                 tail.add(word, "dim")
     return line.fill(frame.width - tail.width).extend(tail)
+
+
+def _choices(frame: Frame) -> list[tuple[int, str]]:
+    """What the user has chosen that changes what is shown: how much it matters, and a word."""
+    ui = frame.ui
+    order = f"sort {ui.sort}{' reversed' if ui.reverse else ''}" if ui.sort != "rank" or ui.reverse else ""
+    return [
+        (8, order),
+        (2, f"filter {frame.say(text.cut(ui.filter, 16))}" if ui.filter else ""),
+        (2, "running only" if ui.active_only else ""),
+        (2, "REC" if ui.recording else ""),
+    ]
 
 
 def op_lines(frame: Frame) -> list[Line]:

@@ -35,7 +35,7 @@ def _threads(frame: Frame) -> tuple[list[Line], list[Line]]:
     rows = frame.ui.rows(frame.model.rows)
     lines = [thread_line(frame, row, thread, cols, named=True) for row in rows for thread in row.threads]
     busy = sum(row.running for row in rows)
-    name = Line(f" THREADS  {len(lines)} of {len(rows)} ranks ({busy} busy)", "head")
+    name = Line(f" THREADS  {len(lines)} of {text.count(len(rows), 'rank')} ({busy} busy)", "head")
     if not cols.pid:
         return [name], lines or [Line(" no threads yet", "dim")]
     mode = "GB" if frame.ui.mode == "total" else "GB/s"
@@ -53,13 +53,13 @@ def _threads(frame: Frame) -> tuple[list[Line], list[Line]]:
 def _history(frame: Frame) -> tuple[list[Line], list[Line]]:
     past = list(reversed(frame.model.past.checkpoints))
     width = frame.width
-    name = Line(f" HISTORY  {len(past)} checkpoints", "head")
-    head = Line(" WHEN    " if width >= 60 else " ", "head")  # noqa: PLR2004
+    name = Line(f" HISTORY  {text.count(len(past), 'operation')}", "head")
+    head = Line("  WHEN    " if width >= 60 else " ", "head")  # noqa: PLR2004
     label = _label_width(width)
-    head.add(f" OP   {text.fit('CHECKPOINT', label, frame.glyphs)}", "head")
+    head.add(f" OP     {text.fit('CHECKPOINT', label, frame.glyphs)}", "head")
     if width >= 50:  # noqa: PLR2004
         head.add("      GB   secs", "head")
-    head.add("   GB/s    %", "head")
+    head.add("   GB/s     %", "head")
     if width >= _WIDE:
         head.add("   /GPU   peak  fsync  p99 ms  of target", "head")
     return [name, head], [_checkpoint_line(frame, one, label) for one in past] or [Line(" nothing yet", "dim")]
@@ -67,8 +67,8 @@ def _history(frame: Frame) -> tuple[list[Line], list[Line]]:
 
 def _label_width(width: int) -> int:
     if width >= _WIDE:
-        return max(14, min(28, width - 96))
-    return max(6, min(28, width - (47 if width >= 60 else 37 if width >= 50 else 21)))  # noqa: PLR2004
+        return max(14, min(28, width - 100))
+    return max(6, min(28, width - (51 if width >= 60 else 40 if width >= 50 else 24)))  # noqa: PLR2004
 
 
 def _checkpoint_line(frame: Frame, past: Checkpoint, label: int) -> Line:
@@ -78,19 +78,19 @@ def _checkpoint_line(frame: Frame, past: Checkpoint, label: int) -> Line:
     style = VERDICT_STYLES[verdict]
     line = Line(frame.glyphs.dead if past.error else frame.glyph(verdict), "bad" if past.error else style)
     if width >= 60:  # noqa: PLR2004
-        line.add(time.strftime("%H:%M:%S", time.localtime(past.end)), "dim")
-    line.add(f" {past.kind[:4]:<4} ").add(text.fit(frame.say(past.label), label, frame.glyphs), "strong")
+        line.add(time.strftime(" %H:%M:%S", time.localtime(past.end)), "dim")
+    line.add(f" {past.kind:<6} ").add(text.fit(frame.say(past.label), label, frame.glyphs), "strong")
     if past.error:
         return line.add(f"  failed: {past.error}", "bad")
     if width >= 50:  # noqa: PLR2004
         line.add(f" {text.size(past.bytes):>7} {past.seconds:>6.1f}")
     fraction = past.average / target if target else None
-    line.add(f" {text.rate(past.average):>6} {text.percent(fraction):>4}", style)
+    line.add(f" {text.rate(past.average):>6} {text.percent(fraction):>5}", style)
     if width >= _WIDE:
         gpus = frame.model.gpus or past.gpus or len(past.members)
         p99 = f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-"
         peak = text.rate(past.peak or None)
-        line.add(f" {text.rate(past.average / max(gpus, 1)):>6} {peak:>6} {past.sync_s:>6.1f} {p99:>7}", "dim")
+        line.add(f" {text.rate(past.average / max(gpus, 1)):>6} {peak:>6} {text.brief(past.sync_s):>6} {p99:>7}", "dim")
         engines = ",".join(sorted(past.engines)) + (f" ({past.fallback})" if past.fallback else "")
         room = width - line.width - 24
         line.add("  ").add(text.bar(fraction, min(max(room, 8), 40), frame.glyphs.thin), style)

@@ -133,7 +133,9 @@ def empty(frame: Frame) -> list[Line]:
     places = frame.model.places or ("no directory",)
     lines = [
         Line(),
-        Line(" No fastckpt process yet.", "strong").add(" It is shown as soon as one saves or loads.", "dim"),
+        Line(f" No fastckpt process {'any more' if frame.model.past.checkpoints else 'yet'}.", "strong").add(
+            " It is shown as soon as one saves or loads.", "dim"
+        ),
         Line(),
         Line(" Looked at:", "head"),
         *(Line(f"   {frame.say(text.clean(place))}") for place in places[:8]),

@@ -28,7 +28,7 @@ def panel(frame: Frame, row: Row | None, width: int, height: int) -> list[Line]:
     selected = _selected(frame, row, width) if row is not None else []
     left = height - len(selected) - 3
     shown = max(3, min(len(past), left // 2))
-    lines = [Line(" " + text.fit("HISTORY", width - 35), "head").add("          GB   secs   GB/s    %", "dim")]
+    lines = [Line(" " + text.fit("HISTORY", width - 38), "head").add("            GB   secs   GB/s     %", "dim")]
     lines += [_history_line(frame, checkpoint, width) for checkpoint in reversed(past[-shown:])] or [
         Line(" nothing yet", "dim")
     ]
@@ -44,17 +44,19 @@ def panel(frame: Frame, row: Row | None, width: int, height: int) -> list[Line]:
 def _history_line(frame: Frame, past: Checkpoint, width: int) -> Line:
     target = checkpoint_target(frame, past)
     verdict = judge(past.average, target)
-    line = Line(" ").add(text.fit(frame.say(past.label), width - 35, frame.glyphs))
-    line.add(f" {past.kind[:4]:<4}", "dim")
+    line = Line(" ").add(text.fit(frame.say(past.label), width - 38, frame.glyphs))
+    line.add(f" {past.kind:<6}", "dim")
     if past.error:
         return line.add(f" {past.error}", "bad")
     line.add(f" {text.size(past.bytes):>6} {past.seconds:>6.1f} {text.rate(past.average):>6}")
-    line.add(f" {text.percent(past.average / target if target else None):>4}", VERDICT_STYLES[verdict])
+    line.add(f" {text.percent(past.average / target if target else None):>5}", VERDICT_STYLES[verdict])
     return line.add(" ").add(frame.glyph(verdict), VERDICT_STYLES[verdict])
 
 
 def checkpoint_target(frame: Frame, past: Checkpoint) -> float:
-    """Bytes/s that an ended operation should have reached: today's target for its GPUs."""
+    """Bytes/s that an ended operation should have reached: what was the target then, else today's for its GPUs."""
+    if past.target:
+        return past.target
     target = frame.model.node.target
     gpus = frame.model.gpus or past.gpus or len(past.members)
     return (target.save if past.kind == "save" else target.load) * gpus
@@ -77,7 +79,7 @@ def _selected(frame: Frame, row: Row, width: int) -> list[Line]:
     lines.append(Line(" engine ", "dim").add(f"{row.engine}, {direct}").add(fallback, "low"))
     lines.append(
         Line(" block  ", "dim").add(
-            f"{text.block(row.block_size)}, {row.queue_depth} in flight, {len(row.threads)} threads"
+            f"{text.block(row.block_size)}, {row.queue_depth} in flight, {text.count(len(row.threads), 'thread')}"
         )
     )
     if row.p50_s is not None and row.p99_s is not None:
@@ -109,7 +111,12 @@ def event_line(frame: Frame, event: Event, width: int) -> Line:
 def pane(frame: Frame, row: Row, cols: Columns, height: int) -> list[Line]:
     """The selected rank's threads, below a table that does not show them."""
     glyphs = frame.glyphs
-    words = [row.name, f"{len(row.threads)} threads", f"{text.block(row.block_size)} blocks", f"QD {row.queue_depth}"]
+    words = [
+        row.name,
+        text.count(len(row.threads), "thread"),
+        f"{text.block(row.block_size)} blocks",
+        f"QD {row.queue_depth}",
+    ]
     words += [engine(row), frame.say(row.path)]
     line = Line(f"{glyphs.rule} ", "dim")
     line.add(

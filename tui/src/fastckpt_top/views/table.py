@@ -158,7 +158,7 @@ def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns, *, nam
     line = Line(glyphs.bad if thread.slow else " ", "bad").add(" ")
     name = f"w{thread.index}"
     if not cols.pid:
-        line.add(f"{name:>4} ", "dim")
+        line.add(f"{f'{_int(row.rank)}.{thread.index}' if named else name:>4} ", "dim")
     elif named:
         line.add(f"{_int(row.rank):>4} ").add(f"{name:<4}", "dim").add(f"{thread.tid:>8}", "dim")
     else:
