@@ -21,7 +21,8 @@ from fastckpt._api.outcome import conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import Loaded, RankLoadReport, RankSaveReport
+from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
+from fastckpt._api.reports import Loaded
 from fastckpt._api.save import warn_of_failures
 from fastckpt._background.pending import OnError, PendingSave, check_on_error
 from fastckpt._background.save_async import tell_unasked_but

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import logging
+import statistics
 import subprocess
 import sys
 
@@ -17,17 +19,20 @@ def child(code, *options):
     return done.stdout
 
 
-def test_import_time():
-    """Under 100 ms, most of it numpy's own; where the machine is too slow for that, in proportion to numpy's."""
+def test_import_time(record_property):
+    """Under 100 ms of CPU, most of it numpy's own; where the machine is too slow for that, in proportion to numpy's."""
     code = (
         "from time import process_time as t; a = t(); import numpy; b = t(); import fastckpt; c = t(); "
         "print(b - a, c - b)"
     )
-    tries = [tuple(map(float, child(code).split())) for _ in range(7)]
+    # As installed: compiled once, and not at every import.
+    compileall.compile_dir(fastckpt.__path__[0], quiet=2)
+    tries = [tuple(map(float, child(code).split())) for _ in range(9)]
     whole = min(numpy + ours for numpy, ours in tries)
-    added = min(ours for _, ours in tries)
-    theirs = min(numpy for numpy, _ in tries)
-    assert whole < 0.100 or added < 0.6 * theirs, (whole, added, theirs)
+    added = statistics.median(ours / numpy for numpy, ours in tries)
+    record_property("milliseconds of CPU with numpy", whole * 1e3)
+    record_property("share of numpy's own", added)
+    assert whole < 0.100 or added < 0.6, tries
 
 
 def test_import_brings_nothing_heavy():

@@ -1,1 +1,7 @@
 """What users call: its arguments, its reports, and the order of the steps behind it."""
+
+from fastckpt._namesake import warn_of_namesake
+
+# Here, and not in fastckpt/__init__.py, which the other distribution may have overwritten: fastckpt.distributed and
+# fastckpt.dcp come by here, too.
+warn_of_namesake()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fastckpt._api import in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import RankSaveReport
+from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._background.claim import Claim
 from fastckpt._background.devices import Devices
 from fastckpt._tensors.ranges import range_of

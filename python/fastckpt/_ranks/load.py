@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
     Attributes:
         state: the state, with what is in ``into`` filled.
-        fields: what :class:`fastckpt._api.reports.RankLoadReport` is made of.
+        fields: what :class:`fastckpt._api.rank_reports.RankLoadReport` is made of.
     """
 
     state: Any

@@ -73,7 +73,7 @@ class Written(NamedTuple):
     """What was done.
 
     Attributes:
-        own: what :class:`fastckpt._api.reports.RankSaveReport` is made of.
+        own: what :class:`fastckpt._api.rank_reports.RankSaveReport` is made of.
         whole: the core's report of the whole checkpoint.
     """
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import fastckpt
+from fastckpt import _namesake
 from fastckpt._text import count, size, suggest, table, visible
 from fastckpt._tools.bench import command as _bench
 from fastckpt._tools.convert import command as _convert
@@ -250,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     operation, path = "run", Path()
     document: dict[str, Any]
     try:
+        _namesake.check_own(fastckpt)
         options = _parser().parse_args(arguments)
         operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)

@@ -12,7 +12,8 @@ from fastckpt._api.destinations import Targets
 from fastckpt._api.options import DeviceEngine, check_engine
 from fastckpt._api.outcome import conclude, until_settled
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import LoadReport, RankLoadReport
+from fastckpt._api.rank_reports import RankLoadReport
+from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.registry import Registry, Types

@@ -13,7 +13,8 @@ from fastckpt._api.lent import lent
 from fastckpt._api.options import DeviceEngine, check_bandwidth, check_engine
 from fastckpt._api.outcome import conclude
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import RankSaveReport, SaveReport
+from fastckpt._api.rank_reports import RankSaveReport
+from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of

@@ -211,7 +211,7 @@ def _once(args: argparse.Namespace, session: Session, interval: float) -> int:
     if args.json:
         JsonWriter(sys.stdout, header=False).write(model)
     elif not model.node.ranks and not model.past.checkpoints:
-        print(lines.empty_text(model), file=sys.stderr)
+        _nothing(lines.empty_text(model))
     else:
         _print(lines.table(model, _glyphs(args)))
     return OK if model.node.ranks or model.past.checkpoints else NOTHING
@@ -319,7 +319,7 @@ def _list(args: argparse.Namespace) -> int:
         found.append({"path": path, "problem": reason})
     _print("".join((json.dumps(line) if args.json else word) + "\n" for line, word in zip(found, words, strict=True)))
     if not found:
-        print(f"no segment in {', '.join(snapshot.places) or 'any directory'}", file=sys.stderr)
+        _nothing(f"no segment in {', '.join(snapshot.places) or 'any directory'}")
     return OK if found else NOTHING
 
 
@@ -347,6 +347,20 @@ def _dump(args: argparse.Namespace) -> int:
 
     _print(json.dumps(asdict(found), indent=1) + "\n")
     return OK
+
+
+def _nothing(words: str) -> None:
+    """Say that nothing was found, and why that may be: another project's distribution is called ``fastckpt``."""
+    from importlib import metadata
+
+    print(words, file=sys.stderr)
+    found = {name: any(metadata.distributions(name=name)) for name in ("fastckpt", "fastckpt-io")}
+    if found["fastckpt"]:
+        install = "--force-reinstall --no-deps fastckpt-io" if found["fastckpt-io"] else "fastckpt-io"
+        _complain(
+            "the distribution fastckpt of this environment is another project's, and saves no checkpoints: "
+            f"pip uninstall fastckpt && pip install {install}"
+        )
 
 
 def _complain(words: str) -> None:

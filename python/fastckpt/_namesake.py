@@ -1,0 +1,82 @@
+"""Another project's distribution is called ``fastckpt`` and installs a module of the same name (docs/install.md).
+
+pip lets both into one directory, where the later one overwrites files of the earlier one and says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+#: What puts this module right where both are, or were, installed. Without ``--no-deps``, pip would renew numpy, too.
+REMEDY = "pip uninstall fastckpt && pip install --force-reinstall --no-deps fastckpt-io"
+
+# As pip, setuptools and distutils name what they know of an installed distribution.
+_about = re.compile(r"fastckpt(?:-(\d[\w.+!]*)(?:-py[\d.]+)?)?\.(?:dist|egg)-info", re.IGNORECASE).fullmatch
+
+
+def warn_of_namesake() -> None:
+    """Warn if the other project's distribution is installed where this package lies.
+
+    Only the directory of this package is looked at: elsewhere the other one overwrites nothing, and the order of
+    ``sys.path`` decides. ``importlib.metadata`` would know more, but to import it takes nearly as long as to import
+    fastckpt (25 ms of CPU beside 33); the listing takes 0.4 ms where 230 names lie there.
+
+    Warns:
+        RuntimeWarning: it is.
+    """
+    package = Path(__file__).parent
+    other = _other_in(package.parent)
+    if other is not None:
+        warnings.warn(
+            f"{other} and fastckpt-io are both installed into {package} and overwrite each other's files there; "
+            f"{other} is another project's. To keep fastckpt-io: {REMEDY}",
+            RuntimeWarning,
+            stacklevel=4,  # this function, fastckpt/_api, fastckpt, and who imports it
+        )
+
+
+def check_own(module: ModuleType) -> None:
+    """Raise ImportError, with the remedy, if ``module``, which is ``fastckpt``, is not this package's."""
+    if not hasattr(module, "save"):
+        package = Path(__file__).parent
+        other = _other_in(package.parent)
+        by = (
+            f"{other}, another project's, has overwritten"
+            if other
+            else "another distribution has overwritten or removed"
+        )
+        raise ImportError(f"cannot import fastckpt: {by} {package / '__init__.py'}; {REMEDY}")
+
+
+def _other_in(directory: Path) -> str | None:
+    """Return name and version of the other distribution if it has files in ``directory``/fastckpt."""
+    try:
+        names = os.listdir(directory)  # noqa: PTH208 - many names, of which one or none becomes a path
+    except OSError:
+        # In an archive, or not readable.
+        return None
+    for name in names:
+        about = _about(name)
+        if about is not None and _has_files(directory / name / "RECORD"):
+            return f"fastckpt {about[1]}" if about[1] else "the distribution fastckpt"
+    return None
+
+
+def _has_files(record: Path) -> bool:
+    """Whether the list of files ``record`` is of a distribution that has a package ``fastckpt``, and not of this one.
+
+    Distributions of Debian, and old ones, have no such list: there the name decides.
+    """
+    try:
+        with record.open(encoding="utf-8", errors="replace") as lines:
+            files = [line for line in lines if line.startswith("fastckpt/")]
+    except OSError:
+        return True
+    return bool(files) and not any(line.startswith("fastckpt/_namesake.py,") for line in files)
