@@ -7,7 +7,7 @@ import signal
 import pytest
 
 import fastckpt
-from harness import groups
+from harness import groups, zygote
 
 # A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -20,6 +20,20 @@ def forge():
     """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
     with groups.forge() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def children():
+    """Forks the jobs of :mod:`harness.jobs`, without torch."""
+    with zygote.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def children_with_torch():
+    """Forks the jobs of :mod:`harness.jobs` with torch imported, which takes seconds."""
+    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
+        yield running
 
 
 @pytest.fixture(params=["uring", "threads", "buffered"])

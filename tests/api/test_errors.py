@@ -31,12 +31,6 @@ ENGINES = ["uring", "threads", "buffered"]
 BLOCK = 4 << 20
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running() as running:
-        yield running
-
-
 def visible(point):
     return [name for name in manifest.listing(point) if name != "lost+found"]
 

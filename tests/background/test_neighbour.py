@@ -93,10 +93,9 @@ def test_a_priority_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monke
     ]
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
-        yield running
+@pytest.fixture
+def children(children_with_torch):
+    return children_with_torch
 
 
 def threads_started(children, directory, **options):

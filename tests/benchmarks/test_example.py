@@ -83,11 +83,20 @@ def run_and_kill(out: Path, delay: float, *more: str) -> None:
     assert done.returncode == -signal.SIGKILL, "ended before it could be killed"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run, with synchronous saves: an asynchronous one must not change what is computed."""
+    out = tmp_path_factory.mktemp("undisturbed") / "whole"
+    run(out)
+    return out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--async",)])
-def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(tmp_path: Path, more: tuple[str, ...]) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole)  # synchronous in both cases: an asynchronous save must not change what is computed
+def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
+    tmp_path: Path, whole: Path, more: tuple[str, ...]
+) -> None:
+    killed = tmp_path / "killed"
     expected = losses(whole)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
     assert all(float.fromhex(loss) > 0 for _, loss in expected)

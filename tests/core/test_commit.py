@@ -40,12 +40,6 @@ RENAMES = ("rename", "renameat", "renameat2")
 SYNCS = ("fsync", "fdatasync")
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running() as running:
-        yield running
-
-
 @pytest.fixture
 def parent(tmp_path):
     """The directory in which the checkpoint lies, with nothing else in it; traces go elsewhere."""

@@ -27,12 +27,6 @@ CAUSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running() as running:
-        yield running
-
-
 def outcome(children, **arguments):
     result = children.run("round_trips", **arguments)
     assert not isinstance(result, zygote.Raised), result.trace

@@ -49,12 +49,11 @@ SECONDS = 2.0
 MUTATIONS = 2100
 
 
-@pytest.fixture(scope="module")
-def children():
+@pytest.fixture
+def children(children_with_torch):
     # With torch imported beforehand: decoding some tokens needs it, and its import alone takes longer than these
     # loads may.
-    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
-        yield running
+    return children_with_torch
 
 
 TENSORS = [

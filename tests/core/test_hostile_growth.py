@@ -29,10 +29,9 @@ SECONDS = 10.0
 GROWTH = 192 << 20
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
-        yield running
+@pytest.fixture
+def children(children_with_torch):
+    return children_with_torch
 
 
 @pytest.fixture

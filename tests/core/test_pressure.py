@@ -20,12 +20,6 @@ from harness.states import which
 CHANGED = "its memory changed while it was written"
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running() as running:
-        yield running
-
-
 # --- memory that changes ---------------------------------------------------------------------------------------------
 
 

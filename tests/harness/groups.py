@@ -195,8 +195,7 @@ class Group:
 
     def stop(self, rank: int) -> None:
         """SIGSTOP: all of its threads stand still."""
-        self.children[rank].signal(signal.SIGSTOP)
-        self._stopped(rank)
+        self.children[rank].stop()
 
     def resume(self, rank: int) -> None:
         self.children[rank].signal(signal.SIGCONT)
@@ -216,15 +215,6 @@ class Group:
         for child in filter(None, [*self.children, self._keeper]):
             child.kill()
             child.channel.sock.close()
-
-    def _stopped(self, rank: int) -> None:
-        """Wait until it stands still: it says so before it stops, and SIGCONT would come too early."""
-        status = Path(f"/proc/{self.children[rank].pid}/stat")
-        limit = time.monotonic() + 60
-        while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "T":
-            if time.monotonic() > limit:
-                raise AssertionError(f"rank {rank} does not stop")
-            time.sleep(0.001)
 
     def _outcome(self, rank: int, deadline: float) -> Outcome:
         while True:
@@ -249,7 +239,8 @@ class Group:
             else:
                 self.struck = message["at"]
                 if message["struck"]:
-                    self._stopped(rank)
+                    # It says so before it stops, and SIGCONT would come too early.
+                    self.children[rank].until_stopped()
                     return Outcome(rank, "stopped")
 
 

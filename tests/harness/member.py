@@ -69,7 +69,15 @@ def serve(channel: Channel, *, rank: int, size: int, host: str, port: int, backe
     )
     if master:
         channel.send({"report": client.port})
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    # What torchrun tells a program, whose own `init_process_group("gloo")` then joins.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(client.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     if backend:
         # Torch puts a prefix of its own before the keys.
         dist.init_process_group(backend, store=client, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))

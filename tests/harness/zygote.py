@@ -145,6 +145,20 @@ class Child:
         # Nobody but the zygote reaps, and only when asked: so the pid is still this child's.
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """SIGSTOP, and wait until all of its threads stand still: until then they go on."""
+        self.signal(signal.SIGSTOP)
+        self.until_stopped()
+
+    def until_stopped(self) -> None:
+        """Wait until it stands still, by a signal that is on its way."""
+        status = Path(f"/proc/{self.pid}/stat")
+        limit = time.monotonic() + 60
+        while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > limit:
+                raise AssertionError(f"child {self.pid} does not stop")
+            time.sleep(0.001)
+
     def kill(self) -> int:
         """SIGKILL, and wait until it is really gone; the wait status."""
         if self.status is None:

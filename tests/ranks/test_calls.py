@@ -23,12 +23,12 @@ def from_nowhere(path, home):
         os.chdir(home)
         home.rmdir()
     try:
-        distributed.save(state(), "relative", timeout=20)
+        distributed.save(state(), "relative", timeout=60)
     except (FileNotFoundError, fastckpt.RanksError) as error:
         told = f"{type(error).__name__}: {error}"
     finally:
         os.chdir("/")
-    return told, distributed.save(state(), path, timeout=20).ranks
+    return told, distributed.save(state(), path, timeout=60).ranks
 
 
 def test_a_path_that_cannot_be_made_absolute_takes_its_turn(forge, tmp_path):
@@ -64,20 +64,20 @@ def interrupted(path):
     def first():
         def default(_):
             begun.set()
-            go_on.wait(30)
+            go_on.wait(60)
             return 1
 
-        distributed.save({"w": object()}, f"{path}-1", default=default, timeout=20)
+        distributed.save({"w": object()}, f"{path}-1", default=default, timeout=60)
 
     thread = threading.Thread(target=first)
     thread.start()
-    begun.wait(30)
+    begun.wait(60)
     told = ""
     if dist.get_rank() == 0:
         former = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
-            distributed.save(state(), f"{path}-2", timeout=20)
+            distributed.save(state(), f"{path}-2", timeout=60)
         except KeyboardInterrupt:
             told = "interrupted"
         signal.signal(signal.SIGALRM, former)
@@ -85,16 +85,16 @@ def interrupted(path):
     else:
         go_on.set()
         try:
-            distributed.save(state(), f"{path}-2", timeout=20)
+            distributed.save(state(), f"{path}-2", timeout=60)
         except fastckpt.RanksError as error:
             told = str(error)
     thread.join()
-    return told, distributed.save(state(), f"{path}-3", timeout=20).ranks
+    return told, distributed.save(state(), f"{path}-3", timeout=60).ranks
 
 
 def test_a_call_that_is_interrupted_before_its_turn_holds_nobody_up(forge, tmp_path):
     with forge.group(2) as group:
-        (own, saved), (other, _) = group.run(interrupted, tmp_path / "c", timeout=30)
+        (own, saved), (other, _) = group.run(interrupted, tmp_path / "c", timeout=120)
     assert own == "interrupted"
     assert "rank 0" in other
     assert "KeyboardInterrupt" in other
@@ -108,34 +108,34 @@ def from_below(path):
 
     def default(_):
         try:
-            distributed.save(state(), f"{path}-2", timeout=20)
+            distributed.save(state(), f"{path}-2", timeout=60)
         except RuntimeError as error:
             told.append(str(error))
         return 1
 
     began = time.monotonic()
-    distributed.save({"w": object()}, f"{path}-1", default=default, timeout=20)
-    distributed.save(state(), f"{path}-3", timeout=20)
+    distributed.save({"w": object()}, f"{path}-1", default=default, timeout=60)
+    distributed.save(state(), f"{path}-3", timeout=60)
     return told, time.monotonic() - began
 
 
 def test_a_call_from_within_another_is_refused_at_once(forge, tmp_path):
     with forge.group(2) as group:
-        for told, seconds in group.run(from_below, tmp_path / "c", timeout=30):
+        for told, seconds in group.run(from_below, tmp_path / "c", timeout=120):
             assert len(told) == 1
             assert "this thread is in a save or load of the same process group" in told[0]
-            assert seconds < 15
+            assert seconds < 30, "it was told by the timeout, and not at once"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["c-1", "c-3"]
 
 
 def fork_and_save(path):
-    distributed.save(state(), path, timeout=20)
+    distributed.save(state(), path, timeout=60)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         told = "saved"
         try:
-            distributed.save(state(), f"{path}-child", timeout=20)
+            distributed.save(state(), f"{path}-child", timeout=60)
         except RuntimeError as error:
             told = str(error)
         finally:
@@ -145,12 +145,12 @@ def fork_and_save(path):
     with os.fdopen(reading) as stream:
         told = stream.read()
     os.waitpid(child, 0)
-    return told, distributed.save(state(2), path, timeout=20).ranks
+    return told, distributed.save(state(2), path, timeout=60).ranks
 
 
 def test_a_process_that_was_forked_from_a_rank_is_refused(forge, tmp_path):
     with forge.group(2) as group:
-        for told, saved in group.run(fork_and_save, tmp_path / "c", timeout=50):
+        for told, saved in group.run(fork_and_save, tmp_path / "c", timeout=240):
             assert told.startswith("save: this process was forked from a rank")
             assert saved == 2
     assert fastckpt.load(tmp_path / "c")["w"][0] == 2
@@ -173,7 +173,7 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
             raise KeyboardInterrupt
 
     def waits(*args, **options):
-        go_on.wait(30)
+        go_on.wait(60)
         return save_order(*args, **options)
 
     monkeypatch.setattr(threading.Thread, "start", started)

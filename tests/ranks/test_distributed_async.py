@@ -80,7 +80,7 @@ def test_operations_keep_their_order(forge, tmp_path):
 
 
 def save_and_ask(path, *, ask=True, on_error="raise"):
-    pending = distributed.save_async(state(1), path, timeout=10, on_error=on_error)
+    pending = distributed.save_async(state(1), path, timeout=60, on_error=on_error)
     if ask:
         pending.result()
 
@@ -102,7 +102,7 @@ def fail_and_save_again(path):
     told = []
     mine = {"w": torch.ones(3)} if rank else {"w": object()}
     try:
-        pending = distributed.save_async(mine, path, timeout=10)
+        pending = distributed.save_async(mine, path, timeout=60)
         error = pending.exception()
         told.append(type(error).__name__)
     except fastckpt.UnsupportedTypeError as error:
@@ -118,7 +118,7 @@ def test_a_call_that_fails_on_one_rank_fails_the_save_of_all(forge, tmp_path):
 
 
 def fail_unasked(path, other):
-    distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, timeout=10)
+    distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, timeout=60)
     try:
         distributed.save_async({"w": torch.ones(3)}, other)
     except (fastckpt.RanksError, ValueError) as error:
@@ -137,13 +137,13 @@ def cancel(path):
     dist.barrier()
     if dist.get_rank() == 0:
         # The other rank comes later, so nothing is durable before.
-        pending = distributed.save_async(state(1), path, timeout=20)
+        pending = distributed.save_async(state(1), path, timeout=60)
         pending._cancelled = True
         time.sleep(0.2)
         dist.barrier()
         return pending.cancel(), pending.cancelled()
     dist.barrier()
-    pending = distributed.save_async(state(1), path, timeout=20)
+    pending = distributed.save_async(state(1), path, timeout=60)
     return type(pending.exception()).__name__, pending.cancelled()
 
 

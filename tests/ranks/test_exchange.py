@@ -18,7 +18,7 @@ from fastckpt._ranks import torch_distributed
 from fastckpt._ranks.exchange import Exchange, Link
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import DataGroup, Group
-from harness import groups
+from harness import groups, stillness
 from harness.groups import Strike
 from harness.parallel import dist, torch
 
@@ -89,26 +89,28 @@ def test_after_a_failure_there_is_another_group(forge, tmp_path, where):
 @pytest.mark.parametrize("where", ["Exchange.join", "Link.meet"])
 def test_a_rank_that_is_stopped_in_the_exchange_is_named(forge, tmp_path, where):
     strike = Strike(2, f"fastckpt._ranks.exchange:{where}", signal=signal.SIGSTOP)
-    with forge.group(3) as group:
+    with forge.group(3) as group, stillness.watched() as still:
         group.start(save_columns, tmp_path / "c", timeout=3.0, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1])
         assert all(each.raised.kind == "RanksError" and "rank 2" in each.raised.text for each in outcomes), outcomes
         # The timeout, and 5 seconds.
-        assert all(each.ended - group.heard(each.rank) < 3 + 5 for each in outcomes), outcomes
+        for each in outcomes:
+            began = group.heard(each.rank)
+            assert each.ended - began < 3 + 5 + still.since(began), outcomes
     assert not (tmp_path / "c").exists()
 
 
 def wait_for_a_message(what):
     """Rank 0 waits for a message that nobody sends; rank 1 ends the group."""
     group = session("save", None).group
-    data = DataGroup(group, what, 20.0)
+    data = DataGroup(group, what, 60.0)
     memory = np.zeros(100, np.uint8)
     began = time.monotonic()
     error = None
     if group.rank == 0:
         transfer = data.receive(1, memory.ctypes.data, 100, memory)
         try:
-            transfer.wait(20.0)
+            transfer.wait(60.0)
         except RuntimeError as raised:
             error = str(raised)
     else:
@@ -116,7 +118,7 @@ def wait_for_a_message(what):
         thread.start()
         transfer = data.receive(0, memory.ctypes.data, 100, memory)
         try:
-            transfer.wait(20.0)
+            transfer.wait(60.0)
         except RuntimeError as raised:
             error = str(raised)
         thread.join()
@@ -127,7 +129,7 @@ def test_the_end_of_a_group_ends_all_waits_on_both_sides(forge):
     with forge.group(2) as group:
         for error, seconds in group.run(wait_for_a_message, "ended"):
             assert error
-            assert seconds < 10
+            assert seconds < 30, "it was ended by the timeout, and not by the end of the group"
 
 
 class Slow:

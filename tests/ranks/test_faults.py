@@ -106,7 +106,7 @@ def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = F
     # One thread writes: what a trial costs is its processes.
     state = _spread(number)
     if background:
-        return fastckpt.distributed.save_async(state, path, timeout=timeout, threads=1).result(60).ranks
+        return fastckpt.distributed.save_async(state, path, timeout=timeout, threads=1).result(120).ranks
     return fastckpt.distributed.save(state, path, timeout=timeout, threads=1, **options).ranks
 
 
@@ -162,7 +162,7 @@ def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
             group.start(_save, str(path), 1, background=trial.call == "save_async", strike=strike)
         else:
             group.start(_load, str(path), strike=strike)
-        outcomes = group.outcomes(LIMIT + 10)
+        outcomes = group.outcomes(LIMIT + 60)
         problems = told_in_time(group, trial, outcomes, still)
         if problems:
             return problems
@@ -171,7 +171,7 @@ def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
         if trial.number == signal.SIGSTOP:
             # It wakes up when all is over, and must not undo it.
             group.resume(trial.rank)
-            [woken] = group.outcomes(LIMIT + 10)
+            [woken] = group.outcomes(LIMIT + 60)
             if woken.kind not in ("raised", "returned"):
                 return [f"the woken rank is {woken.kind}"]
             survivors.append(woken)
@@ -186,10 +186,10 @@ def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
                     problems.append(f"rank {each.rank} was told that nothing was committed: {each.raised}")
         if trial.number == signal.SIGSTOP and not problems:
             # The same processes go on.
-            group.run(_save, str(path), 2, 30.0, timeout=60)
+            group.run(_save, str(path), 2, 60.0, timeout=120)
     if trial.number == signal.SIGKILL and not problems:
         with forge.group(2, store=trial.store) as group:
-            group.run(_save, str(path), 2, 30.0, timeout=60)
+            group.run(_save, str(path), 2, 60.0, timeout=120)
     if not problems and which(path) != 2:
         problems.append(f"the next save left {which(path)}")
     left = sorted(each.name for each in base.iterdir())
@@ -295,13 +295,13 @@ def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
     strike = groups.Strike(rank, f"{PEERS}:Operation.round", signal.SIGSTOP, match="done")
     with forge.group(2) as group:
         group.start(_save, str(path), 1, 3.0, strike=strike)
-        outcomes = group.outcomes(30)
+        outcomes = group.outcomes(60)
         assert [each.kind for each in outcomes] == ["stopped" if each == rank else "raised" for each in range(2)]
         assert f"rank {rank}" in outcomes[1 - rank].raised.text
         assert "nothing was committed" in outcomes[1 - rank].raised.text
         group.kill(1 - rank)
         group.resume(rank)
-        [woken] = group.outcomes(30)
+        [woken] = group.outcomes(60)
         assert woken.kind == "raised"
         assert "RanksError" in woken.raised.bases
     assert which(path) == 0
@@ -330,8 +330,8 @@ def test_a_rank_whose_files_have_gone_is_told_why(forge, tmp_path):
     fastckpt.save(whole(0), path)
     with forge.group(2) as group:
         strike = groups.Strike(0, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
-        group.start(_save_too_late, str(path), 1, 30.0, strike=strike)
-        outcomes = group.outcomes(30)
+        group.start(_save_too_late, str(path), 1, 60.0, strike=strike)
+        outcomes = group.outcomes(90)
     assert [each.raised.kind for each in outcomes] == ["OSError", "RanksError"]
     assert "the disk is worn out" in outcomes[1].raised.text
     assert which(path) == 0
@@ -343,8 +343,8 @@ def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
     with forge.group(3) as group:
         for rank in range(3):
             strike = groups.Strike(rank, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
-            group.start(_save, str(path), 1, 30.0, strike=strike)
-            outcomes = group.outcomes(30)
+            group.start(_save, str(path), 1, 60.0, strike=strike)
+            outcomes = group.outcomes(90)
             assert [each.kind for each in outcomes] == ["raised"] * 3
             for each in outcomes:
                 if each.rank == rank:
@@ -355,9 +355,9 @@ def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
                     assert f"rank {rank} on {os.uname().nodename}" in each.raised.text
                     assert "the disk is worn out" in each.raised.text
                     assert "nothing was committed" in each.raised.text
-                assert each.seconds < 5
+                assert each.seconds < 30, "it was told by the timeout, and not at once"
             assert which(path) == 0
-        group.run(_save, str(path), 2)
+        group.run(_save, str(path), 2, 60.0)
     assert which(path) == 2
 
 
@@ -382,14 +382,14 @@ def test_the_storage_fails_on_one_rank_only(forge, tmp_path, rank, call, error):
     path.parent.mkdir()
     fastckpt.save(whole(0), path)
     with forge.group(3) as group:
-        group.run(_save, str(path), 1, 30.0, io="threads")
+        group.run(_save, str(path), 1, 60.0, io="threads")
         inject = strace.injection(call, f"error={error}", "1+")
         with strace.attached(group.children[rank].pid, tmp_path / "log", call, inject):
-            group.start(_save, str(path), 2, 30.0, io="threads")
-            told_of(group.outcomes(60), rank, getattr(errno, error))
+            group.start(_save, str(path), 2, 60.0, io="threads")
+            told_of(group.outcomes(90), rank, getattr(errno, error))
         assert which(path) == 1
         assert [each.name for each in path.parent.iterdir()] == ["c"]
-        group.run(_save, str(path), 3, 30.0, io="threads")
+        group.run(_save, str(path), 3, 60.0, io="threads")
         assert which(path) == 3
 
 
@@ -397,9 +397,9 @@ def test_a_full_disk_fails_before_a_byte_is_written(forge):
     """The coordinator allocates all files before anybody writes: it is the one that meets the end of the disk."""
     with mounts.mount("tmpfs", size=1 << 20) as point, forge.group(3) as group:
         (point / "other").write_bytes(bytes(1_000_000))
-        group.start(_save, str(point / "c"), 1, 30.0)
-        told_of(group.outcomes(60), 0, errno.ENOSPC)
+        group.start(_save, str(point / "c"), 1, 60.0)
+        told_of(group.outcomes(90), 0, errno.ENOSPC)
         assert [each.name for each in point.iterdir()] == ["other"]
         (point / "other").unlink()
-        group.run(_save, str(point / "c"), 2, 30.0)
+        group.run(_save, str(point / "c"), 2, 60.0)
         assert which(point / "c") == 2

@@ -18,14 +18,10 @@ from fastckpt._ranks.peers import Peers
 from fastckpt._ranks.protocol import VALUE
 from fastckpt._ranks.requests import Get, Put, UnreachableError
 from fastckpt._ranks.store import Transport
+from harness import stillness
 
-TIMEOUT = 3.0
-SERVER = """
-import sys, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
+# Of operations that must fail, and of all others: a machine may stand still for seconds.
+TIMEOUT, LONG = 3.0, 60.0
 
 
 def client(port):
@@ -45,10 +41,14 @@ def program(text, *arguments):
 
 
 @pytest.fixture
-def server():
+def server(forge):
     """A store in a process of its own: (process, port)."""
-    with program(SERVER) as process:
-        yield process, int(process.stdout.readline())
+    process = forge.zygote.start("harness.member:store", host="127.0.0.1")
+    try:
+        yield process, int(process.next())
+    finally:
+        process.kill()
+        process.channel.sock.close()
 
 
 @pytest.fixture(params=["hash", "file", "tcp", "prefix"])
@@ -78,7 +78,7 @@ def group(size, store):
             one.close()
 
 
-def together(peers, body, timeout=TIMEOUT):
+def together(peers, body, timeout=LONG):
     """Run an operation on all ranks; return of each what it returned or raised, and its seconds."""
     outcomes = {}
 
@@ -95,7 +95,7 @@ def together(peers, body, timeout=TIMEOUT):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(2 * LONG)
         assert not thread.is_alive()
     return [outcomes[one.rank] for one in peers]
 
@@ -134,10 +134,10 @@ def test_a_group_that_starts_anew_in_the_same_store(stores):
     """Former processes went in the middle of their first operation; their keys are still there."""
     store, keys = stores
     with group(4, store) as former:
-        assert all(isinstance(outcome, fastckpt.RanksError) for outcome, _ in together(former[1:], calm, timeout=0.5))
+        assert all(isinstance(outcome, fastckpt.RanksError) for outcome, _ in together(former[1:], calm, 2.0))
     assert keys() == 3
     with group(4, store) as peers:
-        assert [outcome for outcome, _ in together(peers, calm, timeout=60)] == [[4, 6]] * 4
+        assert [outcome for outcome, _ in together(peers, calm)] == [[4, 6]] * 4
         assert peers[1].session not in {one.session for one in former}
 
 
@@ -149,24 +149,27 @@ def test_a_server_that_is_stopped(server):
         operation.round("arrive", None)
         arrived.wait()
         if rank == 0:
-            process.send_signal(signal.SIGSTOP)
+            process.stop()
         arrived.wait()
         return operation.round("done", None)
 
-    with group(4, lambda: client(port)) as peers:
-        together(peers, calm, timeout=20)
+    with group(4, lambda: client(port)) as peers, stillness.watched() as still:
+        together(peers, calm)
         try:
-            for outcome, seconds in together(peers, stops):
+            began = time.monotonic()
+            for outcome, seconds in together(peers, stops, TIMEOUT):
                 assert isinstance(outcome, fastckpt.RanksError)
                 assert f"the store of the process group at 127.0.0.1:{port} has not answered for 3.0 s" in str(outcome)
-                assert seconds < TIMEOUT + 5
+                assert seconds < TIMEOUT + 5 + still.since(began)
                 assert outcome.failures == ()
-            again = [(outcome, seconds) for outcome, seconds in together(peers, calm)]
-            assert all(isinstance(outcome, fastckpt.RanksError) and seconds < TIMEOUT + 5 for outcome, seconds in again)
+            began = time.monotonic()
+            for outcome, seconds in together(peers, calm, TIMEOUT):
+                assert isinstance(outcome, fastckpt.RanksError)
+                assert seconds < TIMEOUT + 5 + still.since(began)
         finally:
-            process.send_signal(signal.SIGCONT)
+            process.signal(signal.SIGCONT)
         # The two operations that were left are settled, and the next one works.
-        assert [outcome for outcome, _ in together(peers, calm, timeout=20)] == [[4, 6]] * 4
+        assert [outcome for outcome, _ in together(peers, calm)] == [[4, 6]] * 4
 
 
 def test_a_server_that_is_gone(server):
@@ -176,27 +179,29 @@ def test_a_server_that_is_gone(server):
         operation.round("arrive", None)
         if rank == 0:
             process.kill()
-            process.wait()
         return operation.round("done", None)
 
     with group(3, lambda: client(port)) as peers:
-        for outcome, seconds in together(peers, kills, timeout=20):
+        for outcome, seconds in together(peers, kills):
             assert "its host, usually rank 0 or the launcher, is gone or stopped" in str(outcome)
-            assert seconds < 15
+            assert seconds < LONG / 2, "it is known at once, and not by the timeout"
 
 
 def test_waiting_leaves_the_store_to_others(server):
     _, port = server
     store = client(port)
-    with group(2, lambda: store) as (first, _):
+    with group(2, lambda: store) as (first, second), stillness.watched() as still:
         waits = threading.Thread(target=together, args=([first], calm))
         waits.start()
         time.sleep(0.3)
         began = time.monotonic()
-        for number in range(20):
+        # Each would wait for the end of a look of the other, which takes a tenth of a second and more.
+        for number in range(200):
             store.set("mine", str(number))
-        assert store.get("mine") == b"19"
-        assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 15 + still.since(began)
+        assert store.get("mine") == b"199"
+        assert waits.is_alive()
+        together([second], calm)
         waits.join()
 
 
@@ -226,7 +231,7 @@ print("ends", flush=True)
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_process_that_goes_is_named_by_all_others(server, sent):
     _, port = server
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, stillness.watched() as still:
         ranks = [stack.enter_context(program(RANK, rank, 3, port, TIMEOUT)) for rank in range(3)]
         for process in ranks:
             assert process.stdout.readline() == "first\n", process.communicate()
@@ -237,11 +242,11 @@ def test_a_process_that_goes_is_named_by_all_others(server, sent):
             assert process.stdout.readline() == "arrived\n"
             told = process.stdout.readline()
             assert "RanksError: save: /checkpoint: rank 2 on host-2 has not answered for 3.0 s" in told
-            assert time.monotonic() - began < TIMEOUT + 5
+            assert time.monotonic() - began < TIMEOUT + 5 + still.since(began)
         for process in ranks[:2]:
             # It ends as a program does, though threads of it waited for the store.
             assert process.stdout.readline() == "ends\n"
-            assert process.wait(20) == 0
+            assert process.wait(LONG) == 0
 
 
 HOST = """
@@ -278,7 +283,7 @@ def late(turn):
     time.sleep(1)
     return (yield from awaits(turn))
 Turn._await = late
-with peers.operation("save", "/checkpoint", 20.0) as operation:
+with peers.operation("save", "/checkpoint", 60.0) as operation:
     print(operation.round("done", rank), flush=True)
 peers.close()
 os._exit(0)
@@ -292,7 +297,7 @@ def test_the_host_of_the_store_does_not_end_before_the_others_have_the_verdict()
             assert second.stdout.readline() == f"{port}\n"
             for process in (first, second):
                 assert process.stdout.readline() == "[0, 1]\n", process.communicate()
-                assert process.wait(20) == 0
+                assert process.wait(LONG) == 0
 
 
 def test_a_group_of_one_needs_no_store():
@@ -318,12 +323,12 @@ def test_operations_of_one_rank_wait_for_each_other_in_the_order_of_their_calls(
 
         threads = []
         for one in peers:
-            operations = [(number, one.operation("save", f"/{number}", 10)) for number in range(3)]
+            operations = [(number, one.operation("save", f"/{number}", LONG)) for number in range(3)]
             threads += [threading.Thread(target=run, args=(operation, number)) for number, operation in operations]
         for thread in reversed(threads):
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(4 * LONG)
     assert order == [0, 0, 1, 1, 2, 2]
 
 
@@ -334,17 +339,17 @@ def test_a_body_is_told_that_another_rank_failed(stores):
         operation.round("arrive", None)
         if rank == 1:
             raise ValueError("no such dtype")
-        for _ in range(500):
+        until = time.monotonic() + LONG / 2
+        while time.monotonic() < until:
             time.sleep(0.02)
             operation.alive()
             operation.check()
         raise AssertionError("it was not told")
 
     with group(3, store) as peers:
-        outcomes = together(peers, works, timeout=20)
-    for outcome, seconds in (outcomes[0], outcomes[2]):
+        outcomes = together(peers, works)
+    for outcome, _ in (outcomes[0], outcomes[2]):
         assert "rank 1 on host-1 failed: ValueError: no such dtype" in str(outcome)
-        assert seconds < 8
     assert "rank 1 on host-1 failed" in "".join(getattr(outcomes[1][0], "__notes__", ["rank 1 on host-1 failed"]))
 
 
@@ -373,24 +378,23 @@ def test_a_broken_connection_is_made_anew(server):
             raise RuntimeError("Broken pipe")
 
     transport = Transport(Breaks())
-    transport.serve(Put({"key": b"value"}), 5.0)
-    assert transport.serve(Get(("key", "other")), 5.0) == [b"value", None]
+    transport.serve(Put({"key": b"value"}), LONG)
+    assert transport.serve(Get(("key", "other")), LONG) == [b"value", None]
     transport.close()
 
 
 def test_a_store_of_another_kind_that_hangs():
-    hangs = threading.Event()
+    hangs, ended = threading.Event(), []
 
     class Hanging:
         def compare_set(self, *_):
-            hangs.wait(30)
+            ended.append(hangs.wait(LONG))
             return b"value"
 
     transport = Transport(Hanging())
-    began = time.monotonic()
     with pytest.raises(UnreachableError, match=r"group \(Hanging\) has not answered for 0.2 s"):
         transport.serve(Get(("key",)), 0.2)
-    assert time.monotonic() - began < 5
+    assert not ended, "it was told only when the store had answered"
     hangs.set()
 
 

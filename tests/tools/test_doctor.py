@@ -26,12 +26,6 @@ from harness import mounts, needs, strace, zygote
 SETTING = Path("/proc/sys/kernel/io_uring_disabled")
 
 
-@pytest.fixture(scope="module")
-def children():
-    with zygote.running() as running:
-        yield running
-
-
 def diagnosed(children, directory, **how):
     result = children.run("diagnose", directory=str(directory), **how)
     assert not isinstance(result, zygote.Raised), result.trace

@@ -29,6 +29,10 @@ def test_less_than_a_tenth_of_a_core_for_8_ranks_of_4_threads():
             looks = app.session.model.mono
             begin, used = time.monotonic(), time.process_time()
             await asyncio.sleep(5)
+            for _ in range(300):  # a machine that stood still has looks to make up for
+                if app.session.model.mono - looks > 4:
+                    break
+                await asyncio.sleep(0.1)
             used = (time.process_time() - used) / (time.monotonic() - begin)
             assert app.session.model.mono - looks > 4, "it went on looking"
         return used
