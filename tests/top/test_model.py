@@ -608,7 +608,7 @@ def test_a_save_between_two_looks_is_told_and_so_is_its_failure():
 
 def test_the_target_counts_the_gpus_of_the_same_job():
     ranks = [Rank(index).of(job="a", gpu=index) for index in range(2)]
-    other = Rank(3).of(job="b", gpu=3)
+    other = Rank(3).of(job="a", launch=9, gpu=3)
     model = look(Model(targets.tier("high", "option")), 2.0, *(rank.op(GB) for rank in ranks), other)
     assert (model.main.gpus, model.main.target) == (2, 6 * GB)
     other.proc = replace(other.proc, alive=False)
@@ -683,3 +683,21 @@ def test_the_history_is_judged_by_the_target_of_its_time():
     model.set_target(targets.tier("light", "key"))
     look(model, 3.5, rank)
     assert model.past.checkpoints[0].target == 3 * GB
+
+
+def test_two_jobs_of_one_name_that_save_the_same_step_are_two_operations():
+    ranks = [Rank(index).of(launch=1 + index // 2, rank=index % 2).op((1 + index // 2) * GB) for index in range(4)]
+    model = look(Model(), 2.0, *ranks)
+    assert sorted((op.ranks, op.done) for op in model.ops) == [(2, 2 * GB), (2, 4 * GB)]
+
+
+def test_a_dead_rank_is_not_hidden_by_another_job_of_the_same_name():
+    dead, other = Rank(0).of(launch=1, key="a").op(GB), Rank(0).of(launch=2, key="b").op(GB)
+    mate = Rank(1).of(launch=1, key="c").op(GB)
+    look(model := Model(), 1.0, dead, other, mate)
+    dead.proc = replace(dead.proc, alive=False)
+    look(model, 2.0, dead, other, mate)
+    assert sorted(row.alive for row in model.rows) == [False, True, True]
+    mate.proc = replace(mate.proc, alive=False)
+    look(model, 3.0, dead, other, mate)
+    assert [row.alive for row in model.rows if row.rank == 0] == [True], "all of it is gone, and it runs again"

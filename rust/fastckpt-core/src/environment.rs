@@ -5,7 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 /// Every variable that the core knows.
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 15] = [
     "FASTCKPT_BLOCK_SIZE",
     "FASTCKPT_IO",
     "FASTCKPT_JOB",
@@ -17,6 +17,8 @@ const NAMES: [&str; 13] = [
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "RANK",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
     "WORLD_SIZE",
     "XDG_RUNTIME_DIR",
 ];

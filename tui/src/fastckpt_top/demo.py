@@ -289,6 +289,7 @@ def _header(rank: int) -> Header:
         numa=rank // 4,
         version="0.1.0",
         job="llama70b",
+        launch=1,
         time_ns=0,
     )
 

@@ -123,14 +123,14 @@ class Model:
         self._groups: list[Group] = []
         self._column: float | None = None
         self._told = False
-        self._living: set[tuple[int, str, int]] = set()
+        self._living: set[tuple[int, str, int, int]] = set()
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in what one look found."""
         mono = snapshot.mono
         self.snapshot, self.mono, self.real = snapshot, mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
-        self._living = {(p.header.uid, p.header.job, p.rank) for p in snapshot.procs if p.alive and p.rank >= 0}
+        self._living = {(p.header.uid, p.header.job, p.rank, p.header.launch) for p in snapshot.procs if p.alive}
         self._track(snapshot)
         self._forget(snapshot)
         self.past.add(snapshot.procs, self._groups, derive.name)
@@ -481,11 +481,19 @@ class Model:
         track = self._procs.get(proc.key)
         if proc.alive or track is None:
             return True
-        if (proc.header.uid, proc.header.job, proc.rank) in self._living:
-            return False  # the job has been started again
+        if proc.rank >= 0 and self._restarted(proc):
+            return False
         if any(op.running for op in proc.operations):
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
         return track.died is not None and self.mono - track.died < LINGER_S
+
+    def _restarted(self, dead: Proc) -> bool:
+        """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone."""
+        header = dead.header
+        launches = {launch for *rank, launch in self._living if rank == [header.uid, header.job, dead.rank]}
+        return header.launch in launches or (
+            bool(launches) and all(header.launch != launch for *_, launch in self._living)
+        )
 
     def _refresh_rows(self, snapshot: Snapshot) -> None:
         groups = {track.key: group for group in self._groups for track in group.members.values()}

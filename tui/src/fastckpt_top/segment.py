@@ -110,7 +110,8 @@ HEADER: Final[_Fields] = (
     ("gpu", 0x90, "i"),
     ("numa", 0x94, "i"),
     ("version", 0x98, "24s"),
-    ("job", 0xB0, "72s"),
+    ("job", 0xB0, "64s"),
+    ("launch", 0xF0, "Q"),
     ("time_ns", 0xF8, "Q"),
 )
 PROCESS: Final[_Fields] = (
@@ -263,6 +264,7 @@ class Header:
     numa: int
     version: str
     job: str
+    launch: int
     time_ns: int
 
 

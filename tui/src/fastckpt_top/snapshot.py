@@ -48,7 +48,7 @@ class Proc:
     @property
     def team(self) -> str:
         """What processes have in common that do one operation together."""
-        return f"group {self.process.group}" if self.process.group else f"job {self.header.job}"
+        return f"group {self.process.group}" if self.process.group else f"job {self.header.job} {self.header.launch}"
 
     @property
     def waits_for(self) -> int | None:

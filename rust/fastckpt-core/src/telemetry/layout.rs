@@ -152,7 +152,8 @@ structures! {
         gpu: AtomicI32,
         numa: AtomicI32,
         version: Text<3>,
-        job: Text<9>,
+        job: Text<8>,
+        launch: AtomicU64,
         time_ns: AtomicU64,
     }
 

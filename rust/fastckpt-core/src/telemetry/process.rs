@@ -2,6 +2,7 @@
 //! begins. It is created anew after a fork, or when its file was removed. Everything here runs when an operation or a
 //! worker begins or ends, never in between.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
@@ -270,7 +271,7 @@ fn publish(
         |directory| vec![directory],
     );
     let pid = std::process::id();
-    let ticks = start_ticks();
+    let ticks = start_ticks_of("self");
     for directory in directories {
         for attempt in 1..=NAMES {
             let name = match attempt {
@@ -293,10 +294,10 @@ fn publish(
     None
 }
 
-/// Field 22 of `/proc/self/stat`. The name in field 2 may contain anything, so counting starts after its closing
-/// parenthesis.
-fn start_ticks() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+/// When a process (a pid, or `self`) started: field 22 of its `stat`. The name in field 2 may contain anything, so
+/// counting starts after its closing parenthesis.
+fn start_ticks_of(process: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest);
     rest.split_whitespace().nth(19).and_then(|field| field.parse().ok()).unwrap_or(0)
 }
@@ -339,6 +340,24 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.numa.store(-1, Relaxed);
     header.version.set(env!("CARGO_PKG_VERSION"));
     header.job.set(&job(environment));
+    header.launch.store(launch(environment, ticks), Relaxed);
+}
+
+/// What the processes of one job have in common on this machine, and those of another job have not: the job step of
+/// Slurm, or the process that started them (torchrun's agent, mpirun, the shell). A process that neither was launched
+/// as a rank nor has a living parent is a job of its own.
+pub(super) fn launch(environment: &Environment, own_ticks: u64) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
+    let slurm = (environment.text("SLURM_JOB_ID"), environment.text("SLURM_STEP_ID"));
+    if let (Some(job), Some(step)) = slurm {
+        ("slurm", job, step).hash(&mut hasher);
+    } else if parent > 1 || environment.text("RANK").is_some() {
+        ("parent", parent, start_ticks_of(&parent.to_string())).hash(&mut hasher);
+    } else {
+        ("own", std::process::id(), own_ticks).hash(&mut hasher);
+    }
+    hasher.finish().max(1)
 }
 
 /// The kernel's boot id as two words, in the order of its text.

@@ -135,3 +135,21 @@ fn a_living_segment_keeps_its_name_and_old_dead_ones_go() {
     left.sort();
     assert_eq!(left, ["1-1.seg", "3-3.seg", "notes.txt"]);
 }
+
+#[test]
+fn a_job_is_its_launcher() {
+    let step = |number: &'static str| {
+        Environment::of(move |name| match name {
+            "SLURM_JOB_ID" => Some("7".into()),
+            "SLURM_STEP_ID" => Some(number.into()),
+            _ => None,
+        })
+    };
+    let launch = super::process::launch;
+    assert_eq!(launch(&step("0"), 1), launch(&step("0"), 2), "two processes of a step");
+    assert_ne!(launch(&step("0"), 1), launch(&step("1"), 1));
+    let parent = Environment::default();
+    assert_ne!(launch(&parent, 1), launch(&step("0"), 1));
+    // The test runner lives, so it is the launcher of all its tests.
+    assert_eq!(launch(&parent, 1), launch(&parent, 2));
+}
