@@ -1,0 +1,267 @@
+"""What is published: the wheels of target/wheels pass the checks of scripts/release, and wrong ones do not."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import shutil
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from checks import crates, elf, versions, wheels
+from harness import needs
+
+ROOT = Path(__file__).parents[2]
+VERSION = versions.of_cargo()
+CORE = f"fastckpt_io-{VERSION}-cp310-abi3-manylinux_2_27_x86_64.whl"
+TOP = f"fastckpt_top-{VERSION}-py3-none-any.whl"
+INFO = f"fastckpt_io-{VERSION}.dist-info/"
+MODULE = "fastckpt/_core.abi3.so"
+
+
+def built(name):
+    path = ROOT / "target" / "wheels" / name
+    if not path.is_file():
+        needs.missing(f"needs target/wheels/{name}: scripts/setup with GROUP=dev builds it")
+    return path
+
+
+@pytest.fixture
+def core():
+    return built(CORE)
+
+
+@pytest.fixture
+def module(core):
+    return zipfile.ZipFile(core).read(MODULE)
+
+
+@pytest.fixture
+def changed(core, tmp_path):
+    """The wheel with other files; None takes one away. RECORD fits unless it is changed itself."""
+
+    def make(changes, name=CORE):
+        with zipfile.ZipFile(core) as archive:
+            inside = {one: archive.read(one) for one in archive.namelist()} | changes
+        inside = {one: data for one, data in inside.items() if data is not None}
+        record = INFO + "RECORD"
+        if record not in changes:
+            inside[record] = "".join(
+                f"{one},{digest(data)},{len(data)}\n" for one, data in inside.items() if one != record
+            )
+            inside[record] = f"{inside[record]}{record},,\n".encode()
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            for one, data in inside.items():
+                archive.writestr(one, data)
+        return wheels.problems(tmp_path / name, VERSION)
+
+    return make
+
+
+def digest(data):
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+@pytest.mark.parametrize("name", [CORE, TOP])
+def test_the_wheels_are_right(name):
+    assert wheels.problems(built(name), VERSION) == []
+
+
+def test_a_wheel_that_was_packed_again_is_right(changed):
+    """So that what the next tests find comes from what they change."""
+    assert changed({}) == []
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "tests/test_x.py",
+        "fastckpt/__pycache__/a.cpython-311.pyc",
+        "fastckpt/_other.abi3.so",
+        "fastckpt_io.libs/libz.so.1",
+    ],
+)
+def test_a_stray_file_is_found(changed, stray):
+    assert f"{stray} does not belong in it" in changed({stray: b"x"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [MODULE, INFO + "licenses/LICENSE-THIRD-PARTY", INFO + "licenses/LICENSE", INFO + "sboms/crates.cyclonedx.json"],
+)
+def test_a_missing_file_is_found(changed, name):
+    found = [line for line in changed({name: None}) if line.endswith(" is missing")]
+    assert len(found) == 1
+    assert re.fullmatch(found[0].removesuffix(" is missing"), name)
+
+
+def test_other_contents_are_found(changed):
+    assert any("is not the LICENSE" in line for line in changed({INFO + "licenses/LICENSE": b"mine"}))
+    assert any("is not that of" in line for line in changed({INFO + "licenses/LICENSE-THIRD-PARTY": b"none"}))
+    assert any("RECORD has another hash" in line for line in changed({INFO + "RECORD": b""}))
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (f"Version: {VERSION}", "Version: 9.9"),
+        ("License-Expression: Apache-2.0", "License-Expression: MIT"),
+        ("Requires-Python: >=3.10", "Requires-Python: >=3.8"),
+        ("License-File: LICENSE-THIRD-PARTY\n", ""),
+    ],
+)
+def test_other_metadata_are_found(changed, core, said, instead):
+    metadata = zipfile.ZipFile(core).read(INFO + "METADATA").decode()
+    assert said in metadata
+    assert [
+        line
+        for line in changed({INFO + "METADATA": metadata.replace(said, instead, 1).encode()})
+        if "METADATA says" in line or "METADATA lists" in line
+    ]
+
+
+def test_a_wheel_that_is_too_large_is_found(changed, monkeypatch):
+    monkeypatch.setattr(wheels, "LARGEST", 1000)
+    assert any("are more than 1,000" in line for line in changed({}))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (CORE.replace("2_27", "2_17"), "it needs a symbol of glibc 2.27"),
+        (CORE.replace("manylinux_2_27_x86_64", "linux_x86_64"), "names no version of glibc"),
+        (CORE.replace("x86_64", "aarch64"), "it is for EM_X86_64"),
+        (CORE.replace("cp310-abi3", "cp311-cp311"), "it is for cp311-cp311"),
+        (CORE.replace(VERSION, "9.9"), "its name says 9.9"),
+        (CORE.replace("fastckpt_io", "fastckpt"), "no wheel like"),
+    ],
+)
+def test_a_tag_that_promises_other_things_is_found(changed, name, line):
+    assert any(line in one for one in changed({}, name))
+
+
+def poked(module, offset, value):
+    data = bytearray(module)
+    data[offset : offset + len(value)] = value
+    return bytes(data)
+
+
+def header(module, kind):
+    """Where the program header of a kind begins."""
+    file = ELFFile(io.BytesIO(module))
+    index = next(i for i, one in enumerate(file.iter_segments()) if one["p_type"] == kind)
+    return file["e_phoff"] + index * file["e_phentsize"]
+
+
+def test_what_weakens_the_module_is_found(module):
+    on = "manylinux_2_27_x86_64"
+    assert elf.problems(module, on) == []
+    stack = poked(module, header(module, "PT_GNU_STACK") + 4, struct.pack("<I", 7))
+    assert elf.problems(stack, on) == ["its stack is executable"]
+    relro = poked(module, header(module, "PT_GNU_RELRO"), struct.pack("<I", 0))
+    assert any("no RELRO" in line for line in elf.problems(relro, on))
+    strange = module.replace(b"libpthread.so.0\0", b"libpthreax.so.0\0")
+    assert "it needs libpthreax.so.0, which is not glibc's" in elf.problems(strange, on)
+    new = module.replace(b"GLIBC_2.27\0", b"GLIBC_2.37\0")
+    assert "it needs a symbol of glibc 2.37, newer than the tag" in elf.problems(new, on)
+    place = module.replace(b"/cargo/registry/", b"/root//registry/")
+    assert place != module
+    assert any("files of the building machine, such as /root/" in line for line in elf.problems(place, on))
+
+
+def test_a_dynamic_section_that_weakens_the_module_is_found(module):
+    file = ELFFile(io.BytesIO(module))
+    section = file.get_section_by_name(".dynamic")
+    places = {tag.entry.d_tag: section["sh_offset"] + 16 * i for i, tag in enumerate(section.iter_tags())}
+    late = module
+    for tag in ("DT_FLAGS", "DT_FLAGS_1", "DT_BIND_NOW"):
+        if tag in places:
+            late = poked(late, places[tag], struct.pack("<QQ", 0x6FFFFEF5, 0))
+    assert any("no BIND_NOW" in line for line in elf.problems(late, "manylinux_2_27_x86_64"))
+    runpath = poked(module, places["DT_FLAGS_1"], struct.pack("<QQ", 29, 1))
+    assert "it has a DT_RUNPATH" in elf.problems(runpath, "manylinux_2_27_x86_64")
+
+
+def test_licences_and_bill_fit_the_lock():
+    assert crates.unlicensed(crates.linked()) == []
+    assert crates.stale(VERSION) == []
+
+
+def test_a_bill_that_does_not_fit_is_found(tmp_path, monkeypatch):
+    linked = crates.linked()
+    monkeypatch.setattr(crates, "linked", lambda _: linked)
+    for name, text in crates.files(VERSION).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    assert crates.stale(VERSION, tmp_path) == []
+    monkeypatch.setattr(crates, "linked", lambda _: linked[1:])
+    found = crates.stale(VERSION, tmp_path)
+    assert [line.split()[0] for line in found] == [crates.TEXTS, crates.BILL]
+
+
+@pytest.mark.parametrize(
+    ("licence", "good"),
+    [
+        ("MIT", True),
+        ("GPL-3.0-only OR MIT", True),
+        ("MIT/Apache-2.0", True),
+        ("(MIT OR Apache-2.0) AND Unicode-3.0", True),
+        ("GPL-3.0-only", False),
+        ("MIT AND GPL-3.0-only", False),
+        ("(MIT OR Apache-2.0) AND GPL-3.0-only", False),
+        ("", False),
+    ],
+)
+def test_which_licences_are_allowed(tmp_path, licence, good):
+    (tmp_path / "LICENSE").write_text("text")
+    assert (crates.unlicensed([crates.Crate("a", "1.0", licence, tmp_path)]) == []) is good
+
+
+def test_a_crate_without_a_text_is_found(tmp_path):
+    assert "no text" in crates.unlicensed([crates.Crate("a", "1.0", "MIT", tmp_path)])[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "tag", "line"),
+    [
+        ("CHANGELOG.md", "", "", None, None),
+        ("CHANGELOG.md", "## [Unreleased]", f"## [{VERSION}] - 2026-12-01", f"v{VERSION}", None),
+        ("CHANGELOG.md", "## [Unreleased]", f"## [{VERSION}] - 2026-12-01", "v9.9", "the tag is v9.9"),
+        ("CHANGELOG.md", "## [Unreleased]", "## [9.9] - 2026-12-01", None, "CHANGELOG.md begins with 9.9"),
+        ("CHANGELOG.md", "## [Unreleased]", "## [Unreleased]", f"v{VERSION}", "CHANGELOG.md begins with Unreleased"),
+        ("tui/pyproject.toml", f'version = "{VERSION}"', 'version = "9.9"', None, "tui/pyproject.toml has 9.9"),
+    ],
+)
+def test_different_versions_are_found(tmp_path, file, old, new, tag, line):
+    (tmp_path / "tui").mkdir()
+    for name in ("Cargo.toml", "tui/pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n", "utf-8")
+    path = tmp_path / file
+    assert old in path.read_text("utf-8")
+    path.write_text(path.read_text("utf-8").replace(old, new, 1) if old else path.read_text("utf-8"), "utf-8")
+    found = versions.different(tmp_path, tag)
+    assert len(found) == (line is not None)
+    assert all(one.startswith(line) for one in found)
+
+
+def test_a_source_distribution_is_checked(tmp_path):
+    base = f"fastckpt_io-{VERSION}"
+
+    def problems(names):
+        with tarfile.open(tmp_path / f"{base}.tar.gz", "w:gz") as archive:
+            for name in names:
+                archive.addfile(tarfile.TarInfo(f"{base}/{name}"), io.BytesIO())
+        return wheels.problems(tmp_path / f"{base}.tar.gz", VERSION)
+
+    whole = ["PKG-INFO", *wheels.SOURCES_MUST, "python/fastckpt/__init__.py"]
+    assert problems(whole) == []
+    assert problems([*whole, "tests/test_x.py"]) == ["tests/test_x.py does not belong in it"]
+    assert problems(whole[:1] + whole[2:]) == [r"Cargo\.lock is missing"]
