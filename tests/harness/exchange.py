@@ -42,7 +42,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()]
     if isinstance(value, np.random.Generator):
-        return plain(value.bit_generator.state)
+        return plain(value.bit_generator)
+    if isinstance(value, np.random.BitGenerator):
+        return plain(value.state)
+    if isinstance(value, np.random.RandomState):
+        return plain(value.get_state(legacy=False))
     if isinstance(value, dict):
         return [[plain(key), plain(part)] for key, part in value.items()]
     if isinstance(value, set | frozenset):
