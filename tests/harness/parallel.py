@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness import needs
@@ -104,9 +104,15 @@ def _reference(tied: bool, scale: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
-    """A DTensor of what all ranks have alike: no rank sends it, where torch can do without."""
-    alike = {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
-    return distribute_tensor(whole, mesh, placements, **alike)
+    """A DTensor of what all ranks have alike: no rank sends it."""
+    if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    local = whole
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            cut, _ = placement._split_tensor(local, mesh.size(dimension), with_padding=False, contiguous=True)
+            local = cut[mesh.get_local_rank(dimension)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def reference(*, tied: bool = True, scale: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:

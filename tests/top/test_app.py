@@ -12,9 +12,8 @@ from fastckpt_top.app import TopApp
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
 
-from harness import needs
-
 from conftest import Clock, demo
+from harness import needs
 
 CASES = [("live", size) for size in ((80, 24), (40, 8), (20, 4), (200, 60))]
 CASES += [("replay", size) for size in ((80, 24), (60, 14), (160, 50))]
