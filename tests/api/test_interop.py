@@ -11,11 +11,12 @@ import fastckpt
 from harness import needs
 from harness.same import bits
 
-NAMED = [
+NAMED = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16"),
     *("float32", "float64", "complex64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-]
+)
+NAMED = [name for name in NAMED if hasattr(torch, name)]  # float8_e8m0fnu came with torch 2.7
 
 
 @pytest.mark.parametrize("shard_size", [1, 5 * 10**9])

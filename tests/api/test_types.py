@@ -10,6 +10,7 @@ import typing
 import pytest
 
 import fastckpt
+from harness import needs
 
 # ``--strict`` warns of an ignore that ignores nothing: each must stand for the error that it names.
 PROGRAM = """
@@ -78,6 +79,7 @@ CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports =
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.10", "3.11"])
 def test_a_program_under_mypy_strict(tmp_path, version):
+    needs.package("mypy")
     """Python 3.10 has no ``typing.Self``: what is imported from where it is not becomes Any without a word."""
     program = tmp_path / "user.py"
     program.write_text(PROGRAM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import pickle
 import threading
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import fastckpt
 from fastckpt.dcp import Reader, Stager, Writer
+from harness import needs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -279,6 +281,7 @@ def test_no_pickle_is_stored(tmp_path):
 
 
 def test_collectives_are_needed(tmp_path):
+    needs.of_torch("use_collectives" in inspect.signature(dcp.save).parameters, "dcp.save(use_collectives=)")
     with pytest.raises(ValueError, match="use_collectives=False lets each rank finish"):
         dcp.save({"step": 5}, storage_writer=Writer(tmp_path / "c"), use_collectives=False)
 

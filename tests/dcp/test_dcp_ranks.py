@@ -1,6 +1,7 @@
 """dcp.save and dcp.load on real groups: the files are those of one process, and any group loads what another saved."""
 
 import hashlib
+import inspect
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
-from harness import parallel
+from harness import needs, parallel
 from harness.groups import FailedError, Strike
 from harness.parallel import dist, torch
 
@@ -171,16 +172,28 @@ def test_ranks_may_have_different_keys(forge, tmp_path):
     assert loaded["step"] == 7
 
 
+def caches_plans():
+    """Whether planners of this torch can keep their plans."""
+    return "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
+
+
+def cached(caching):
+    """The arguments of a planner that does so, or does not."""
+    return {"enable_plan_caching": caching} if caches_plans() else {}
+
+
 def save_often(path, *, caching):
     """Three saves with one planner each, the second of a state that has changed in values, the third in shape."""
     for turn, size in enumerate((4, 4, 6)):
         state = {"w": torch.full((size, 2), float(turn)), "turn": turn}
-        planner = DefaultSavePlanner(enable_plan_caching=caching)
+        planner = DefaultSavePlanner(**cached(caching))
         dcp.save(state, checkpoint_id=path / str(turn), storage_writer=Writer(timeout=60), planner=planner)
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_plans_may_be_kept_for_later_saves(forge, tmp_path, caching):
+    if caching:
+        needs.of_torch(caches_plans(), "planners that keep their plans")
     with forge.group(2) as group:
         group.run(save_often, tmp_path, caching=caching)
     for turn, size in enumerate((4, 4, 6)):
@@ -197,6 +210,7 @@ def save_by_itself(path):
 
 
 def test_no_dist_saves_one_rank_alone(forge, tmp_path):
+    needs.of_torch("no_dist" in inspect.signature(dcp.save).parameters, "dcp.save(no_dist=)")
     with forge.group(2) as group, pytest.warns(UserWarning, match="torch.distributed is"):
         group.run(save_by_itself, tmp_path)
     assert [fastckpt.load(tmp_path / str(rank))["w"][0].item() for rank in range(2)] == [0.0, 1.0]
@@ -212,12 +226,14 @@ def save_in_half(path, *, told):
 
 
 def test_a_part_of_the_ranks_saves(forge, tmp_path):
+    needs.of_torch(needs.torch_at_least(2, 7), "dcp.save in a group without rank 0")
     with forge.group(3) as group:
         group.run(save_in_half, tmp_path / "c", told=True)
     assert torch.equal(fastckpt.load(tmp_path / "c")["w"], torch.ones(3))
 
 
 def test_a_writer_that_was_not_told_of_the_group_says_so(forge, tmp_path):
+    needs.of_torch(needs.torch_at_least(2, 7), "dcp.save in a group without rank 0")
     with forge.group(3) as group:
         group.start(save_in_half, tmp_path / "c", told=False)
         first, *others = group.outcomes()
@@ -256,7 +272,7 @@ class Failing(DefaultSavePlanner):
     """Fails on one rank where the others go on to the storage."""
 
     def __init__(self, bad, *, caching):
-        super().__init__(enable_plan_caching=caching)
+        super().__init__(**cached(caching))
         self.bad = bad
 
     def finish_plan(self, new_plan):
@@ -439,6 +455,7 @@ def save_in_a_process(path, *, bad):
 
 @pytest.mark.slow
 def test_a_process_beside_training_saves(forge, tmp_path, reference):
+    needs.of_torch(hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), "AsyncCheckpointerType")
     with forge.group(2) as group:
         texts = group.run(save_in_a_process, tmp_path / "c", bad=True, timeout=200)
         assert all("Odd is not supported" in text for text in texts)

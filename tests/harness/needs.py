@@ -22,7 +22,7 @@ def missing(what: str) -> None:
     """Skip with a reason; fail instead where CI promises that everything is there."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must provide this, and does not: {what}")
-    pytest.skip(f"NOT TESTED HERE: {what}")
+    pytest.skip(f"NOT TESTED HERE: {what}", allow_module_level=True)
 
 
 def root() -> None:
@@ -51,6 +51,18 @@ def linux(version: tuple[int, int], what: str) -> None:
     """Require a kernel of at least ``version``, which has ``what``."""
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < version:
         missing(f"needs Linux {version[0]}.{version[1]} ({what})")
+
+
+def of_torch(has: bool, what: str) -> None:
+    """Require something that the oldest torch that is supported lacks."""
+    if not has:
+        missing(f"torch {importlib.import_module('torch').__version__} lacks {what}")
+
+
+def torch_at_least(*version: int) -> bool:
+    """Whether the installed torch is that version or a later one."""
+    here = importlib.import_module("torch").__version__
+    return tuple(map(int, re.findall(r"\d+", here)[: len(version)])) >= version
 
 
 def _capable(capability: int) -> bool:

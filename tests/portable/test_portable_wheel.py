@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "portable-wheel"
 
 @pytest.mark.slow
 def test_the_wheel_installs_alone_and_reads(tmp_path):
+    needs.package("setuptools")
     subprocess.run([sys.executable, SCRIPT, tmp_path / "wheels"], check=True, capture_output=True, timeout=240)
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert wheel.name == f"fastckpt_io-{fastckpt.__version__}-py3-none-any.whl"

@@ -8,10 +8,11 @@ import time
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import distributed
+from harness import parallel
 from harness.groups import Strike
 from harness.parallel import dist, torch
 
@@ -20,7 +21,7 @@ def state(value):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.full((60, 5000), float(value))
     return {
-        "spread": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None),
+        "spread": parallel.distributed(whole, mesh, [Shard(1)]),
         "turned": torch.full((50, 40), float(value)).t(),
         "step": value,
     }

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastckpt
 from fastckpt import _core, distributed
@@ -137,9 +137,9 @@ def load_large(path, how, io):
     shape = (1024, LARGE // 1024)
     placements = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}[how]
     whole = torch.arange(LARGE, dtype=torch.float32).reshape(shape)
-    into = {"w": distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None), "b": torch.zeros(5)}
+    into = {"w": parallel.distributed(torch.zeros(shape), mesh, placements), "b": torch.zeros(5)}
     state, report = distributed.load(path, into=into, io=io, report=True)
-    expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    expected = parallel.distributed(whole, mesh, placements)
     assert torch.equal(state["w"].to_local(), expected.to_local())
     assert state["w"] is into["w"]
     return report

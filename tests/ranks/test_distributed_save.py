@@ -8,7 +8,7 @@ import pytest
 
 import fastckpt
 from fastckpt import distributed
-from harness import parallel
+from harness import needs, parallel
 from harness.groups import FailedError, Strike
 from harness.parallel import dist, torch
 
@@ -262,8 +262,7 @@ def save_llama(path):
 
 
 def test_transformers_opens_the_directory_as_it_lies(forge, tmp_path):
-    import transformers
-
+    transformers = needs.package("transformers")
     with forge.group(3) as group:
         expected = group.run(save_llama, tmp_path / "c", timeout=120)[0]
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "c").state_dict()

@@ -10,7 +10,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import distributed
@@ -18,7 +18,7 @@ from fastckpt._ranks import torch_distributed
 from fastckpt._ranks.exchange import Exchange, Link
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import DataGroup, Group
-from harness import groups, stillness
+from harness import groups, parallel, stillness
 from harness.groups import Strike
 from harness.parallel import dist, torch
 
@@ -29,7 +29,7 @@ def columns():
     """A tensor of which each rank has some columns: nearly all of its bytes travel."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
-    return {"w": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)}
+    return {"w": parallel.distributed(whole, mesh, [Shard(1)])}
 
 
 def save_columns(path, *, timeout=30.0, connect_all=None):

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _utils, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -24,6 +23,7 @@ from fastckpt._ranks.describe import describe
 from fastckpt._tensors.described import Unsupported
 from fastckpt._tensors.spread import REPLICATE, Spread, local_shape, part_of, simplest
 from fastckpt._tensors.spreads import Spreads
+from harness import needs
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 1), (2, 2, 2), (3, 1, 2)]
 placements = st.one_of(
@@ -56,6 +56,7 @@ def taken(full, ranges):
 @given(cuts())
 @settings(max_examples=400, deadline=None)
 def test_parts_are_those_that_torch_cuts(cut):
+    needs.of_torch(hasattr(_utils, "_compute_local_shape_and_global_offset"), "local shapes without a device mesh")
     shape, mesh, placed = cut
     full = torch.arange(math.prod(shape)).reshape(shape)
     spread = simplest(range(math.prod(mesh)), mesh, placed)
@@ -68,7 +69,7 @@ def test_parts_are_those_that_torch_cuts(cut):
         ranges = part_of(shape, spread, rank)
         assert ranges is not None
         assert np.array_equal(taken(full.numpy(), ranges), part.numpy())
-        sizes, offsets = _compute_local_shape_and_global_offset(
+        sizes, offsets = _utils._compute_local_shape_and_global_offset(
             shape, mesh, list(coordinate), [of_torch(placement) for placement in placed]
         )
         assert local_shape(shape, spread, rank) == tuple(sizes)

@@ -14,8 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastckpt
+from harness import needs
+
+needs.of_torch(hasattr(torch.cpu.Stream, "record_event"), "training under fully_shard on the CPU")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 STEPS = 12

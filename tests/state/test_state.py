@@ -307,6 +307,8 @@ def test_every_scheduler_of_torch_is_tried():
     assert {name for name in known if name[0] != "_"} - {"LRScheduler"} <= set(schedules())
 
 
+# SequentialLR of torch 2.6 calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", schedules())
 def test_state_of_a_scheduler(name, trip):
     def training():

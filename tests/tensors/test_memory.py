@@ -290,3 +290,11 @@ except OSError as error:
     assert "model.safetensors`: Cannot allocate memory: " in done.stderr
     for remedy in ("mmap=True", "vm.max_map_count", "ulimit -v"):
         assert remedy in done.stderr
+
+
+def test_what_is_empty_may_have_no_address():
+    """Empty tensors have none, and numpy before 2 takes no null pointer."""
+    assert _memory.at(0, 0).shape == (0,)
+    nothing = _memory.laid_out(0, (0, 3), (12, 4), 4)
+    assert (nothing.shape, nothing.itemsize) == ((0, 3), 4)
+    assert _memory.is_nested(nothing)

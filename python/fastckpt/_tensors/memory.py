@@ -53,7 +53,8 @@ class _At:
     ) -> None:
         self.owner = owner
         self.__array_interface__ = {
-            "data": (address, False),
+            # numpy before 2 takes no null pointer, which is where torch has an empty tensor.
+            "data": (address or (_PAGE if 0 in shape else 0), False),
             "shape": shape,
             "typestr": typestr,
             "strides": strides,
