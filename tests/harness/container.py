@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import needs, seccomp
+from harness import machines, needs, seccomp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +93,9 @@ class Spec:
 class Container:
     """A running container."""
 
-    def __init__(self, spec: Spec, init: int, groups: _Groups, upper: Path, entered: subprocess.Popen[str], pidfd: int) -> None:
+    def __init__(
+        self, spec: Spec, init: int, groups: _Groups, upper: Path, entered: subprocess.Popen[str], pidfd: int
+    ) -> None:
         self.spec = spec
         #: Process 1 of the container, as the host numbers it.
         self.init = init
@@ -267,7 +269,6 @@ def _groups(spec: Spec) -> Iterator[_Groups]:
 
 def _remove(directory: Path) -> None:
     """Remove a control group. What was killed in it may take a moment to be gone."""
-    from harness import machines  # noqa: PLC0415 - not in the container
 
     def gone() -> bool:
         try:

@@ -1,6 +1,6 @@
 """Process 1 of a container (see container.py). It starts as the host's Python in new namespaces, so it stands alone."""
 
-# ruff: noqa: PTH102, PTH103, PTH115, PTH211 - paths as the kernel takes them
+# ruff: noqa: PTH102, PTH103, PTH211 - paths as the kernel takes them
 
 from __future__ import annotations
 

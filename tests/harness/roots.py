@@ -37,6 +37,7 @@ def store() -> Path:
     """Where roots are kept."""
     return Path(os.environ.get("FASTCKPT_TEST_ROOTS") or TOP / "target" / "roots")
 
+
 #: CPython as Ubuntu's own package has its source, for roots that are older than it.
 SOURCE = (
     "pool/main/p/python3.10/python3.10_3.10.4.orig.tar.xz",
@@ -110,7 +111,9 @@ def oldest() -> Path:
         subprocess.run(command, check=True, env=path, stdout=subprocess.DEVNULL)
         shutil.copytree(plain, made, symlinks=True)
         (made / ".made").unlink()
-        shutil.copytree(builder / "tmp" / "made" / "usr" / "local", made / "usr" / "local", symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(
+            builder / "tmp" / "made" / "usr" / "local", made / "usr" / "local", symlinks=True, dirs_exist_ok=True
+        )
         shutil.rmtree(builder)
         (made / ".made").touch()
     return made

@@ -95,7 +95,13 @@ def profile(path: Path) -> bytes:
     A name that libseccomp does not know is left out, as they do: profiles are older and younger than the machine.
     """
     told = json.loads(path.read_text(encoding="utf-8"))
-    library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    try:
+        library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    except OSError:
+        from harness import needs
+
+        needs.missing("needs libseccomp (apt-get install libseccomp2)")
+        raise
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_release.restype = None
 
@@ -120,7 +126,9 @@ def profile(path: Path) -> bytes:
         for rule in told["syscalls"]:
             then = action(rule, "action", "errnoRet")
             conditions = [
-                _Argument(one["index"], _COMPARE[one["op"].removeprefix("SCMP_CMP_")], one["value"], one.get("valueTwo", 0))
+                _Argument(
+                    one["index"], _COMPARE[one["op"].removeprefix("SCMP_CMP_")], one["value"], one.get("valueTwo", 0)
+                )
                 for one in rule.get("args", ())
             ]
             if then == usual:

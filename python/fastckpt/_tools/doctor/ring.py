@@ -34,8 +34,8 @@ SECCOMP = {
         f"jq '.syscalls += [{_ENTRY}]' /usr/share/containers/seccomp.json > fastckpt.json"
     ),
     "kubernetes": (
-        "put docs/seccomp.json of fastckpt's sources (docs/containers.md), or your runtime's profile with this entry in "
-        '"syscalls", on every node as '
+        "put docs/seccomp.json of fastckpt's sources (docs/containers.md), or your runtime's profile with this entry "
+        'in "syscalls", on every node as '
         f"/var/lib/kubelet/seccomp/profiles/fastckpt.json:\n{_ENTRY}\nand name it in the pod:\n"
         "securityContext: {seccompProfile: {type: Localhost, localhostProfile: profiles/fastckpt.json}}\n"
         "To try it: seccompProfile: {type: Unconfined}"
