@@ -85,10 +85,11 @@ def root(name: str) -> Path:
 def oldest() -> Path:
     """Ubuntu 18.04 with a CPython 3.10 that is built there, with its own compiler, in another root. Takes minutes."""
     made = store() / "oldest"
-    if (made / ".made").exists():
-        return made
-    builder, plain = root("bionic-build"), root("bionic")
     with locked(made):
+        # Two lists and a source: a change of any of them needs this directory removed by hand.
+        if (made / ".made").exists():
+            return made
+        builder, plain = root("bionic-build"), root("bionic")
         shutil.rmtree(made, ignore_errors=True)
         where = builder / "tmp" / "python"
         shutil.rmtree(where, ignore_errors=True)
@@ -106,11 +107,10 @@ def oldest() -> Path:
         )
         # A compiler wants /dev/null, and ensurepip /proc.
         inside = 'mount -t proc proc "$0/proc" && mount --bind /dev "$0/dev" && exec chroot "$0" sh -c "$1"'
-        command = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", inside, str(builder), build]
+        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside, str(builder), build]
         path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
         subprocess.run(command, check=True, env=path, stdout=subprocess.DEVNULL)
-        shutil.copytree(plain, made, symlinks=True)
-        (made / ".made").unlink()
+        shutil.copytree(plain, made, symlinks=True, ignore=lambda _, names: {".made"} & set(names))
         shutil.copytree(
             builder / "tmp" / "made" / "usr" / "local", made / "usr" / "local", symlinks=True, dirs_exist_ok=True
         )
