@@ -1,7 +1,8 @@
 """Make io_uring_setup answer an error, with a real seccomp filter, as Docker's default profile does.
 
 As a program: ``python -m harness.seccomp EPERM -- command ...``. In a process: ``install("ENOSYS")``. ``EPERM:all``
-refuses the two other calls of io_uring as well, as the profiles of containers do.
+refuses the two other calls of io_uring as well, as the profiles of containers do. Instead of an error, the path of a
+profile in JSON, as container runtimes read it.
 The filter is inherited by threads and children and can never be taken off again.
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import struct
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +31,7 @@ BPF_LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
 BPF_JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 BPF_RETURN = 0x06  # BPF_RET | BPF_K
 # The same numbers on every architecture: they are younger than the common table.
-IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER = 425, 426, 427
+CALLS = IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER = 425, 426, 427
 # Offsets in struct seccomp_data: the call's number, and the architecture.
 NUMBER, ARCH = 0, 4
 AUDIT_ARCH = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
@@ -61,14 +65,87 @@ def program(error: int, calls: Sequence[int] = (IO_URING_SETUP,)) -> bytes:
 def install(name: str) -> None:
     """From now on io_uring_setup answers the error ``name`` in this process and its children."""
     name, _, which = name.partition(":")
-    calls = (IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER) if which == "all" else (IO_URING_SETUP,)
-    code = program(getattr(errno, name), calls)
+    load(program(getattr(errno, name), CALLS if which == "all" else (IO_URING_SETUP,)))
+
+
+def load(code: bytes) -> None:
+    """Put this process and its children under a filter."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     argument = SockFprog(len(code) // 8, code)
     if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(argument), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
+
+
+#: How libseccomp numbers what profiles say by name.
+_ALLOW, _ERRNO, _LOG = 0x7FFF_0000, 0x0005_0000, 0x7FFC_0000
+_COMPARE = {"NE": 1, "LT": 2, "LE": 3, "EQ": 4, "GE": 5, "GT": 6, "MASKED_EQ": 7}
+
+
+class _Argument(ctypes.Structure):
+    """``struct scmp_arg_cmp``: a condition on an argument of a call."""
+
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def profile(path: Path) -> bytes:
+    """The filter of a profile in JSON, made by libseccomp as container runtimes make it.
+
+    A name that libseccomp does not know is left out, as they do: profiles are older and younger than the machine.
+    """
+    told = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    except OSError:
+        from harness import needs
+
+        needs.missing("needs libseccomp (apt-get install libseccomp2)")
+        raise
+    library.seccomp_init.restype = ctypes.c_void_p
+    library.seccomp_release.restype = None
+
+    def action(rule: Any, name: str, number: str) -> int:
+        kind = rule[name].removeprefix("SCMP_ACT_")
+        return {"ALLOW": _ALLOW, "LOG": _LOG, "ERRNO": _ERRNO | rule.get(number, errno.EPERM)}[kind]
+
+    def must(answer: int, what: str) -> None:
+        if answer < 0:
+            raise OSError(-answer, f"libseccomp: {what}: {os.strerror(-answer)}")
+
+    usual = action(told, "defaultAction", "defaultErrnoRet")
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(usual)))
+    assert context, "seccomp_init"
+    try:
+        for name in told["architectures"]:
+            token = library.seccomp_arch_resolve_name(name.removeprefix("SCMP_ARCH_").lower().encode())
+            assert token, f"libseccomp does not know {name}"
+            answer = library.seccomp_arch_add(context, ctypes.c_uint32(token))
+            if answer != -errno.EEXIST:  # the machine's own is there
+                must(answer, name)
+        for rule in told["syscalls"]:
+            then = action(rule, "action", "errnoRet")
+            conditions = [
+                _Argument(
+                    one["index"], _COMPARE[one["op"].removeprefix("SCMP_CMP_")], one["value"], one.get("valueTwo", 0)
+                )
+                for one in rule.get("args", ())
+            ]
+            if then == usual:
+                continue
+            for name in rule["names"]:
+                number = library.seccomp_syscall_resolve_name(name.encode())
+                if number == -1:
+                    continue
+                given = (_Argument * len(conditions))(*conditions)
+                answer = library.seccomp_rule_add_array(context, ctypes.c_uint32(then), number, len(given), given)
+                must(answer, name)
+        with tempfile.TemporaryFile() as file:
+            must(library.seccomp_export_bpf(context, file.fileno()), "seccomp_export_bpf")
+            file.seek(0)
+            return file.read()
+    finally:
+        library.seccomp_release(context)
 
 
 def setup_errno() -> int:
@@ -85,8 +162,11 @@ def setup_errno() -> int:
 def main() -> None:
     name, separator, *command = sys.argv[1:]
     if separator != "--" or not command:
-        raise SystemExit("usage: python -m harness.seccomp EPERM|ENOSYS -- command ...")
-    install(name)
+        raise SystemExit("usage: python -m harness.seccomp EPERM|ENOSYS|PROFILE.json -- command ...")
+    if name.endswith(".json"):
+        load(profile(Path(name)))
+    else:
+        install(name)
     os.execvp(command[0], command)
 
 

@@ -17,7 +17,7 @@ _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
 
-#: Step refused -> code, sentence, remedy.
+#: Step refused -> code, sentence, remedy. In a container there is often a nearer one.
 _TROUBLES = {
     "ENOENT": (
         "directory-missing",
@@ -34,6 +34,20 @@ _TROUBLES = {
         "the quota is used up",
         "free space or raise the quota (quota -s, lfs quota), or choose another",
     ),
+}
+#: Code -> remedies of containers.
+_IN_CONTAINERS = {
+    "not-writable": {
+        "docker": "docker run --user $(id -u):$(id -g) ... as the owner of the volume, or chown the volume's directory",
+        "podman": "podman run --userns=keep-id ..., or -v DIR:/checkpoints:U",
+        "kubernetes": "securityContext: {fsGroup: GID} on the pod, which gives the volume to that group",
+    },
+    "read-only": {
+        "docker": "docker run -v /data/checkpoints:/checkpoints ... without :ro, and save there",
+        "podman": "podman run -v /data/checkpoints:/checkpoints ... without :ro, and save there",
+        "kubernetes": "save to a volume that is mounted without readOnly; with readOnlyRootFilesystem the rest is not "
+        "writable",
+    },
 }
 
 
@@ -82,7 +96,8 @@ def _directory(facts: Mapping[str, Any]) -> Iterator[Finding]:
         if code == "no-space" and inodes == 0:
             code, text, remedy = "no-inodes", "the file system has no inodes left", "remove files, or choose another"
         evidence = (f"cannot {trouble['operation']} {where['path']}: {trouble['error']}",)
-        yield Finding(code=code, level="error", text=text, evidence=evidence, remedies={"any": remedy})
+        remedies = {**_IN_CONTAINERS.get(code, {}), "any": remedy}
+        yield Finding(code=code, level="error", text=text, evidence=evidence, remedies=remedies)
         return
     if free is not None and free < _LITTLE_SPACE:
         yield Finding(
@@ -282,10 +297,20 @@ def _memory(facts: Mapping[str, Any]) -> Iterator[Finding]:
             evidence=(f"limit of the control group: {_bytes(memory['cgroup_limit_bytes'])}",),
             remedies={
                 "docker": "docker run --memory=... with more",
+                "podman": "podman run --memory=... with more",
                 "kubernetes": "raise resources.limits.memory",
                 "any": "give the job more memory, or save with threads=1",
             },
         )
+
+
+_MORE_CORES = {
+    "kubernetes": "raise resources.limits.cpu",
+    "docker": "docker run --cpus=... with more",
+    "podman": "podman run --cpus=... with more",
+    "slurm": "srun --cpus-per-task=... with more",
+    "any": "give the job more cores",
+}
 
 
 def _cores(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -297,21 +322,11 @@ def _cores(facts: Mapping[str, Any]) -> Iterator[Finding]:
     )
     # Under torchrun with bound ranks the mask is a rank's own; without, it is that of all ranks.
     if usable < 1 or ranks > cpu["affinity"]:
-        yield Finding(
-            code="few-cores",
-            level="warning",
-            text=f"less than one core a process: {usable:g} for {count(ranks, 'rank')}",
-            evidence=evidence,
-            remedies={
-                "kubernetes": "raise resources.limits.cpu",
-                "docker": "docker run --cpus=... with more",
-                "slurm": "srun --cpus-per-task=... with more",
-                "any": "give the job more cores",
-            },
-        )
+        text = f"less than one core a process: {usable:g} for {count(ranks, 'rank')}"
+        yield Finding(code="few-cores", level="warning", text=text, evidence=evidence, remedies=_MORE_CORES)
     elif cpu["cores"] == 1:
         text = "one core for this process: copying and checksums share it with the training"
-        yield Finding(code="one-core", level="note", text=text, evidence=evidence)
+        yield Finding(code="one-core", level="note", text=text, evidence=evidence, remedies=_MORE_CORES)
 
 
 def _counters(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -326,6 +341,7 @@ def _counters(facts: Mapping[str, Any]) -> Iterator[Finding]:
         f"{'full' if full else 'not writable'})",
         remedies={
             "docker": "docker run --shm-size=1g ...",
+            "podman": "podman run --shm-size=1g ...",
             "kubernetes": "mount an emptyDir with medium: Memory at /dev/shm",
             "any": "set FASTCKPT_TOP_DIR to a directory that can be written",
         },

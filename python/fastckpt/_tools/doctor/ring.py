@@ -26,6 +26,7 @@ SECCOMP = {
         f"docker run --security-opt seccomp=fastckpt.json --ulimit memlock=-1 ..., where fastckpt.json is Docker's "
         f'default profile with one more entry in "syscalls":\n'
         f"curl -sSL {_DOCKER_PROFILE} | jq '.syscalls += [{_ENTRY}]' > fastckpt.json\n"
+        f"docs/seccomp.json in fastckpt's sources is a whole profile (docs/containers.md)\n"
         f"To try it: --security-opt seccomp=unconfined"
     ),
     "podman": (
@@ -33,7 +34,8 @@ SECCOMP = {
         f"jq '.syscalls += [{_ENTRY}]' /usr/share/containers/seccomp.json > fastckpt.json"
     ),
     "kubernetes": (
-        'put a profile with this entry in "syscalls" on every node as '
+        "put docs/seccomp.json of fastckpt's sources (docs/containers.md), or your runtime's profile with this entry "
+        'in "syscalls", on every node as '
         f"/var/lib/kubelet/seccomp/profiles/fastckpt.json:\n{_ENTRY}\nand name it in the pod:\n"
         "securityContext: {seccompProfile: {type: Localhost, localhostProfile: profiles/fastckpt.json}}\n"
         "To try it: seccompProfile: {type: Unconfined}"

@@ -1,0 +1,139 @@
+"""Root file systems like those of slim training images: pinned packages of Ubuntu, unpacked and not installed.
+
+``tests/data/root-NAME.txt`` lists them, each with its SHA-256. They are of the suite itself, which never changes after
+its release, not of its updates: the list stays true, and needs no index and no keys. A root is made once and kept in
+``target/roots``, or below FASTCKPT_TEST_ROOTS.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import urllib.parse
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness import needs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ARCHIVE = "http://archive.ubuntu.com/ubuntu/"
+TOP = Path(__file__).resolve().parents[2]
+LISTS = TOP / "tests" / "data"
+#: What is mounted over in a container, because the root is read-only there.
+POINTS = ("checkpoints", "dev", "home", "proc", "scratch", "sys", "telemetry", "tmp", "wheels")
+
+
+def store() -> Path:
+    """Where roots are kept."""
+    return Path(os.environ.get("FASTCKPT_TEST_ROOTS") or TOP / "target" / "roots")
+
+
+#: CPython as Ubuntu's own package has its source, for roots that are older than it.
+SOURCE = (
+    "pool/main/p/python3.10/python3.10_3.10.4.orig.tar.xz",
+    "80bf925f571da436b35210886cf79f6eb5fa5d6c571316b73568343451f77a19",
+)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock beside ``path``: several processes of one test run want the same things made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def root(name: str) -> Path:
+    """The root file system ``name``, made where it is not there yet: ``oldest``, or one with a list of packages."""
+    if name == "oldest":
+        return oldest()
+    if platform.machine() != "x86_64":
+        needs.missing(f"needs x86_64: tests/data/root-{name}.txt lists packages for it")
+    needs.tool("dpkg-deb", "dpkg")
+    made = store() / name
+    listed = (LISTS / f"root-{name}.txt").read_text(encoding="ascii")
+    version = hashlib.sha256(listed.encode()).hexdigest()
+    mark = made / ".made"
+    with locked(made):
+        if not mark.exists() or mark.read_text(encoding="ascii") != version:
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(mode=0o755)
+            with tempfile.TemporaryDirectory(dir=store()) as packages:
+                _unpack(listed, Path(packages), made)
+            for point in POINTS:
+                (made / point).mkdir(exist_ok=True)
+            # What maintainers' scripts would have done, as far as it is needed.
+            if not (made / "bin" / "sh").exists():
+                (made / "bin" / "sh").symlink_to("dash")
+            (made / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n", encoding="ascii")
+            (made / "etc" / "group").write_text("root:x:0:\n", encoding="ascii")
+            mark.write_text(version, encoding="ascii")
+    return made
+
+
+def oldest() -> Path:
+    """Ubuntu 18.04 with a CPython 3.10 that is built there, with its own compiler, in another root. Takes minutes."""
+    made = store() / "oldest"
+    with locked(made):
+        # Two lists and a source: a change of any of them needs this directory removed by hand.
+        if (made / ".made").exists():
+            return made
+        builder, plain = root("bionic-build"), root("bionic")
+        shutil.rmtree(made, ignore_errors=True)
+        where = builder / "tmp" / "python"
+        shutil.rmtree(where, ignore_errors=True)
+        where.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=store()) as name:
+            package = _fetch(*reversed(SOURCE), Path(name))
+            subprocess.run(["tar", "-xf", str(package), "-C", str(where), "--strip-components=1"], check=True)
+        for name, target in (("awk", "gawk"), ("cc", "gcc")):
+            link = builder / "usr" / "bin" / name
+            if not link.exists():
+                link.symlink_to(target)
+        build = (
+            "cd /tmp/python && ./configure -q --prefix=/usr/local --with-ensurepip=install --disable-test-modules"
+            f" && make -s -j {os.cpu_count()} && make -s install DESTDIR=/tmp/made"
+        )
+        # A compiler wants /dev/null, and ensurepip /proc.
+        inside = 'mount -t proc proc "$0/proc" && mount --bind /dev "$0/dev" && exec chroot "$0" sh -c "$1"'
+        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside, str(builder), build]
+        path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
+        subprocess.run(command, check=True, env=path, stdout=subprocess.DEVNULL)
+        shutil.copytree(plain, made, symlinks=True, ignore=lambda _, names: {".made"} & set(names))
+        shutil.copytree(
+            builder / "tmp" / "made" / "usr" / "local", made / "usr" / "local", symlinks=True, dirs_exist_ok=True
+        )
+        shutil.rmtree(builder)
+        (made / ".made").touch()
+    return made
+
+
+def _fetch(digest: str, path: str, into: Path) -> Path:
+    """Download a file of the archive, and check what it is."""
+    with urllib.request.urlopen(ARCHIVE + path, timeout=60) as answer:
+        content = answer.read()
+    assert hashlib.sha256(content).hexdigest() == digest, f"{ARCHIVE}{path} is not what the list says"
+    file = into / urllib.parse.unquote(Path(path).name)
+    file.write_bytes(content)
+    return file
+
+
+def _unpack(listed: str, packages: Path, made: Path) -> None:
+    def fetch(line: str) -> Path:
+        return _fetch(*line.split(), packages)
+
+    lines = listed.splitlines()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for package in pool.map(fetch, lines):
+            subprocess.run(["dpkg-deb", "-x", str(package), str(made)], check=True)
