@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::clock::{now, time_of_day};
 use super::codes::{DONE, FAILED, Kind, Phase};
-use super::layout::{BUCKETS, OperationSlot, Segment, UNSEEN};
+use super::layout::{BUCKETS, OperationSlot, Record, Segment, UNSEEN};
 use super::{process, target};
 use crate::environment::Environment;
 
@@ -230,19 +230,21 @@ impl Operation {
         let end = now();
         let bytes = self.done();
         let error = outcome.err().flatten().map_or(0, |errno| u64::from(errno.unsigned_abs()));
-        self.write(|slot| {
-            slot.phase.store(if outcome.is_ok() { DONE } else { FAILED }, Relaxed);
-            slot.t_phase_mono_ns.store(end, Relaxed);
-            slot.t_end_mono_ns.store(end, Relaxed);
-            slot.error.store(error, Relaxed);
-            slot.files_done.store(self.files_done.load(Relaxed), Relaxed);
-            let durable = if outcome.is_ok() { &slot.bytes_total } else { &self.durable };
-            slot.bytes_durable.store(durable.load(Relaxed), Relaxed);
-        });
         let duration = end - self.begin;
         let rate = u128::from(bytes) * 1_000_000_000 / u128::from(duration.max(1));
         let peak = closing.peak.max(u64::try_from(rate).unwrap_or(u64::MAX));
-        process::finish(self.segment, self.number, self.kind, outcome.is_ok(), bytes, |record| {
+        let close = || {
+            self.write(|slot| {
+                slot.phase.store(if outcome.is_ok() { DONE } else { FAILED }, Relaxed);
+                slot.t_phase_mono_ns.store(end, Relaxed);
+                slot.t_end_mono_ns.store(end, Relaxed);
+                slot.error.store(error, Relaxed);
+                slot.files_done.store(self.files_done.load(Relaxed), Relaxed);
+                let durable = if outcome.is_ok() { &slot.bytes_total } else { &self.durable };
+                slot.bytes_durable.store(durable.load(Relaxed), Relaxed);
+            });
+        };
+        let fill = |record: &Record| {
             record.kind.store(self.kind as u32, Relaxed);
             record.result.store(if outcome.is_ok() { 1 } else { 2 }, Relaxed);
             record.engine.store(self.slot.engine.load(Relaxed), Relaxed);
@@ -261,7 +263,8 @@ impl Operation {
             record.label.copy(&self.slot.label);
             record.path.set_tail(&closing.path);
             record.op_id.store(self.id, Release);
-        });
+        };
+        process::finish(self.segment, self.number, self.kind, outcome.is_ok(), bytes, fill, close);
     }
 
     fn closing(&self) -> std::sync::MutexGuard<'_, Closing> {

@@ -214,7 +214,14 @@ pub(super) fn give_thread(segment: &'static Segment, number: usize) {
     }
 }
 
-/// Closes an operation: its history record, the totals, the state.
+/// Whether somebody has the lock under which slots are handed out.
+#[cfg(test)]
+pub(super) fn is_locked() -> bool {
+    PROCESS.try_lock().is_err()
+}
+
+/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it says
+/// that its operation has ended, so all that is read from it or written to it comes before the lock is given back.
 pub(super) fn finish(
     segment: &'static Segment,
     number: u32,
@@ -222,10 +229,12 @@ pub(super) fn finish(
     ok: bool,
     bytes: u64,
     fill: impl FnOnce(&Record),
+    close: impl FnOnce(),
 ) {
-    let Some(mut guard) = lock() else { return };
-    let Some(process) = guard.as_mut().filter(|process| std::ptr::eq(process.segment, segment)) else {
-        return;
+    let mut guard = lock();
+    let process = guard.as_mut().and_then(|guard| guard.as_mut());
+    let Some(process) = process.filter(|process| std::ptr::eq(process.segment, segment)) else {
+        return close();
     };
     process.running = process.running.saturating_sub(1);
     let totals = &segment.process;
@@ -237,6 +246,7 @@ pub(super) fn finish(
         fill(record);
         totals.hist_head.store(head + 1, Release);
     }
+    close();
     let (moved, counter) = match (kind, ok) {
         (Kind::Save, true) => (&totals.bytes_written, &totals.saves_ok),
         (Kind::Save, false) => (&totals.bytes_written, &totals.saves_failed),

@@ -1,5 +1,6 @@
 use std::sync::atomic::Ordering::Relaxed;
 
+use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
@@ -137,6 +138,23 @@ fn a_living_segment_keeps_its_name_and_old_dead_ones_go() {
 }
 
 #[test]
+fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
+    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/closed"), None, &Environment::default());
+    let (filled, closed) = (Cell::new(false), Cell::new(false));
+    let fill = |_: &layout::Record| {
+        assert!(!closed.get(), "the record is made of the slot");
+        filled.set(true);
+    };
+    let close = || {
+        assert!(process::is_locked(), "another operation may take the slot as soon as it is closed");
+        closed.set(true);
+    };
+    process::finish(operation.segment, operation.number, Kind::Save, true, 0, fill, close);
+    assert!(closed.get());
+    assert_eq!(filled.get(), operation.number != layout::NO_SLOT);
+}
+
+#[test]
 fn a_job_is_its_launcher() {
     let step = |number: &'static str| {
         Environment::of(move |name| match name {
@@ -145,7 +163,7 @@ fn a_job_is_its_launcher() {
             _ => None,
         })
     };
-    let launch = super::process::launch;
+    let launch = process::launch;
     assert_eq!(launch(&step("0"), 1), launch(&step("0"), 2), "two processes of a step");
     assert_ne!(launch(&step("0"), 1), launch(&step("1"), 1));
     let parent = Environment::default();
