@@ -63,6 +63,7 @@ def _wheel(path: Path, version: str) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         inside = {each.filename: archive.read(each) for each in archive.infolist()}
     wrong += contents(inside, MAY[kind], MUST[kind] + ALWAYS)
+    wrong += _programs(inside, ROOT / ("tui/src" if name == "fastckpt_top" else "python"))
     wrong += _record(inside)
     wrong += _metadata(inside, name, version, named_version)
     for each, data in inside.items():
@@ -79,6 +80,14 @@ def contents(names: dict[str, bytes] | list[str], may: str, must: list[str]) -> 
     """A line for each file that may not be there, and for each pattern that no file has."""
     stray = [f"{name} does not belong in it" for name in names if not re.fullmatch(may, name)]
     return stray + [f"{one} is missing" for one in must if not any(re.fullmatch(one, name) for name in names)]
+
+
+def _programs(inside: dict[str, bytes], source: Path) -> list[str]:
+    """The modules are those of the repository, all of them: builders keep old ones, and leave out new directories."""
+    ours = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*.py")}
+    packed = {each: data for each, data in inside.items() if each.endswith(".py")}
+    names = sorted(ours.keys() | packed.keys())
+    return [f"{each} is not that of the repository" for each in names if ours.get(each) != packed.get(each)]
 
 
 def _record(inside: dict[str, bytes]) -> list[str]:

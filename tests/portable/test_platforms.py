@@ -139,6 +139,43 @@ def test_names_that_lead_elsewhere_on_windows():
         assert not is_plain(name, windows=True)
 
 
-def test_without_the_package_for_checksums_the_import_says_what_to_install(laptop):
-    program = "import sys; sys.modules['anycrc'] = None\ntry: import fastckpt\nexcept ImportError as e: print(e)"
-    assert "pip install anycrc" in laptop(program)
+#: Tries the import without the package for checksums, on the platform that is named.
+WITHOUT_ANYCRC = """
+import sys
+import numpy, tqdm.auto
+sys.platform, sys.modules["anycrc"] = sys.argv[1], None
+try:
+    import fastckpt
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_without_the_package_for_checksums_the_import_says_what_to_install(laptop, platform):
+    said = laptop(WITHOUT_ANYCRC, platform)
+    assert "pip install anycrc" in said
+    assert "free-threaded" not in said
+
+
+def test_on_linux_without_the_core_the_import_says_which_interpreters_have_none_and_what_to_do(laptop):
+    said = laptop(WITHOUT_ANYCRC, "linux")
+    for cause in ("no compiled core", "free-threaded CPython (3.14t)", "musl (Alpine)", "x86-64 and aarch64"):
+        assert cause in said
+    for remedy in ("Use the usual build of CPython on a Linux with glibc", "pip install anycrc"):
+        assert remedy in said
+
+
+def test_on_linux_without_the_core_but_with_the_package_for_checksums_reading_works(laptop, saved):
+    program = """
+import sys, fastckpt
+assert sys.platform == "linux" and fastckpt._core.__file__.endswith("_core.py")
+state = fastckpt.load(sys.argv[1])
+assert state["step"] == 7 and state["model"]["w"][999, 2999] == 2_999_999
+assert fastckpt.verify(sys.argv[1]).ok
+try:
+    fastckpt.save(state, sys.argv[1] + "x")
+except NotImplementedError as error:
+    print(error)
+"""
+    assert "pip install --no-binary fastckpt-io fastckpt-io" in laptop(program, saved)

@@ -108,6 +108,11 @@ def test_other_contents_are_found(changed):
     assert any("RECORD has another hash" in line for line in changed({INFO + "RECORD": b""}))
 
 
+def test_modules_that_are_not_those_of_the_repository_are_found(changed):
+    found = changed({"fastckpt/_paths.py": b"", "fastckpt/_units.py": None, "fastckpt/_old.py": b""})
+    assert found == [f"fastckpt/_{name}.py is not that of the repository" for name in ("old", "paths", "units")]
+
+
 @pytest.mark.parametrize(
     ("said", "instead"),
     [
@@ -174,6 +179,15 @@ def test_what_weakens_the_module_is_found(module):
     place = module.replace(b"/cargo/registry/", b"/root//registry/")
     assert place != module
     assert any("files of the building machine, such as /root/" in line for line in elf.problems(place, on))
+
+
+@pytest.mark.parametrize("left", [b".symtab", b".debug_info"])
+def test_a_module_that_is_not_stripped_is_found(module, left):
+    """A section of another name, as long or longer, gets the name of one that a debugger reads."""
+    names = ELFFile(io.BytesIO(module)).get_section(ELFFile(io.BytesIO(module))["e_shstrndx"])
+    at = names["sh_offset"] + names.data().index(b".eh_frame_hdr\0")
+    renamed = poked(module, at, left + b"\0")
+    assert elf.problems(renamed, "manylinux_2_27_x86_64") == ["it is not stripped"]
 
 
 def test_a_dynamic_section_that_weakens_the_module_is_found(module):
@@ -265,3 +279,19 @@ def test_a_source_distribution_is_checked(tmp_path):
     assert problems(whole) == []
     assert problems([*whole, "tests/test_x.py"]) == ["tests/test_x.py does not belong in it"]
     assert problems(whole[:1] + whole[2:]) == [r"Cargo\.lock is missing"]
+
+
+@pytest.mark.parametrize("name", ["fastckpt_io-9.9", f"fastckpt-{VERSION}", f"fastckpt_top-{VERSION}"])
+def test_a_source_distribution_of_another_name_is_found(tmp_path, name):
+    tarfile.open(tmp_path / f"{name}.tar.gz", "w:gz").close()
+    (line,) = wheels.problems(tmp_path / f"{name}.tar.gz", VERSION)
+    assert line.startswith(f"no source distribution {name}.tar.gz is published")
+
+
+def test_a_link_in_a_source_distribution_is_found(tmp_path):
+    path = tmp_path / f"fastckpt_io-{VERSION}.tar.gz"
+    link = tarfile.TarInfo(f"fastckpt_io-{VERSION}/README.md")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.addfile(link)
+    assert f"{link.name} is no plain file" in wheels.problems(path, VERSION)
