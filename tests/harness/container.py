@@ -149,7 +149,8 @@ class Container:
         # unshare takes process 1 with it, and would complain if that went first.
         self._entered.kill()
         self._entered.wait(60)
-        select.select([self._pidfd], [], [], 60)
+        ended, _, _ = select.select([self._pidfd], [], [], 60)
+        assert ended, f"process 1 of the container (here {self.init}) still runs 60 seconds after SIGKILL"
         for started in self._started:
             started.wait(60)
             for stream in (started.stdin, started.stdout, started.stderr):
@@ -245,7 +246,10 @@ def _groups(spec: Spec) -> Iterator[_Groups]:
     if controllers.exists():
         if not {"memory", "cpu"} <= set(controllers.read_text(encoding="ascii").split()):
             needs.missing("needs the controllers memory and cpu of cgroup v2 at /sys/fs/cgroup")
-        (CGROUPS / "cgroup.subtree_control").write_text("+memory +cpu", encoding="ascii")
+        try:
+            (CGROUPS / "cgroup.subtree_control").write_text("+memory +cpu", encoding="ascii")
+        except OSError as error:  # a container's own root, where processes are
+            needs.missing(f"needs to give the controllers memory and cpu to groups below {CGROUPS}: {error}")
         version, directories = 2, dict.fromkeys(("memory", "cpu"), CGROUPS / name)
         limits = {"memory": {"memory.max": spec.memory}, "cpu": {"cpu.max": f"{int(spec.cpus * 100_000)} 100000"}}
     else:
@@ -261,6 +265,7 @@ def _groups(spec: Spec) -> Iterator[_Groups]:
         for directory in dict.fromkeys(directories.values()):
             directory.mkdir()
             made.callback(_remove, directory)
+            directory.chmod(0o755)  # whatever the umask: what is inside reads its limits
         for controller, files in limits.items():
             for file, value in files.items():
                 (directories[controller] / file).write_text(str(value), encoding="ascii")

@@ -22,6 +22,7 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 def main(told: Mapping[str, Any]) -> None:
     """Process 1: make the root out of its parts, go there, and wait to be killed."""
     at = told["at"]
+    os.umask(0o022)
 
     def mount(*arguments: str) -> None:
         subprocess.run(["mount", *arguments], check=True)

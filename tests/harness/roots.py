@@ -10,11 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import fcntl
 import hashlib
+import http.client
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ARCHIVE = "http://archive.ubuntu.com/ubuntu/"
+#: Seconds before each attempt to download a file.
+PAUSES = (0, 1, 5, 20)
 TOP = Path(__file__).resolve().parents[2]
 LISTS = TOP / "tests" / "data"
 #: What is mounted over in a container, because the root is read-only there.
@@ -42,6 +46,12 @@ def store() -> Path:
 SOURCE = (
     "pool/main/p/python3.10/python3.10_3.10.4.orig.tar.xz",
     "80bf925f571da436b35210886cf79f6eb5fa5d6c571316b73568343451f77a19",
+)
+
+BUILD = (
+    "umask 022 && rm -rf /tmp/made && cd /tmp/python"
+    " && ./configure -q --prefix=/usr/local --with-ensurepip=install --disable-test-modules"
+    " && make -s -j $(nproc) && make -s install DESTDIR=/tmp/made"
 )
 
 
@@ -68,16 +78,19 @@ def root(name: str) -> Path:
     with locked(made):
         if not mark.exists() or mark.read_text(encoding="ascii") != version:
             shutil.rmtree(made, ignore_errors=True)
-            made.mkdir(mode=0o755)
+            made.mkdir()
+            made.chmod(0o755)  # whatever the umask: users go through it
             with tempfile.TemporaryDirectory(dir=store()) as packages:
                 _unpack(listed, Path(packages), made)
             for point in POINTS:
                 (made / point).mkdir(exist_ok=True)
+                (made / point).chmod(0o755)
             # What maintainers' scripts would have done, as far as it is needed.
             if not (made / "bin" / "sh").exists():
                 (made / "bin" / "sh").symlink_to("dash")
-            (made / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n", encoding="ascii")
-            (made / "etc" / "group").write_text("root:x:0:\n", encoding="ascii")
+            for name, line in (("passwd", "root:x:0:0:root:/root:/bin/sh"), ("group", "root:x:0:")):
+                (made / "etc" / name).write_text(f"{line}\n", encoding="ascii")
+                (made / "etc" / name).chmod(0o644)
             mark.write_text(version, encoding="ascii")
     return made
 
@@ -85,9 +98,11 @@ def root(name: str) -> Path:
 def oldest() -> Path:
     """Ubuntu 18.04 with a CPython 3.10 that is built there, with its own compiler, in another root. Takes minutes."""
     made = store() / "oldest"
+    mark = made / ".made"
+    parts = [(LISTS / f"root-{name}.txt").read_text(encoding="ascii") for name in ("bionic", "bionic-build")]
+    version = hashlib.sha256("".join((*parts, *SOURCE, BUILD)).encode()).hexdigest()
     with locked(made):
-        # Two lists and a source: a change of any of them needs this directory removed by hand.
-        if (made / ".made").exists():
+        if mark.exists() and mark.read_text(encoding="ascii") == version:
             return made
         builder, plain = root("bionic-build"), root("bionic")
         shutil.rmtree(made, ignore_errors=True)
@@ -101,13 +116,9 @@ def oldest() -> Path:
             link = builder / "usr" / "bin" / name
             if not link.exists():
                 link.symlink_to(target)
-        build = (
-            "cd /tmp/python && ./configure -q --prefix=/usr/local --with-ensurepip=install --disable-test-modules"
-            f" && make -s -j {os.cpu_count()} && make -s install DESTDIR=/tmp/made"
-        )
         # A compiler wants /dev/null, and ensurepip /proc.
         inside = 'mount -t proc proc "$0/proc" && mount --bind /dev "$0/dev" && exec chroot "$0" sh -c "$1"'
-        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside, str(builder), build]
+        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", inside, str(builder), BUILD]
         path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
         subprocess.run(command, check=True, env=path, stdout=subprocess.DEVNULL)
         shutil.copytree(plain, made, symlinks=True, ignore=lambda _, names: {".made"} & set(names))
@@ -115,18 +126,27 @@ def oldest() -> Path:
             builder / "tmp" / "made" / "usr" / "local", made / "usr" / "local", symlinks=True, dirs_exist_ok=True
         )
         shutil.rmtree(builder)
-        (made / ".made").touch()
+        mark.write_text(version, encoding="ascii")
     return made
 
 
 def _fetch(digest: str, path: str, into: Path) -> Path:
-    """Download a file of the archive, and check what it is."""
-    with urllib.request.urlopen(ARCHIVE + path, timeout=60) as answer:
-        content = answer.read()
-    assert hashlib.sha256(content).hexdigest() == digest, f"{ARCHIVE}{path} is not what the list says"
-    file = into / urllib.parse.unquote(Path(path).name)
-    file.write_bytes(content)
-    return file
+    """Download a file of the archive, and check what it is. What fails is tried again."""
+    url = ARCHIVE + path
+    for pause in PAUSES:
+        time.sleep(pause)
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                content = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            wrong = f"{type(error).__name__}: {error}"
+            continue
+        if hashlib.sha256(content).hexdigest() == digest:
+            file = into / urllib.parse.unquote(Path(path).name)
+            file.write_bytes(content)
+            return file
+        wrong = f"{len(content)} bytes that do not have the SHA-256 of the list, {digest}"
+    raise RuntimeError(f"cannot download {url}, tried {len(PAUSES)} times: {wrong}")
 
 
 def _unpack(listed: str, packages: Path, made: Path) -> None:

@@ -150,7 +150,8 @@ def load(  # noqa: PLR0913 - all by name
             With ``mmap`` there is only the page cache, whatever the variable says.
             ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices come straight from the file
             (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
-        threads: worker threads; by default as many as this process may use cores, within limits.
+        threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB.
         progress: show a progress bar.
         report: return a report, too.
 

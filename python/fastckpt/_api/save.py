@@ -79,7 +79,8 @@ def save(  # noqa: PLR0913 - all by name
             says, where it is set, else the first of these that works. The report says which ran.
             ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices go straight to the file
             (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
-        threads: worker threads; by default as many as this process may use cores, within limits.
+        threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB.
         bandwidth_limit: bytes per second that the save may write, so that others can use the same storage: a number,
             or a string with a unit (``"2GB"``); None for no limit.
         progress: show a progress bar.

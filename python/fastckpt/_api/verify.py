@@ -21,7 +21,8 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works.
-        threads: worker threads; by default as many as this process may use cores, within limits.
+        threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB.
         progress: show a progress bar.
 
     Returns:

@@ -95,8 +95,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         default: as for :func:`fastckpt.save`.
         registry: as for :func:`fastckpt.save`.
         io: as for :func:`fastckpt.save`.
-        threads: threads that copy, then threads that write; by default as many as this process may use cores, within
-            limits.
+        threads: threads that copy, at most one per core by default, then threads that write, by default as
+            :func:`fastckpt.save` has them.
         bandwidth_limit: as for :func:`fastckpt.save`.
         nice: niceness of the writing threads, 0 to 19; None for that of the process.
         io_priority: I/O priority of the writing threads: ``idle``, or ``best-effort:0`` (first) to ``best-effort:7``;

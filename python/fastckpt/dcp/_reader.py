@@ -50,7 +50,7 @@ class Reader(_torch.StorageReader):
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         verify: compare every byte with its checksum.
         io: see :func:`fastckpt.load`; ``gds`` is ``auto`` here, and the report says so.
-        threads: worker threads; by default as many as this process may use cores, within limits.
+        threads: worker threads; by default as :func:`fastckpt.load` has them.
 
     Attributes:
         report: what the last read of this rank did, or None.

@@ -70,7 +70,7 @@ class Writer(_torch.StorageWriter):
         model_key: see :func:`fastckpt.save`.
         registry: types that this writer knows before those of :func:`fastckpt.register_type`.
         io: see :func:`fastckpt.save`; ``gds`` is ``auto`` here, and the report says so.
-        threads: worker threads of this rank; by default as many as this process may use cores, within limits.
+        threads: worker threads of this rank; by default as :func:`fastckpt.save` has them.
         bandwidth_limit: bytes per second that this rank may write, or a string with a unit; None for no limit.
 
     Attributes:
