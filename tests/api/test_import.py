@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import json
 import logging
-import statistics
 import subprocess
 import sys
 
@@ -20,19 +19,25 @@ def child(code, *options):
 
 
 def test_import_time(record_property):
-    """Under 100 ms of CPU, most of it numpy's own; where the machine is too slow for that, in proportion to numpy's."""
+    """At most two thirds of what numpy's own import takes, in CPU time; the milliseconds are reported, not asserted.
+
+    It takes half. A busy machine makes single rounds slower, never faster: the fastest of each are compared, and
+    more rounds follow as long as these say too much.
+    """
     code = (
         "from time import process_time as t; a = t(); import numpy; b = t(); import fastckpt; c = t(); "
         "print(b - a, c - b)"
     )
     # As installed: compiled once, and not at every import.
     compileall.compile_dir(fastckpt.__path__[0], quiet=2)
-    tries = [tuple(map(float, child(code).split())) for _ in range(9)]
-    whole = min(numpy + ours for numpy, ours in tries)
-    added = statistics.median(ours / numpy for numpy, ours in tries)
-    record_property("milliseconds of CPU with numpy", whole * 1e3)
-    record_property("share of numpy's own", added)
-    assert whole < 0.100 or added < 0.6, tries
+    rounds, share = [], 1.0
+    while len(rounds) < 5 or (share >= 2 / 3 and len(rounds) < 30):
+        rounds.append(tuple(map(float, child(code).split())))
+        numpy, ours = map(min, zip(*rounds, strict=True))
+        share = ours / numpy
+    record_property("milliseconds of CPU, without numpy's", ours * 1e3)
+    record_property("milliseconds of CPU, numpy's", numpy * 1e3)
+    assert share < 2 / 3, rounds
 
 
 def test_import_brings_nothing_heavy():

@@ -24,6 +24,20 @@ ROOT = Path(__file__).parents[2]
 STRANGER = {"fastckpt/__init__.py": b"", "fastckpt/monkey_patch.py": b"x = 1\n"}
 SAVE = "import fastckpt, sys; fastckpt.save({'a': 1}, sys.argv[1]); print(fastckpt.load(sys.argv[1]))"
 
+#: Whoever turns warnings into errors gets one that can be read, and no half of a module.
+STRICT = f"""
+import warnings
+for turn in range(2):
+    try:
+        import fastckpt
+    except RuntimeWarning as warning:
+        print(warning)
+    else:
+        raise AssertionError("no warning")
+warnings.simplefilter("ignore")
+{SAVE}
+"""
+
 
 @pytest.fixture(scope="module")
 def at_hand(tmp_path_factory):
@@ -84,6 +98,10 @@ def test_theirs_then_ours_warns_at_import_and_the_remedy_heals(environment):
     assert err.startswith("<string>:2: RuntimeWarning: fastckpt 0.0.4 and fastckpt-io are both installed")
     assert str(environment.site / "fastckpt") in err
     assert remedy(environment.run("fastckpt", "ls", environment.checkpoint)[1]) == remedy(err)
+    out, strict = environment.run("python", "-W", "error", "-c", STRICT, environment.checkpoint)
+    once, again, loaded = out.splitlines()
+    assert (once, loaded, strict) == (again, "{'a': 1}", "")
+    assert remedy(once) == remedy(err)
 
     uninstall, install = remedy(err)
     environment.pip(*uninstall, "--yes")
