@@ -6,6 +6,7 @@ import pytest
 
 from fastckpt import RankFailure, RanksError
 from fastckpt._ranks import protocol, tree, words
+from fastckpt._ranks.member import Member
 from fastckpt._ranks.messages import Message, join
 from harness.simulated import Faults, Job, World
 
@@ -309,3 +310,20 @@ def test_the_error_can_be_pickled():
     error = RanksError("text", (RankFailure(1, "host", "failed: X"),))
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.failures) == ("text", error.failures)
+
+
+def test_a_rank_is_silent_also_while_others_come_one_after_the_other():
+    one = job(33, timeout=20.0, deaths={32: (1, False)})
+    one.lateness = {(0, rank): 0.6 * rank for rank in range(32)}
+    run(one)
+    one.check_named(0, {32})
+    told = max(result.ended for result in one.outcomes(0).values())
+    assert told <= 20.0 + 5.0, told
+
+
+@pytest.mark.parametrize("timeout", [0.5, 5.0, 20.0, 64.0, 600.0])
+@pytest.mark.parametrize("size", [2, 1024, 16_384, 100_000])
+def test_silence_is_heard_in_more_looks_than_it_has_to_be(size, timeout):
+    """What passes between two looks counts for a quarter of the timeout at most."""
+    turn = protocol.Turn(Member(1, size, "here", "word"), "save", "/checkpoint", timeout)
+    assert max(turn.slice, turn.long_slice, turn.work_slice) <= timeout / 20

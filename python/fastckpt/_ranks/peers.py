@@ -214,7 +214,7 @@ class Operation:
         if self._peers.size == 1 or self._turn.over:
             return
         now = time.monotonic()
-        if now - self._looked >= max(self._turn.slice, self._peers.size / 1024):
+        if now - self._looked >= self._turn.work_slice:
             self._looked = now
             self._run(self._turn.look())
 

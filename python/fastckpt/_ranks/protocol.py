@@ -78,10 +78,11 @@ class StopError(RanksError):
 class _Listening:
     """A rank waits for the messages of those below it."""
 
-    began: float
     now: float
     waiting: set[int]
     silence: Silence
+    #: When it last listened: others may come one after the other, and those who do not are silent meanwhile.
+    listened: float
     #: When the turn was known to have failed.
     failed: float | None = None
     #: There is a verdict already.
@@ -123,6 +124,8 @@ class Turn:
         #: groups look less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
+        #: How long it works before it looks who is silent.
+        self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
         self._beaten: float | None = None
         #: Whom this rank listens to while it works, and what it has heard since the last round.
@@ -288,7 +291,7 @@ class Turn:
         """
         member = self.member
         now = yield Now()
-        state = _Listening(now, now, set(tree.below(member.rank, member.size)), Silence(self.timeout))
+        state = _Listening(now, set(tree.below(member.rank, member.size)), Silence(self.timeout), now)
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
@@ -302,7 +305,8 @@ class Turn:
             if not (yield Wait(tuple(keys.values()), pause, min(keys))):
                 yield from self.alive()
             state.now = yield Now()
-            if (yield from self._receive(keys, state)):
+            came = yield from self._receive(keys, state)
+            if not state.waiting or (came and state.now - state.listened < self.slice):
                 continue
             yield from self._listen(state, own)
             if self._has_waited(state):
@@ -344,6 +348,7 @@ class Turn:
     def _listen(self, state: _Listening, own: Message) -> Steps:
         """Listen to the ranks below whose messages are missing; see whether the turn has failed, or has a verdict."""
         member = self.member
+        state.listened = state.now
         waiting = sorted(state.waiting)
         beats = [self._beat_of(rank) for rank in waiting]
         # A rank may have restarted since it said hello.

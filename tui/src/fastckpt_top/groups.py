@@ -18,11 +18,23 @@ TOGETHER_S: Final = 5.0
 """A rank that begins so long after the others have ended still belongs to their operation."""
 KEPT: Final = 500
 """Checkpoints that the history keeps."""
+KNOWN: Final = 256
+"""Records of a process that are remembered as taken in: several times what a segment holds."""
 
 
 def errno_name(number: int) -> str:
     """`EPERM` for 1; `errno 9999` for what this system does not know; empty for 0."""
     return errno.errorcode.get(number, f"errno {number}") if number else ""
+
+
+def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
+    """The operations of a process whose records were taken in, with those that it has now.
+
+    What has left its segment does not come back, so that those of a job of weeks do not pile up.
+    """
+    now = frozenset(record.op_id for record in proc.history)
+    both = seen | now
+    return both if len(both) <= KNOWN else now
 
 
 class Group:
@@ -101,7 +113,7 @@ class Past:
         self.checkpoints: list[Checkpoint] = []
         self._all: list[Checkpoint] = []
         self._of: dict[tuple[str, int], Checkpoint] = {}
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: dict[str, frozenset[int]] = {}
 
     def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
         """Take in the records that are new in these processes, and what has become of the others' parts.
@@ -145,11 +157,11 @@ class Past:
     def _add(self, procs: Iterable[Proc]) -> None:
         new: list[tuple[Proc, History]] = []
         for proc in procs:
-            for record in proc.history:
-                key = (proc.key, record.op_id)
-                if key not in self._seen:
-                    self._seen.add(key)
-                    new.append((proc, record))
+            seen = self._seen.get(proc.key, frozenset())
+            fresh = [(proc, record) for record in proc.history if record.op_id not in seen]
+            if fresh:
+                new += fresh
+                self._seen[proc.key] = remembered(seen, proc)
         for proc, record in sorted(new, key=lambda pair: pair[1].t_start_real_ns):
             self._join(proc, record)
 

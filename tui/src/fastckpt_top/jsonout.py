@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from fastckpt_top import __version__
+from fastckpt_top.groups import remembered
 from fastckpt_top.rows import Event, NodeOp, Row, ThreadRow, Verdict
 from fastckpt_top.segment import HISTOGRAM_BUCKETS, Header, History, Operation, Process, Thread
 from fastckpt_top.text import clean
@@ -53,7 +54,7 @@ class _Sent:
 
     headers: set[str]
     dead: set[str]
-    history: set[tuple[str, int]]
+    history: dict[str, frozenset[int]]
     events: int
 
 
@@ -64,7 +65,7 @@ class Ticks:
     """
 
     def __init__(self) -> None:
-        self._sent = _Sent(set(), set(), set(), 0)
+        self._sent = _Sent(set(), set(), {}, 0)
 
     def build(self, model: Model) -> tuple[Json, _Sent]:
         """A tick of the model as it stands.
@@ -72,7 +73,7 @@ class Ticks:
         Returns:
             The line, and what to `commit` when it has been written.
         """
-        sent = _Sent(set(self._sent.headers), set(self._sent.dead), set(self._sent.history), model.event_count)
+        sent = _Sent(set(self._sent.headers), set(self._sent.dead), dict(self._sent.history), model.event_count)
         snapshot = model.snapshot
         procs = [] if snapshot is None else [_proc(proc, sent) for proc in snapshot.procs]
         new = min(model.event_count - self._sent.events, len(model.events))
@@ -206,8 +207,10 @@ def _proc(proc: Proc, sent: _Sent) -> Json:
     if proc.key not in sent.headers:
         sent.headers.add(proc.key)
         header = {name: getattr(proc.header, name) for name in _HEADER}
-    history = [record for record in proc.history if (proc.key, record.op_id) not in sent.history]
-    sent.history.update((proc.key, record.op_id) for record in history)
+    given = sent.history.get(proc.key, frozenset())
+    history = [record for record in proc.history if record.op_id not in given]
+    if history:
+        sent.history[proc.key] = remembered(given, proc)
     return {
         "key": proc.key,
         "path": proc.path,

@@ -129,12 +129,15 @@ def render(model: Model) -> str:
 
 
 def _one_per_rank(snapshot: Snapshot) -> list[Proc]:
-    """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two."""
+    """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two.
+
+    A place is what the labels of the series tell apart. A restarted job is another team, with the same labels.
+    """
     living = [proc for proc in snapshot.procs if proc.alive]
-    places = {(proc.team, proc.rank) for proc in living}
-    dead: dict[tuple[str, int], Proc] = {}
+    places = {(proc.rank, proc.header.gpu) for proc in living}
+    dead: dict[tuple[int, int], Proc] = {}
     for proc in snapshot.procs:
-        place = (proc.team, proc.rank)
+        place = (proc.rank, proc.header.gpu)
         if not proc.alive and proc.rank >= 0 and place not in places:
             other = dead.get(place)
             if other is None or other.header.mono0_ns < proc.header.mono0_ns:
