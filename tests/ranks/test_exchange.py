@@ -170,6 +170,17 @@ def test_a_rank_that_ends_its_exchange_says_that_it_lives():
     assert not exchange.busy
 
 
+def test_who_interrupts_does_not_wait_for_the_store():
+    slow = Slow()
+    exchange = Exchange(slow, slow, str, 60.0)
+    threading.Timer(0.2, slow.may_end.set).start()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        exchange.end("interrupted", lambda: pytest.fail("asked the store"))
+    assert not exchange.busy
+
+
 def save_and_destroy(path, port):
     name, _ = save_columns(f"{path}-1")
     known = weakref.ref(session("save", None))

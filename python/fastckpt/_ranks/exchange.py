@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -211,12 +212,15 @@ class Exchange:
         self.mail.stop(why)
         self.group.end()
         until = time.monotonic() + _ENDING
+        # Who interrupts the program wants to get away, and the store may not answer.
+        hurry = not isinstance(sys.exc_info()[1], Exception | None)
         # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:
             while thread.is_alive() and time.monotonic() < until:
                 thread.join(_LOOK)
-                with contextlib.suppress(RanksError):
-                    alive()
+                if not hurry:
+                    with contextlib.suppress(RanksError):
+                        alive()
 
     def _run(self, function: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=function, args=arguments, name="fastckpt-exchange", daemon=True)
