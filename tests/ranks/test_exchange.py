@@ -175,7 +175,7 @@ def test_who_interrupts_does_not_wait_for_the_store():
     exchange = Exchange(slow, slow, str, 60.0)
     threading.Timer(0.2, slow.may_end.set).start()
     try:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         exchange.end("interrupted", lambda: pytest.fail("asked the store"))
     assert not exchange.busy

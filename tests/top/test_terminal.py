@@ -129,3 +129,21 @@ def test_inline_stays_under_the_prompt(terminal):
     terminal.wait("step-11800")
     assert terminal.tmux("display", "-p", "#{alternate_on}").strip() == "0"
     terminal.wait("EXIT=0")
+
+
+def test_a_terminal_that_goes_without_a_signal_ends_it(place):
+    """Its controlling terminal is another one or none, as under a program that has lost its user."""
+    ours, its = os.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "FASTCKPT_TOP_DIR": str(place)}
+    command = [sys.executable, "-m", "fastckpt_top", "--demo"]
+    monitor = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True, env=environment)
+    os.close(its)
+    try:
+        seen = b""
+        while b"SAVE" not in seen:
+            seen += os.read(ours, 1 << 16)
+        os.close(ours)
+        assert monitor.wait(60) == 0
+    finally:
+        monitor.kill()
+        monitor.wait()

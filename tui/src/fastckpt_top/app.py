@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import signal
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +38,13 @@ IDLE_S: Final = 1.0
 NOTICE_S: Final = 4.0
 """How long a message stays, seconds."""
 PAGE: Final = 10
+
+
+def _hung_up() -> bool:
+    """Whether the terminal has gone. SIGHUP comes only to those whose controlling terminal it was."""
+    poll = select.poll()
+    poll.register(sys.__stdin__ or 0, 0)
+    return any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in poll.poll(0))
 
 
 class TopApp(App[None]):
@@ -147,6 +156,9 @@ class TopApp(App[None]):
             self._recorder.close()
 
     def _tick(self) -> None:
+        if not self.is_headless and _hung_up():
+            self.exit()
+            return
         if self._notice_until and self._clock() >= self._notice_until:
             self.ui.notice, self._notice_until = "", 0.0
             self.canvas.repaint()
