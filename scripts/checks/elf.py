@@ -25,7 +25,7 @@ def problems(data: bytes, platform: str) -> list[str]:
     try:
         elf = ELFFile(io.BytesIO(data))
     except ELFError as error:
-        return [f"it is no shared object: {error}"]
+        return [f"it is not a shared object: {error}"]
     return [
         *_machine(elf, tag[3]),
         *_symbols(elf, (int(tag[1]), int(tag[2]))),

@@ -130,6 +130,6 @@ def _sources(path: Path, version: str) -> list[str]:
         return [f"no source distribution {path.name} is published, with version {version} in Cargo.toml"]
     with tarfile.open(path) as archive:
         files = [one for one in archive.getmembers() if not one.isdir()]
-    wrong = [f"{one.name} is no plain file" for one in files if not one.isfile()]
+    wrong = [f"{one.name} is not a plain file" for one in files if not one.isfile()]
     names = [one.name.removeprefix(base + "/") for one in files]
     return wrong + contents(names, SOURCES, [re.escape(one) for one in SOURCES_MUST])

@@ -294,4 +294,4 @@ def test_a_link_in_a_source_distribution_is_found(tmp_path):
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(link)
-    assert f"{link.name} is no plain file" in wheels.problems(path, VERSION)
+    assert f"{link.name} is not a plain file" in wheels.problems(path, VERSION)

@@ -76,7 +76,7 @@ class Member:
             above.append(tree.above(above[-1]))
         silence = Silence(timeout)
         silence.begin((*above, self.rank), now)
-        # Of itself there is no sign: that is how long it has gone without an answer.
+        # This rank never hears a sign of itself: its own silence is how long it has gone without an answer.
         while silence.hear(self.rank, None, now) < timeout:
             # Again and again, as no other: each is answered, should an answer be lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})

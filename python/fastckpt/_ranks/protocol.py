@@ -18,7 +18,7 @@ key that appears after the verdict, to wake those who wait; it may also ring for
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
 works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
 beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
-listen is no silence of others (``silence.py``).
+listen is not counted against others (``silence.py``).
 
 **A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
 message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that

@@ -281,7 +281,7 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     ui = Ui(view=args.view, sort=args.sort, interval=interval, recording=args.record or "")
     app = TopApp(session, ui, _glyphs(args), args.theme, args.duration)
     if args.theme and args.theme not in app.available_themes:
-        _complain(f"--theme: there is no {args.theme!r}: choose one of {', '.join(sorted(app.available_themes))}")
+        _complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
         return USAGE
     app.run(mouse=not args.no_mouse, inline=args.inline, inline_no_clear=args.inline)
     return app.return_code or 0

@@ -59,7 +59,7 @@ def title(frame: Frame) -> Line:
     main = model.main
     saving = main is None or main.kind == "save"
     figure = target.save if saving else target.load
-    count = f"{node.alive}/{node.ranks} rank{'' if node.ranks == 1 else 's'}"
+    count = f"{node.alive}/{text.count(node.ranks, 'rank')}"
     tier = f"{target.name} {text.rate(figure)} GB/s/GPU"
     paused = frame.ui.paused and frame.live
     status = "TABLE PAUSED" if paused else frame.status
