@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import select
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,13 +166,26 @@ class Stop:
     call: str
     when: int
 
+    pid: int
+
+    def standing(self) -> list[int]:
+        """The threads that stand there now."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        begun = Counter(re.findall(rf"^(\d+)\s+{self.call}\(", text, re.MULTILINE))
+        return [int(thread) for thread, count in begun.items() if count >= self.when]
+
     def reached(self) -> bool:
         """Whether a thread stands there now."""
-        begun: dict[str, int] = {}
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        for pid in re.findall(rf"^(\d+)\s+{self.call}\(", text, re.MULTILINE):
-            begun[pid] = begun.get(pid, 0) + 1
-        return any(count >= self.when for count in begun.values())
+        return bool(self.standing())
+
+    def signal(self, number: int) -> None:
+        """Send it to the thread that stands there, which gets it once the block has ended.
+
+        A signal for the whole process may go to another thread, and strace loses it if it detaches at that moment.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.tgkill(self.pid, self.standing()[0], number) != 0:
+            raise OSError(ctypes.get_errno(), "tgkill")
 
     def wait(self, seconds: float = 60.0) -> None:
         """Return once it stands there."""
@@ -190,4 +205,4 @@ def stopping(
     names = ",".join({call, *(item.partition(":")[0] for item in inject)})
     hold = injection(call, f"delay_enter={_FOR_EVER}", when)
     with attached(pid, log, names, *inject, hold, path=path):
-        yield Stop(log, call, when)
+        yield Stop(log, call, when, pid)

@@ -367,7 +367,7 @@ def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
             stop.wait()
             assert list(directory.glob(".fastckpt-doctor-*"))
             assert moment == "made" or list(directory.glob(".fastckpt-doctor-*/.round-*"))
-            child.send_signal(number)
+            stop.signal(number)
         out, err = child.communicate(timeout=60)
     finally:
         child.kill()
