@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import derive, text
 from fastckpt_top.groups import Group, Past, errno_name
-from fastckpt_top.rows import Event, NodeOp, Row, ThreadRow, Verdict, judge
+from fastckpt_top.rows import Event, Job, NodeOp, Row, ThreadRow, Verdict, judge
 from fastckpt_top.segment import (
     ENGINES,
     FLAG_ASYNC,
@@ -92,6 +92,7 @@ class Model:
         real: Its time, seconds since the epoch.
         node: The machine.
         rows: One a rank and operation, in order of rank.
+        jobs: Jobs, those with a running operation first, the oldest of these first.
         ops: Operations of the node: the running ones, then the last that ended.
         events: The latest, oldest first.
         event_count: Events ever, also those no longer kept.
@@ -109,6 +110,7 @@ class Model:
         self.real = 0.0
         self.node = Node()
         self.rows: list[Row] = []
+        self.jobs: list[Job] = []
         self.ops: list[NodeOp] = []
         self.events: deque[Event] = deque(maxlen=EVENTS)
         self.event_count = 0

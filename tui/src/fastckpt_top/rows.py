@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from fastckpt_top.targets import Target
 
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
@@ -32,6 +35,21 @@ def judge(average: float | None, target: float) -> Verdict:
     if average >= GOOD_FROM * target:
         return Verdict.GOOD
     return Verdict.LOW if average / target >= LOW_FROM - 1e-9 else Verdict.BAD
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """What matters most about an operation now, in words.
+
+    Attributes:
+        level: `info`, `warn` or `bad`.
+        words: The same said at several lengths, the longest first; the last has at most 36 cells.
+        row: Key of the row that it speaks of; empty if of none.
+    """
+
+    level: str
+    words: tuple[str, ...]
+    row: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +167,12 @@ class Row:
         histogram: Requests by latency (docs/telemetry.md 5.4).
         spark: Bytes/s, one value a column.
         threads: Its worker threads.
+        job_key: The job that it belongs to.
+        user: Name of its user, or the number where it has none.
+        process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
+        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of what `wait` names.
+        wait_share: Share of the last second spent with it; None where it has none.
+        worst: How far the rank holds its job back; the largest comes first.
     """
 
     key: str
@@ -196,6 +220,12 @@ class Row:
     histogram: tuple[int, ...] = ()
     spark: tuple[float, ...] = ()
     threads: tuple[ThreadRow, ...] = ()
+    job_key: str = ""
+    user: str = ""
+    process_state: str = ""
+    wait_kind: str = ""
+    wait_share: float | None = None
+    worst: float = 0.0
 
     @property
     def name(self) -> str:
@@ -231,6 +261,8 @@ class NodeOp:
         phases: Letter and number of ranks in each phase, as in `W(7)F(1)`.
         verdict: The average against the target.
         failed: Ranks that failed or died.
+        job_key: The job that it belongs to.
+        sentence: What matters most about it; None where there is nothing to say.
     """
 
     kind: str
@@ -256,6 +288,37 @@ class NodeOp:
     phases: str
     verdict: Verdict
     failed: int
+    job_key: str = ""
+    sentence: Sentence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The processes that one launcher started, or that share a process group.
+
+    Attributes:
+        key: The same in each update for the same job.
+        name: Its label.
+        pid: Of its first living process, else of its first.
+        user: Name of its user, or the number where it has none.
+        ranks: Its processes that live or died in an operation.
+        alive: Those that live.
+        gpus: GPUs that its targets are multiplied by.
+        target: Per GPU.
+        active: Whether any of its operations runs.
+        sentence: What matters most about it now; None where there is nothing to say.
+    """
+
+    key: str
+    name: str
+    pid: int
+    user: str
+    ranks: int
+    alive: int
+    gpus: int
+    target: Target
+    active: bool
+    sentence: Sentence | None = None
 
 
 @dataclass(frozen=True, slots=True)

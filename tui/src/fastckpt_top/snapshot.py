@@ -27,6 +27,8 @@ class Proc:
         alive: Whether the process lives.
         same_clock: Whether its monotonic clock is the reader's.
         touched: When an operation last started or ended, seconds since the epoch.
+        state: Letter of /proc/PID/stat; empty where it cannot be known.
+        user: Name of its user, or the number where it has none; empty where it is not known.
     """
 
     key: str
@@ -39,6 +41,8 @@ class Proc:
     alive: bool
     same_clock: bool
     touched: float
+    state: str = ""
+    user: str = ""
 
     @property
     def rank(self) -> int:

@@ -38,6 +38,8 @@ class Glyphs:
     branch: str
     rule: str
     column: str
+    corners: str
+    """Of a box: upper left and right, lower left and right."""
     dots: str
     axis: str
     ellipsis: str
@@ -63,6 +65,7 @@ UNICODE: Final = Glyphs(
     branch="└",
     rule="─",
     column="│",
+    corners="╭╮╰╯",
     dots="┈",
     axis="┤",
     ellipsis="…",
@@ -87,6 +90,7 @@ ASCII: Final = Glyphs(
     branch="`",
     rule="-",
     column="|",
+    corners="++++",
     dots=".",
     axis="|",
     ellipsis="~",

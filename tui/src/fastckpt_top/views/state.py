@@ -52,6 +52,8 @@ class Ui:
         notice: A message for the line above the keys; empty if none.
         interval: Seconds between two looks.
         scroll: First line shown, by view.
+        job: Key of the job that is shown; empty for the one that matters most.
+        zoom_s: Seconds that the graph shows; 0 for as many as it has columns.
     """
 
     view: str = "live"
@@ -71,6 +73,8 @@ class Ui:
     notice: str = ""
     interval: float = 0.5
     scroll: dict[str, int] = field(default_factory=dict)
+    job: str = ""
+    zoom_s: float = 0.0
 
     def rows(self, rows: list[Row]) -> list[Row]:
         """Filter and sort.

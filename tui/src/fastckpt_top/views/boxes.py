@@ -1,0 +1,105 @@
+"""Blocks of lines with what a click on them means, and the boxes around them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.views.paint import Line
+
+if TYPE_CHECKING:
+    from fastckpt_top.views.paint import Frame
+
+BOXED_WIDTH: Final = 60
+BOXED_HEIGHT: Final = 16
+"""A screen of fewer columns or lines has no boxes: they would take what there is to say."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of the screen.
+
+    Attributes:
+        lines: From top to bottom, all of one width.
+        rows: Line number within the block -> key of the row that it shows.
+        actions: Line, first and last cell, action, of each word that can be clicked.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    rows: dict[int, str] = field(default_factory=dict)
+    actions: list[tuple[int, int, int, str]] = field(default_factory=list)
+
+
+def boxed(frame: Frame) -> bool:
+    """Whether the screen has room for boxes."""
+    return frame.width >= BOXED_WIDTH and frame.height >= BOXED_HEIGHT
+
+
+def box(frame: Frame, block: Block, title: Line, note: Line, width: int, height: int) -> Block:
+    """Draw a box around a block.
+
+    Args:
+        frame: Where the characters come from.
+        block: What is inside, as wide as it likes: cut or padded to `width` - 4 cells and `height` - 2 lines.
+        title: Stands in the upper border at the left; it is cut where it does not fit.
+        note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
+        width: Cells of the box, borders included; at least 4.
+        height: Lines of the box, borders included; at least 2.
+    """
+    glyphs = frame.glyphs
+    room = width - 6
+    top = Line(glyphs.corners[0] + glyphs.rule, "dim")
+    if title.width > room - 2:
+        title = Line().extend(title).fill(max(room - 2, 0))
+    if title.width:
+        top.add(" ", "dim").extend(title).add(" ", "dim")
+    space = width - top.width - 2
+    if note.width and note.width + 3 <= space:
+        top.add(glyphs.rule * (space - note.width - 2), "dim").add(" ", "dim").extend(note).add(" ", "dim")
+        space = 0
+    top.add(glyphs.rule * (space + 1), "dim").add(glyphs.corners[1], "dim")
+    made = Block([top])
+    for index in range(height - 2):
+        inner = block.lines[index] if index < len(block.lines) else Line()
+        line = Line(glyphs.column + " ", "dim")
+        chosen = inner.selected
+        line.extend(inner.fill(width - 4)).add(" " + glyphs.column, "dim")
+        line.selected = width if chosen else 0
+        made.lines.append(line)
+    made.lines.append(Line(glyphs.corners[2] + glyphs.rule * (width - 2) + glyphs.corners[3], "dim"))
+    made.rows = {line + 1: key for line, key in block.rows.items() if line < height - 2}
+    made.actions = [(y + 1, start + 2, end + 2, what) for y, start, end, what in block.actions if y < height - 2]
+    return made
+
+
+def stack(*blocks: Block) -> Block:
+    """Blocks one below the other."""
+    made = Block()
+    for block in blocks:
+        above = len(made.lines)
+        made.lines += block.lines
+        made.rows |= {line + above: key for line, key in block.rows.items()}
+        made.actions += [(y + above, start, end, what) for y, start, end, what in block.actions]
+    return made
+
+
+def beside(left: Block, right: Block) -> Block:
+    """Two blocks of one height side by side. A click on a line's row means the left one's."""
+    made = Block(rows=dict(left.rows), actions=list(left.actions))
+    offset = left.lines[0].width if left.lines else 0
+    for first, second in zip(left.lines, right.lines, strict=True):
+        line = Line().extend(first).extend(second)
+        line.selected = first.selected
+        made.lines.append(line)
+    made.rows |= {line: key for line, key in right.rows.items() if line not in made.rows}
+    made.actions += [(y, start + offset, end + offset, what) for y, start, end, what in right.actions]
+    return made
+
+
+def words(variants: tuple[str, ...], width: int) -> str:
+    """The first of some wordings, longest first, that fits; the last one, cut, where none does."""
+    for variant in variants:
+        if text.width(variant) <= width:
+            return variant
+    return text.fit(variants[-1], width) if variants and width > 0 else ""
