@@ -1095,7 +1095,7 @@ def test_interrupt_in_the_middle_of_a_save(children, parent, tmp_path, engine, c
     with strace.stopping(child.pid, tmp_path / "log", call) as stop:
         child.go()
         stop.wait()
-        child.signal(signal.SIGINT)
+        stop.signal(signal.SIGINT)
     end = child.outcome()
     assert isinstance(end, zygote.Raised), "the interrupt was lost"
     assert end.kind == "KeyboardInterrupt", end
@@ -1124,7 +1124,7 @@ def test_interrupt_at_any_moment(children, parent, tmp_path):
             with strace.stopping(child.pid, tmp_path / "log", "fdatasync") as stop:
                 child.go()
                 stop.wait()
-                child.signal(signal.SIGINT)
+                stop.signal(signal.SIGINT)
         try:
             end = child.outcome()
         except zygote.DiedError:
