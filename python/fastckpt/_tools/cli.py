@@ -1,4 +1,4 @@
-"""The command ``fastckpt``: inspect, verify, convert, plan, measure and clean up checkpoints.
+"""The command ``fastckpt``: inspect, verify, compare, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
 slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
@@ -31,6 +31,7 @@ from fastckpt._tools.plan import simulate_command as _simulate
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from . import clean as _clean
+from . import diff as _diff
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=Path)
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _diff):
         tool.register(command)
     return parser
 
@@ -225,6 +226,7 @@ _COMMANDS = {
     "simulate": _simulate.run,
     "doctor": _doctor.run,
     "clean": _clean.run,
+    "diff": _diff.run,
 }
 
 

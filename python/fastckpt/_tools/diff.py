@@ -1,0 +1,234 @@
+"""``fastckpt diff``: which tensors of two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import fastckpt
+from fastckpt._text import count, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+#: Bytes of a tensor that are held of each checkpoint at a time; float64 of both takes up to sixteen times as much.
+_PIECE = 16 << 20
+#: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
+_NUMBERS = "biufc"
+#: Lines of the screen; JSON has all.
+_LINES = 40
+_WORD = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What became of one tensor from the first checkpoint to the second.
+
+    Attributes:
+        name: its name.
+        dtype: its dtype in the first, and, where that differs, in the second: ``float32 -> bfloat16``.
+        shape: likewise.
+        elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
+        max_abs: the largest absolute difference of two elements; nan where only one of them is a number; None where
+            they are not numbers.
+        relative: the Euclidean norm of the difference divided by that of the first tensor; inf where that is zero; None
+            like ``max_abs``.
+    """
+
+    name: str
+    dtype: str
+    shape: str
+    elements: int | None = None
+    max_abs: float | None = None
+    relative: float | None = None
+
+
+def register(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand; ``command(name, text, more)`` makes its parser."""
+    parser = command(
+        "diff",
+        "show which tensors of two checkpoints differ, and by how much",
+        "Tensors are compared by name and value: +0 and -0 are equal, and nan equals nan. Every byte that is read is "
+        "verified. Exits with 0 whether they differ or not.",
+    )
+    parser.add_argument("path", metavar="A", type=Path)
+    parser.add_argument("other", metavar="B", type=Path)
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Compare; return exit status, JSON document and lines."""
+    with fastckpt.open(options.path) as first, fastckpt.open(options.other) as second:
+        # A tied tensor is listed once, and may be several tensors in the other checkpoint.
+        names = dict.fromkeys((*first, *second))
+        both = [name for name in names if name in first and name in second]
+        found = [different for name in both if (different := compare(first, second, name)) is not None]
+        document: dict[str, Any] = {
+            "path": first.path,
+            "other": second.path,
+            "equal": len(both) - len(found),
+            "changed": [_as_json(one) for one in sorted(found, key=_order)],
+            "removed": [name for name in first if name not in second],
+            "added": [name for name in second if name not in first],
+            "values": [
+                {"name": name, "before": before, "after": after}
+                for name, before, after in _values(first.structure, second.structure)
+            ],
+        }
+    return 0, document, _lines(document)
+
+
+def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) -> Difference | None:
+    """Compare one tensor of two checkpoints; None where they are equal.
+
+    Args:
+        first: The first checkpoint.
+        second: The second.
+        name: A tensor that both have.
+
+    Raises:
+        CorruptCheckpointError: bytes of one are not what was written.
+    """
+    a, b = first.info(name), second.info(name)
+    dtype = a.dtype if a.dtype == b.dtype else f"{a.dtype} -> {b.dtype}"
+    shape = str(list(a.shape)) if a.shape == b.shape else f"{list(a.shape)} -> {list(b.shape)}"
+    if a.shape != b.shape:
+        return Difference(name=name, dtype=dtype, shape=shape)
+    elements, largest, squares, whole = 0, 0.0, 0.0, 0.0
+    numbers = True
+    for part in _parts(a.shape, max(a.bytes, b.bytes)):
+        x, y = _array(first.slice(name, part)), _array(second.slice(name, part))
+        numbers = x.dtype.kind in _NUMBERS and y.dtype.kind in _NUMBERS
+        if not numbers:
+            elements += x.size if x.dtype != y.dtype else int(np.count_nonzero(x != y))
+            continue
+        x, y = _wide(x), _wide(y)
+        with np.errstate(all="ignore"):
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            gap = np.where(same, 0, np.abs(x - y))
+            elements += int(np.count_nonzero(~same))
+            largest = float(np.maximum(largest, gap.max(initial=0.0)))
+            squares += float(np.square(gap).sum())
+            whole += float(np.square(np.abs(x)).sum())
+    if not elements and a.dtype == b.dtype:
+        return None
+    if not numbers:
+        return Difference(name=name, dtype=dtype, shape=shape, elements=elements)
+    relative = math.sqrt(squares) / math.sqrt(whole) if whole else math.inf if squares else 0.0
+    return Difference(name=name, dtype=dtype, shape=shape, elements=elements, max_abs=largest, relative=relative)
+
+
+def _parts(shape: tuple[int, ...], nbytes: int) -> Iterator[Any]:
+    """Indices of parts of a tensor of this shape that cover it, and are small where its first dimension allows it."""
+    if not shape or nbytes <= _PIECE:
+        yield ...
+        return
+    rows = max(1, shape[0] * _PIECE // nbytes)
+    for begin in range(0, shape[0], rows):
+        yield slice(begin, begin + rows)
+
+
+def _array(part: Any) -> np.ndarray[Any, Any]:
+    """A tensor as the array that holds its values; bytes, where numpy and torch have no other form of them."""
+    if isinstance(part, np.ndarray):
+        return part
+    try:
+        return np.asarray(part.numpy())
+    except TypeError:  # numpy has no such dtype
+        pass
+    try:
+        return np.asarray((part.cfloat() if part.is_complex() else part.float()).numpy())
+    except NotImplementedError:  # several elements in a byte
+        return np.array(part.untyped_storage().tolist(), np.uint8)
+
+
+def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Numbers with the precision that their differences are taken in: float64 or complex128, more where they have."""
+    least = np.complex128 if part.dtype.kind == "c" else np.float64
+    # The 64 bits of an integer are more than the 53 of a float64.
+    return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
+
+
+def _values(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, former and present text of each value that differs and is not a tensor."""
+    if isinstance(a, fastckpt.TensorInfo) or isinstance(b, fastckpt.TensorInfo):
+        return
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            name = f"{at}.{key}" if at else str(key)
+            if key in a and key in b:
+                yield from _values(a[key], b[key], name)
+            else:
+                yield from _one_sided(a, b, key, name)
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _values(x, y, f"{at}.{index}" if at else str(index))
+    elif repr(a) != repr(b):
+        yield at, _shown(a), _shown(b)
+
+
+def _one_sided(a: Mapping[Any, Any], b: Mapping[Any, Any], key: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    """A key that only one has, unless a tensor is all that it names: those are listed themselves."""
+    value = a[key] if key in a else b[key]
+    if not isinstance(value, fastckpt.TensorInfo):
+        yield (name, _shown(value), "-") if key in a else (name, "-", _shown(value))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WORD else f"{text[: _WORD - 3]}..."
+
+
+def _order(one: Difference) -> tuple[bool, float, str]:
+    """What cannot be measured first, then the most changed."""
+    measured = one.relative is not None and not math.isnan(one.relative)
+    return measured, -(one.relative or 0.0) if measured else 0.0, one.name
+
+
+def _as_json(one: Difference) -> dict[str, Any]:
+    """As JSON can hold it, which has no nan and no infinity."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(one).items()
+    }
+
+
+def _lines(document: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    changed = document["changed"]
+    if changed:
+        rows = [("tensor", "dtype", "shape", "elements", "max abs", "relative")]
+        rows += [
+            (
+                one["name"],
+                one["dtype"],
+                one["shape"],
+                *(_figure(one[key]) for key in ("elements", "max_abs", "relative")),
+            )
+            for one in changed[:_LINES]
+        ]
+        lines += table(rows, right=(3, 4, 5))
+    if len(changed) > _LINES:
+        lines.append(f"and {len(changed) - _LINES} more; --json lists all")
+    for word in ("removed", "added"):
+        names = document[word]
+        lines += [f"{word}: {name}" for name in names[:_LINES]]
+        if len(names) > _LINES:
+            lines.append(f"{word}: {len(names) - _LINES} more; --json lists all")
+    values = document["values"]
+    lines += [f"{one['name'] or 'the state'}: {one['before']} -> {one['after']}" for one in values[:_LINES]]
+    if len(values) > _LINES:
+        lines.append(f"and {len(values) - _LINES} more values; --json lists all")
+    total = f"{count(document['equal'], 'tensor')} equal, {len(changed)} changed"
+    return [*lines, f"{total}, {len(document['removed'])} removed, {len(document['added'])} added"]
+
+
+def _figure(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, (int, str)) else f"{value:.3g}"

@@ -1,0 +1,135 @@
+"""``fastckpt diff``: what it says of two checkpoints is what was changed between them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._tools import cli, diff
+from harness import needs
+
+try:
+    import torch
+except ImportError as error:
+    needs.missing(str(error))
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    """Saves two states and returns what the command says of them, as JSON and on the screen."""
+
+    def run(before, after):
+        for name, state in (("a", before), ("b", after)):
+            fastckpt.save(state, tmp_path / name, overwrite=True)
+        assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+        return document, capsys.readouterr().out
+
+    return run
+
+
+def test_equal_checkpoints(compared):
+    state = {"w": torch.randn(8, 8), "nan": torch.tensor([math.nan, -0.0]), "empty": np.zeros((0, 3)), "step": 7}
+    document, screen = compared(state, state | {"nan": torch.tensor([math.nan, 0.0])})
+    assert document["equal"] == 3
+    assert (document["changed"], document["values"]) == ([], [])
+    assert screen == "3 tensors equal, 0 changed, 0 removed, 0 added\n"
+
+
+@pytest.mark.parametrize("piece", [16 << 20, 64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.int64, torch.uint8, torch.complex64, torch.complex32, torch.bool),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_figures(compared, monkeypatch, dtype, piece):
+    monkeypatch.setattr(diff, "_PIECE", piece)
+    before = torch.ones(16, 4).to(dtype)
+    after = before.clone()
+    after[3, 1] = after[15, 3] = 0
+    document, screen = compared({"w": before, "tied": before}, {"w": after, "tied": before})
+    (found,) = document["changed"]
+    assert (found["name"], found["shape"], found["elements"], found["max_abs"]) == ("w", "[16, 4]", 2, 1.0)
+    assert found["dtype"] == str(dtype).removeprefix("torch.")
+    assert found["relative"] == pytest.approx(math.sqrt(2 / 64))
+    assert document["equal"] == 1
+    assert "0.177" in screen
+
+
+def test_integers_keep_their_last_bit(compared):
+    document, _ = compared({"n": torch.tensor([2**62])}, {"n": torch.tensor([2**62 + 1])})
+    assert document["changed"][0]["max_abs"] == 1.0
+
+
+def test_the_most_changed_comes_first(compared):
+    document, _ = compared(
+        {"a": np.full(4, 1.0), "b": np.full(4, 1.0), "c": np.zeros(4), "d": np.ones(4), "e": np.ones(4)},
+        {"a": np.full(4, 1.1), "b": np.full(4, 3.0), "c": np.ones(4), "d": np.full(4, math.nan), "e": np.ones(5)},
+    )
+    assert [one["name"] for one in document["changed"]] == ["d", "e", "c", "b", "a"]
+    nan, shape, zero = document["changed"][:3]
+    assert (nan["max_abs"], nan["elements"]) == ("nan", 4)
+    assert (shape["shape"], shape["elements"], shape["max_abs"]) == ("[4] -> [5]", None, None)
+    assert zero["relative"] == "inf"
+
+
+def test_what_came_and_went_and_values(compared):
+    before = {"model": {"w": np.ones(2), "old": np.ones(2)}, "lr": 0.1, "betas": (0.9, 0.95), "gone": 1}
+    after = {"model": {"w": np.ones(2), "new": np.ones(2)}, "lr": 0.05, "betas": (0.9, 0.99), "came": "x"}
+    document, screen = compared(before, after)
+    assert document["removed"] == ["model.old"]
+    assert document["added"] == ["model.new"]
+    assert {one["name"]: (one["before"], one["after"]) for one in document["values"]} == {
+        "lr": ("0.1", "0.05"),
+        "betas.1": ("0.95", "0.99"),
+        "gone": ("1", "-"),
+        "came": ("-", "'x'"),
+    }
+    assert "removed: model.old\nadded: model.new\nlr: 0.1 -> 0.05\n" in screen
+
+
+def test_what_is_not_a_number(compared):
+    days = np.array(["2026-01-01", "2026-01-02"], "datetime64[D]")
+    state = {
+        "days": days,
+        "blob": bytes(9999),
+        "packed": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }
+    other = {"days": days + np.array([0, 1]), "blob": bytes(9998) + b"\1"}
+    other["packed"] = torch.tensor([0, 9, 0, 9], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    document, _ = compared(state, other)
+    found = {one["name"]: (one["elements"], one["max_abs"]) for one in document["changed"]}
+    assert found == {"days": (1, None), "blob": (1, 1.0), "packed": (2, 9.0)}
+
+
+def test_a_dtype_that_changed_is_told_even_where_no_value_did(compared):
+    document, _ = compared({"w": torch.ones(3)}, {"w": torch.ones(3, dtype=torch.bfloat16)})
+    (found,) = document["changed"]
+    assert (found["dtype"], found["elements"], found["max_abs"]) == ("float32 -> bfloat16", 0, 0.0)
+
+
+def test_long_lists_are_cut_on_the_screen_alone(compared):
+    document, screen = compared({str(i): np.zeros(1) for i in range(50)}, {str(i): np.ones(1) for i in range(50)})
+    assert len(document["changed"]) == 50
+    assert "and 10 more; --json lists all" in screen
+
+
+def test_damage_is_found(tmp_path, capsys):
+    for name in ("a", "b"):
+        fastckpt.save({"w": np.arange(1 << 16)}, tmp_path / name)
+    with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "checksum" in capsys.readouterr().err
