@@ -63,8 +63,12 @@ def failure_ended(
 
 
 def _wanted() -> bool:
-    """Whether the program itself has imported OpenTelemetry: otherwise nobody listens, and nothing is imported."""
-    return sys.modules.get("opentelemetry") is not None and os.environ.get("FASTCKPT_OTEL") != "0"
+    """Whether the program itself has imported OpenTelemetry: otherwise nobody listens, and nothing is imported.
+
+    Its SDK imports the parts of the API that it implements.
+    """
+    imported = sys.modules.get("opentelemetry.trace") or sys.modules.get("opentelemetry.metrics")
+    return imported is not None and os.environ.get("FASTCKPT_OTEL") != "0"
 
 
 def _put(ended: Ended) -> None:
