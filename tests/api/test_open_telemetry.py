@@ -323,7 +323,7 @@ def test_a_signal_handler_may_save_while_a_span_is_exported(sdk, tmp_path):
         saved = False
 
         def on_end(self, _):
-            assert lock.acquire(timeout=60)
+            assert lock.acquire(timeout=20)
             if not self.saved:
                 self.saved = True
                 fastckpt.save(STATE, tmp_path / "handler")
