@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 
 from fastckpt._api import in_flight
 from fastckpt._api.options import DeviceEngine, Framework, Unknown, check_pin
-from fastckpt._api.outcome import conclude
+from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
 from fastckpt._api.progress import ticker
@@ -113,7 +113,7 @@ def save(  # noqa: PLR0913 - all by name
     """
     began = time.perf_counter()
     call = Call("save", session("save", process_group), path, timeout)
-    with range_of("fastckpt.distributed.save"), call.operation as operation:
+    with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation as operation:
         call.check()
         placed = order(
             "save",
@@ -138,7 +138,7 @@ def save(  # noqa: PLR0913 - all by name
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             placed.local.clear()
-    saved = conclude(RankSaveReport, call.path, began, written.own)
+    saved = conclude(RankSaveReport, call.path, began, written.own, step=placed.settings["step"])
     warn_of_failures()
     return saved
 
@@ -211,32 +211,33 @@ def save_async(  # noqa: PLR0913 - all by name
     began = time.perf_counter()
     call = Call("save", session("save_async", process_group), path, timeout)
     with range_of("fastckpt.distributed.save_async"):
-        try:
-            call.check()
-            check_on_error("save_async", on_error)
-            most = check_pin("save_async", pin)
-            placed = order(
-                "save_async",
-                call.session,
-                state,
-                per_rank=per_rank,
-                overwrite=overwrite,
-                metadata=metadata,
-                files=files,
-                shard_size=shard_size,
-                model_key=model_key,
-                default=default,
-                registry=registry,
-                io=io,
-                threads=threads,
-                bandwidth_limit=bandwidth_limit,
-            )
-            pending = PendingSave(call.path, began, on_error)
-            job = background.Job(pending, call, placed, pin=most, progress=progress)
-        except BaseException:
-            # The turn is taken: the other ranks must hear of it.
-            with call.operation:
-                raise
+        with Attempt("save", call.path, asynchronous=True):
+            try:
+                call.check()
+                check_on_error("save_async", on_error)
+                most = check_pin("save_async", pin)
+                placed = order(
+                    "save_async",
+                    call.session,
+                    state,
+                    per_rank=per_rank,
+                    overwrite=overwrite,
+                    metadata=metadata,
+                    files=files,
+                    shard_size=shard_size,
+                    model_key=model_key,
+                    default=default,
+                    registry=registry,
+                    io=io,
+                    threads=threads,
+                    bandwidth_limit=bandwidth_limit,
+                )
+                pending = PendingSave(call.path, began, on_error)
+                job = background.Job(pending, call, placed, pin=most, progress=progress)
+            except BaseException:
+                # The turn is taken: the other ranks must hear of it.
+                with call.operation:
+                    raise
         background.start(job)
     tell_unasked_but(pending)
     return pending
@@ -361,7 +362,7 @@ def load(  # noqa: PLR0913 - all by name
     """
     began = time.perf_counter()
     call = Call("load", session("load", process_group), path, timeout)
-    with range_of("fastckpt.distributed.load"), call.operation as operation:
+    with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
         call.check()
         wishes = wishes_of(
             "load",

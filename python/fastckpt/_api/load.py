@@ -13,7 +13,7 @@ from fastckpt._tensors.ranges import range_of
 
 from .destinations import read_targets
 from .options import DeviceEngine, Framework, Unknown  # noqa: TC001 - the public signature names them
-from .outcome import conclude, until_settled
+from .outcome import Attempt, conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
 from .reports import Loaded, LoadReport
@@ -196,7 +196,7 @@ def load(  # noqa: PLR0913 - all by name
         threads=threads,
         progress=progress,
     )
-    with range_of("fastckpt.load"):
+    with range_of("fastckpt.load"), Attempt("load", source):
         loaded = until_settled(lambda: _load(source, wishes))
     return loaded if report else loaded.state
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.exceptions import ReplacedCheckpointError
 
+from .export import failure_ended, report_ended
 from .reports import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import TracebackType
 
 logger = logging.getLogger("fastckpt")
 
@@ -93,10 +95,39 @@ def report_of(kind: type[_R], path: str, began: float, core: Mapping[str, Any], 
 
 
 def tell(report: Report) -> None:
-    """Log it."""
+    """Log it, and export it."""
     if report.fallback is not None and report.fallback not in _told:
         _told.add(report.fallback)
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)
     for warning in report.warnings:
         logger.warning("%s: %s", report.path, warning)
     logger.info("%s", report)
+    report_ended(report)
+
+
+class Attempt:
+    """Inside, an operation runs; where it ends by an error, that is exported.
+
+    Args:
+        operation: ``save``, ``load`` or ``verify``.
+        path: the checkpoint's directory, absolute.
+        asynchronous: whether this is the call that begins a save in the background.
+    """
+
+    __slots__ = ("_asynchronous", "_began", "_operation", "_path")
+
+    def __init__(self, operation: str, path: str, *, asynchronous: bool = False) -> None:
+        self._operation = operation
+        self._path = path
+        self._asynchronous = asynchronous
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            seconds = time.perf_counter() - self._began
+            failure_ended(self._operation, self._path, seconds, error, asynchronous=self._asynchronous)

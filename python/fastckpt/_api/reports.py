@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn
 
 from fastckpt._text import count, size, visible
 
@@ -23,11 +23,33 @@ class Fixed(dict[str, Any]):
         return type(self), (dict(self),)
 
 
+#: Names of :meth:`Report.scalars`, and the attributes that they come from, where a report has them.
+_FIGURES: Final = {
+    "seconds": "seconds",
+    "stall_seconds": "stall",
+    "gigabytes_per_second": "gigabytes_per_second",
+    "bytes": "bytes",
+    "copied_bytes": "copied",
+    "staged_bytes": "staged",
+    "total_bytes": "bytes_total",
+    "storage_bytes": "bytes_storage",
+    "peer_bytes": "bytes_peers",
+    "sent_bytes": "bytes_sent",
+    "received_bytes": "bytes_received",
+    "threads": "threads",
+    "step": "step",
+    "missing": "missing",
+    "unexpected": "unexpected",
+    "damage": "damage",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one save, load or verification did.
 
     Attributes:
+        operation: ``save``, ``load`` or ``verify``.
         path: the checkpoint's directory, absolute.
         bytes: bytes of tensor data moved; of a mapped load those checked.
         seconds: wall-clock seconds of the whole call.
@@ -45,6 +67,8 @@ class Report:
         shards: number of shards touched.
         tensors: number of tensors.
     """
+
+    operation: ClassVar[str]
 
     path: str
     bytes: int
@@ -70,6 +94,38 @@ class Report:
         """Throughput in GB/s, GB being 10^9 bytes; 0.0 for an empty checkpoint."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
+    def scalars(self, prefix: str = "checkpoint/") -> dict[str, float]:
+        """The figures of the report by name, for a logger of scalars such as TensorBoard or Weights & Biases.
+
+        Each name is ``prefix``, the operation and the figure: ``checkpoint/save_seconds``. The figures are ``seconds``
+        and ``{phase}_seconds`` for each phase, ``gigabytes_per_second``, ``bytes``, ``copied_bytes``, ``threads`` and
+        ``fallback`` (1.0 where there is one). A save adds ``stall_seconds``, ``staged_bytes`` and ``step``, a load the
+        counts ``missing`` and ``unexpected``, a verification the count ``damage``; one rank of several adds
+        ``sent_bytes`` and ``total_bytes`` and ``received_bytes`` (save) or ``storage_bytes`` and ``peer_bytes`` (load).
+
+        Args:
+            prefix: what each name begins with.
+
+        Returns:
+            The figures, all of type float; without ``step`` where there is none.
+
+        Example:
+            >>> import fastckpt, numpy, tempfile
+            >>> report = fastckpt.save({"w": numpy.ones(3)}, f"{tempfile.mkdtemp()}/step-7", metadata={"step": 7})
+            >>> figures = report.scalars()
+            >>> figures["checkpoint/save_step"], figures["checkpoint/save_bytes"]
+            (7.0, 24.0)
+        """
+        before = f"{prefix}{self.operation}_"
+        found = {name: getattr(self, attribute) for name, attribute in _FIGURES.items() if hasattr(self, attribute)}
+        found |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
+        found["fallback"] = self.fallback is not None
+        return {
+            f"{before}{name}": float(len(value) if isinstance(value, tuple) else value)
+            for name, value in found.items()
+            if value is not None
+        }
+
     def _line(self, verb: str, more: str = "") -> str:
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
         why = f" ({self.fallback})" if self.fallback else ""
@@ -93,11 +149,15 @@ class SaveReport(Report):
             (``wait_staged``, a guard); for a synchronous one all of them.
         staging: seconds that the copy to the snapshot took; 0.0 for a synchronous save.
         staged: bytes copied to the snapshot; 0 for a synchronous save.
+        step: the training step, where the metadata has it as ``{"step": ...}``, or None.
     """
+
+    operation: ClassVar[str] = "save"
 
     stall: float = -1.0
     staging: float = 0.0
     staged: int = 0
+    step: int | None = None
 
     def __post_init__(self) -> None:
         Report.__post_init__(self)
@@ -117,6 +177,8 @@ class LoadReport(Report):
             ``into``, patterns of ``keys`` that match nothing.
         unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
     """
+
+    operation: ClassVar[str] = "load"
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -176,6 +238,8 @@ class VerifyReport(Report):
     Attributes:
         damage: every damaged range, in file order; empty for a whole checkpoint.
     """
+
+    operation: ClassVar[str] = "verify"
 
     damage: tuple[Damage, ...]
 

@@ -21,7 +21,7 @@ from . import in_flight
 from .direct_io import way_of
 from .lent import lent
 from .options import DeviceEngine, check_bandwidth, check_engine
-from .outcome import conclude
+from .outcome import Attempt, conclude
 from .progress import ticker
 from .reports import SaveReport
 
@@ -110,7 +110,7 @@ def save(  # noqa: PLR0913 - all by name
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
-    with range_of("fastckpt.save"):
+    with range_of("fastckpt.save"), Attempt("save", target):
         types = Types("save", registry)
         about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
         flat = flatten(state, types=types, default=default)
@@ -149,7 +149,7 @@ def save(  # noqa: PLR0913 - all by name
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()
-    saved = conclude(SaveReport, target, began, report)
+    saved = conclude(SaveReport, target, began, report, step=step_of(metadata))
     warn_of_failures()
     return saved
 

@@ -8,7 +8,7 @@ from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
 
 from .options import Engine, check_engine
-from .outcome import conclude, until_settled
+from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
 
@@ -37,7 +37,7 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     began = time.perf_counter()
     target = path_of("verify", path)
     check_engine("verify", io, threads)
-    with ticker("verify", target, shown=progress) as tick:
+    with Attempt("verify", target), ticker("verify", target, shown=progress) as tick:
         found = until_settled(lambda: _core.Reader(target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])

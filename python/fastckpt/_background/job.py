@@ -303,6 +303,7 @@ class Job:
             pending.path,
             pending._began,
             core,
+            step=self.settings["step"],
             stall=time.perf_counter() - pending._began if self.inline else pending._stall(),
             staging=self.staging,
             staged=pending._total,

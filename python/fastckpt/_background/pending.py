@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
+from fastckpt._api.export import failure_ended
 from fastckpt._api.outcome import logger, tell
 from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
@@ -82,6 +85,8 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
+        # The caller's: the log line and the span of the save belong to what the caller did.
+        self._context = copy_context()
 
     def __repr__(self) -> str:
         return f"<fastckpt.PendingSave {self.path!r}: {self._phase()}>"
@@ -268,16 +273,27 @@ class PendingSave(in_flight.SaveInFlight):
         self.finished.set()
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         try:
-            if self._report is not None:
-                tell(self._report)
-            elif self.cancelled():
-                logger.info("the asynchronous save to %s was cancelled", self.path)
-            else:
-                logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
-                if callable(self._on_error) and self._error is not None:
-                    self._tell(self._on_error, self._error)
+            self._context.run(self._tell_outcome)
+            if self._report is None and not self.cancelled() and callable(self._on_error) and self._error is not None:
+                self._tell(self._on_error, self._error)
         finally:
             self._call_back()
+
+    def _tell_outcome(self) -> None:
+        """Log it, and export it."""
+        error = self._error
+        if self._report is not None:
+            tell(self._report)
+            return
+        if self.cancelled():
+            logger.info("the asynchronous save to %s was cancelled", self.path)
+        else:
+            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+        self._tell_failure(error)
+
+    def _tell_failure(self, error: BaseException | None) -> None:
+        if error is not None:
+            failure_ended("save", self.path, time.perf_counter() - self._began, error, asynchronous=True)
 
     def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
         try:
@@ -289,12 +305,13 @@ class PendingSave(in_flight.SaveInFlight):
             if not isinstance(caught, Exception):
                 raise
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """The call itself failed: only threads that wait already have this handle."""
         in_flight.leave(self)
         self._late = None
         self._set_staged()
         self.finished.set()
+        self._tell_failure(error)
 
     def _tick(self, done: int) -> None:
         self._written = done

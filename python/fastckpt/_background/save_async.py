@@ -20,7 +20,7 @@ from fastckpt._api.options import (
     check_nice,
     check_pin,
 )
-from fastckpt._api.outcome import logger
+from fastckpt._api.outcome import Attempt, logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
@@ -129,30 +129,31 @@ def save_async(  # noqa: PLR0913 - one more than save has
     check_nice("save_async", nice)
     check_on_error("save_async", on_error)
     nice, io_priority = _priority(nice, io_priority)
-    _core.check_target(target, bool(overwrite))
-    more = check_files("save_async", files)
     with range_of("fastckpt.save_async"):
-        types = Types("save_async", registry)
-        about = flatten(
-            metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
-        )
-        flat = flatten(state, operation="save_async", types=types, default=default)
-        warn_of_unnamed("save_async", flat, about)
-        settings = {
-            "model_prefix": split_model("save_async", flat, model_key),
-            "overwrite": bool(overwrite),
-            "files": more,
-            "shard_size": file_bytes,
-            "io": io,
-            "threads": threads,
-            "bandwidth_limit": limit,
-            "nice": nice,
-            "io_priority": io_priority,
-            "step": step_of(metadata),
-        }
-        pending = PendingSave(target, began, on_error)
-        job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), pin=most, progress=progress)
-        pending._snapshot, pending._total = job.snapshot, job.snapshot.total
+        with Attempt("save", target, asynchronous=True):
+            _core.check_target(target, bool(overwrite))
+            more = check_files("save_async", files)
+            types = Types("save_async", registry)
+            about = flatten(
+                metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
+            )
+            flat = flatten(state, operation="save_async", types=types, default=default)
+            warn_of_unnamed("save_async", flat, about)
+            settings = {
+                "model_prefix": split_model("save_async", flat, model_key),
+                "overwrite": bool(overwrite),
+                "files": more,
+                "shard_size": file_bytes,
+                "io": io,
+                "threads": threads,
+                "bandwidth_limit": limit,
+                "nice": nice,
+                "io_priority": io_priority,
+                "step": step_of(metadata),
+            }
+            pending = PendingSave(target, began, on_error)
+            job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), pin=most, progress=progress)
+            pending._snapshot, pending._total = job.snapshot, job.snapshot.total
         del flat, about
         _launch(job, max_in_flight)
     tell_unasked_but(pending)
@@ -191,11 +192,11 @@ def _launch(job: Job, max_in_flight: int) -> None:
         pending._called += time.perf_counter() - pending._began
         if job.start():
             return
-    except BaseException:
+    except BaseException as error:
         # A signal handler may have raised it, even while the thread starts.
         if job.claim.take():
             job.release()
-            pending._abandon()
+            pending._abandon(error)
         else:
             pending.started = True
         raise

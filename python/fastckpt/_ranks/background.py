@@ -153,6 +153,7 @@ class Job:
             pending.path,
             pending._began,
             own,
+            step=self.order.settings["step"],
             stall=pending._stall(),
             staging=self.staging,
             staged=pending._total,
@@ -184,12 +185,12 @@ def start(job: Job) -> None:
             thread.run()
         else:
             thread.start()
-    except BaseException:
+    except BaseException as error:
         # A signal handler may have raised it while the thread starts, which then goes on.
         if not job.claim.take():
             raise
         job.release()
-        pending._abandon()
+        pending._abandon(error)
         with job.call.operation:
             raise
 

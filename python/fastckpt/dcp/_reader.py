@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 from fastckpt._api.destinations import Targets
 from fastckpt._api.options import DeviceEngine, check_engine
-from fastckpt._api.outcome import conclude, until_settled
+from fastckpt._api.outcome import Attempt, conclude, until_settled
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
 from fastckpt._api.reports import LoadReport
@@ -143,23 +143,24 @@ class Reader(_torch.StorageReader):
         if opened is None or path is None:
             raise CheckpointError("load: read_data was called before read_metadata")
         began = time.perf_counter()
-        label = label_of(plan)
-        work = _Work(opened, plan, planner)
-        with ticker("load", path, shown=False) as tick:
+        with Attempt("load", path):
+            label = label_of(plan)
+            work = _Work(opened, plan, planner)
+            with ticker("load", path, shown=False) as tick:
 
-            def asked() -> Asked:
-                requests = work.ask()
-                work.targets.begin("load")
-                targets = work.targets
-                return Asked(opened.reader, path, requests, targets, self._verify, self._io, self._threads, tick)
+                def asked() -> Asked:
+                    requests = work.ask()
+                    work.targets.begin("load")
+                    targets = work.targets
+                    return Asked(opened.reader, path, requests, targets, self._verify, self._io, self._threads, tick)
 
-            if label is not None:
-                fields = read_together(asked, path, self._group, self._timeout, label)
-                kind: type[LoadReport] = RankLoadReport
-            else:
-                fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
-                kind = LoadReport
-        work.finish()
+                if label is not None:
+                    fields = read_together(asked, path, self._group, self._timeout, label)
+                    kind: type[LoadReport] = RankLoadReport
+                else:
+                    fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
+                    kind = LoadReport
+            work.finish()
         self.report = conclude(kind, path, began, fields)
         return _torch.done(None)
 

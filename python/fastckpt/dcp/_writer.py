@@ -11,7 +11,7 @@ from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.lent import lent
 from fastckpt._api.options import DeviceEngine, check_bandwidth, check_engine
-from fastckpt._api.outcome import conclude
+from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.reports import SaveReport
@@ -189,23 +189,24 @@ class Writer(_torch.StorageWriter):
         path = self._now.path
         assert path is not None  # noqa: S101 - set_up_storage_writer has checked
         began = time.perf_counter()
-        types = Types("dcp.save", self._registry)
-        if self._now.coordinates and self._now.alone:
-            report = self._save_alone(path, plan, planner, types)
-            self.report = conclude(SaveReport, path, began, report)
-        else:
-            label = label_of(plan)
-            if label is None:
-                raise CheckpointError(
-                    "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
-                )
+        with Attempt("save", path):
+            types = Types("dcp.save", self._registry)
+            if self._now.coordinates and self._now.alone:
+                report = self._save_alone(path, plan, planner, types)
+                self.report = conclude(SaveReport, path, began, report, step=step_of(self._metadata))
+            else:
+                label = label_of(plan)
+                if label is None:
+                    raise CheckpointError(
+                        "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
+                    )
 
-            def metadata() -> str:
-                return self._about(types).structure()
+                def metadata() -> str:
+                    return self._about(types).structure()
 
-            wishes = Wishes(path, label, self._group, self._timeout, self._model_key, self._options, metadata)
-            report = save_together(wishes, plan, planner, types)
-            self.report = conclude(RankSaveReport, path, began, report)
+                wishes = Wishes(path, label, self._group, self._timeout, self._model_key, self._options, metadata)
+                report = save_together(wishes, plan, planner, types)
+                self.report = conclude(RankSaveReport, path, began, report, step=step_of(self._metadata))
         self._now.written = True
         return _torch.done([_result(item) for item in plan.items])
 

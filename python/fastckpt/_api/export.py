@@ -1,0 +1,104 @@
+"""Hands each operation that has ended to OpenTelemetry, in programs that use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .reports import Report
+
+logger = logging.getLogger("fastckpt")
+
+
+class Ended(NamedTuple):
+    """An operation that has ended, well or not.
+
+    Attributes:
+        operation: ``save``, ``load`` or ``verify``.
+        path: the checkpoint's directory, absolute.
+        seconds: wall-clock seconds that it took.
+        at: when it ended, in nanoseconds since 1970.
+        asynchronous: whether it is a save in the background.
+        report: what it did; None where it failed.
+        error: why it failed, or None.
+    """
+
+    operation: str
+    path: str
+    seconds: float
+    at: int
+    asynchronous: bool
+    report: Report | None = None
+    error: BaseException | None = None
+
+
+class _Thread(threading.local):
+    """What a thread has to export: None while it exports nothing."""
+
+    waiting: list[Ended] | None = None
+
+
+_thread = _Thread()
+
+
+def report_ended(report: Report) -> None:
+    """An operation has ended well, or has found damage."""
+    if _wanted():
+        # Only what is copied first has this phase.
+        asynchronous = "stage" in report.phases
+        _put(Ended(report.operation, report.path, report.seconds, time.time_ns(), asynchronous, report=report))
+
+
+def failure_ended(
+    operation: str, path: str, seconds: float, error: BaseException, *, asynchronous: bool = False
+) -> None:
+    """An operation has failed, or was cancelled."""
+    if _wanted():
+        _put(Ended(operation, path, seconds, time.time_ns(), asynchronous, error=error))
+
+
+def _wanted() -> bool:
+    """Whether the program itself has imported OpenTelemetry: otherwise nobody listens, and nothing is imported.
+
+    Its SDK imports the parts of the API that it implements.
+    """
+    imported = sys.modules.get("opentelemetry.trace") or sys.modules.get("opentelemetry.metrics")
+    return imported is not None and os.environ.get("FASTCKPT_OTEL") != "0"
+
+
+def _put(ended: Ended) -> None:
+    """Export it in this thread, in whose context the spans find their parent.
+
+    A signal handler may save while this thread exports: the program's exporters hold locks then. So what the handler
+    did waits until they have returned.
+    """
+    if _thread.waiting is not None:
+        _thread.waiting.append(ended)
+        return
+    waiting = _thread.waiting = [ended]
+    try:
+        while waiting:
+            _export(waiting.pop(0))
+    finally:
+        _thread.waiting = None
+
+
+def _export(ended: Ended) -> None:
+    """The operation is over: whatever goes wrong here must not make it fail."""
+    try:
+        from . import open_telemetry  # noqa: PLC0415 - the program has imported the package
+
+        open_telemetry.export(ended)
+    except Exception:
+        global _told  # noqa: PLW0603 - once a process
+        if not _told:
+            _told = True
+            logger.exception("%s: OpenTelemetry did not take the %s; this is said once", ended.path, ended.operation)
+
+
+_told = False
