@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import fastckpt_top
 import pytest
 from fastckpt_top import picture
 from fastckpt_top.app import TopApp
+from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
 from rich.segment import Segment
 from rich.style import Style
@@ -20,6 +24,8 @@ from rich.terminal_theme import TerminalTheme
 from harness import needs
 from top.conftest import demo
 
+ROOT = Path(__file__).parents[2]
+TOOLS, DOCS = ROOT / "tui" / "tools", ROOT / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = TerminalTheme((0, 0, 0), (255, 255, 255), [(0, 0, 0)] * 8)
 IN_ANY_FONT = set("·…→←↑↓−×±≥≤–—°")  # noqa: RUF001  (meant)
@@ -172,3 +178,42 @@ def test_librsvg_renders_it(tmp_path, zoom):
         assert cell(column, 1).max() > 0.5
     for column in (4, 5, 7, 11):
         assert cell(column, 1).max() < 0.1
+
+
+# --- the documents' pictures -----------------------------------------------------------------------------------------
+
+
+def tool(name, *arguments):
+    command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
+
+
+def test_a_recordings_last_moment_is_drawn_as_if_it_were_watched(recording, tmp_path):
+    replay = Replay(str(recording))
+    replay.run_through()
+    tool("picture.py", recording, tmp_path / "a.svg", "--size", "100x26", "--keys", "tab,tab")
+    shown = " ".join(texts((tmp_path / "a.svg").read_text("utf-8")))
+    assert "live" in shown
+    assert "replay" not in shown
+    assert time.strftime("%H:%M:%S", time.localtime(replay.model.real)) in shown
+    assert "11800" in shown
+
+
+def test_scenarios_are_drawn_from_recordings_that_are_there(recording, tmp_path):
+    shutil.copy(recording, tmp_path / "dead.jsonl.gz")
+    tool("scenarios.py", tmp_path / "docs", "--only", "dead", "--recordings", tmp_path)
+    assert [path.name for path in tmp_path.rglob("*.svg")] == ["dead.svg"]
+    assert texts((tmp_path / "docs/pictures/dead.svg").read_text("utf-8"))
+
+
+def test_the_documents_show_each_picture_and_each_is_small_and_of_this_writer():
+    guide = (DOCS / "monitor.md").read_text("utf-8")
+    shown = set(re.findall(r"!\[[^]]+\]\(([^)]+\.svg)\)", guide))
+    scenarios = set(re.findall(r'"((?:pictures/)?[\w-]+\.svg)"', (TOOLS / "scenarios.py").read_text("utf-8")))
+    assert shown == scenarios
+    assert shown == {"monitor.svg"} | {f"pictures/{path.name}" for path in (DOCS / "pictures").iterdir()}
+    for name in shown:
+        svg = (DOCS / name).read_text("utf-8")
+        assert len(svg) < 60_000
+        assert picture._FONTS in svg
+        assert "node07" in " ".join(texts(svg))

@@ -84,10 +84,10 @@ class Node(ExitStack):
             size: Bytes of the state of each.
         """
         for rank, disk in enumerate(disks):
-            self._start(rank, disk, {"WORLD_SIZE": str(len(disks)), "LOCAL_WORLD_SIZE": str(len(disks))}, size)
+            self._start(rank, disk, len(disks), size)
         self.until(lambda: all(answer == b"ready\n" for answer in self._heard()))
 
-    def _start(self, rank: int, disk: Disk, world: dict[str, str], size: int) -> None:
+    def _start(self, rank: int, disk: Disk, ranks: int, size: int) -> None:
         home = self._files / str(rank)
         home.mkdir()
         group = BLKIO / f"fastckpt-pictures-{os.getpid()}-{rank}"
@@ -102,7 +102,9 @@ class Node(ExitStack):
             self.callback(lambda: subprocess.run(["umount", "--lazy", home], check=True))
         environment = {
             **os.environ,
-            **world,
+            # No LOCAL_WORLD_SIZE: with it a load takes the page cache, for all ranks of a node to share. Here each has
+            # files of its own.
+            "WORLD_SIZE": str(ranks),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "FASTCKPT_JOB": "train_gpt",
