@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -184,8 +185,9 @@ def test_librsvg_renders_it(tmp_path, zoom):
 
 
 def tool(name, *arguments):
+    """Run a tool, which finds no other program: what it is given is all that it may draw from."""
     command = [sys.executable, str(TOOLS / name), *map(str, arguments)]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60, env={**os.environ, "PATH": ""})
 
 
 def test_a_recordings_last_moment_is_drawn_as_if_it_were_watched(recording, tmp_path):

@@ -6,7 +6,8 @@
 
 One disk stands for the disks of a node: the kernel (the cgroup controller blkio) holds each rank to its own rate. A
 refused io_uring is a seccomp filter, a full disk a small tmpfs, a stopped and a killed rank a signal. Host name and
-mounts are of a namespace of this run's own, in which /mnt is covered. It takes 5 GB of disk and 5 GB of memory.
+mounts are of a namespace of this run's own, in which /mnt is covered. It takes 5 GB of memory, and 5 GB of a disk that
+has no partitions.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAMESPACE: Final = "FASTCKPT_PICTURES_NAMESPACE"
 
 
 def begin(node: Node) -> None:
-    """A save that goes well or not, and a training step: the picture has something to compare with."""
+    """A save and a pause before what the picture is about, so that there is a history."""
     node.save(100)
     node.until_done()
     node.rest(4)
