@@ -16,7 +16,7 @@ from textual.app import App
 from textual.binding import Binding
 from textual.widgets import Input
 
-from fastckpt_top import targets, text
+from fastckpt_top import picture, targets, text
 from fastckpt_top.record import Recorder
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
@@ -440,7 +440,7 @@ class TopApp(App[None]):
         """Save the screen as SVG and as text."""
         path = _file_name(".svg")
         try:
-            Path(path).write_text(self.export_screenshot(title="fastckpt-top"), "utf-8")
+            Path(path).write_text(picture.of(self.canvas), "utf-8")
             Path(path).with_suffix(".txt").write_text(self.canvas.screen_text, "utf-8")
         except OSError as error:
             self._say(f"cannot write {path}: {error.strerror}")
