@@ -218,7 +218,7 @@ class TopApp(App[None]):
         """Select another row, or scroll a list."""
         ui = self.ui
         if ui.view == "live":
-            rows = ui.rows(self.session.model.rows)
+            rows = ui.shown(self.session.model)
             chosen = ui.selection(rows)
             if chosen is not None:
                 index = rows.index(chosen) + lines
@@ -264,6 +264,16 @@ class TopApp(App[None]):
         self.ui.sort = SORTS[(SORTS.index(self.ui.sort) + by) % len(SORTS)]
         self._say(f"sorted by {self.ui.sort}")
 
+    def action_sort_by(self, column: str) -> None:
+        """Sort by the column whose head was clicked, or the other way round."""
+        self.ui.sort_by(column)
+        self.canvas.repaint()
+
+    def action_select(self, key: str) -> None:
+        """Select the rank whose cell was clicked."""
+        self.ui.selected = key
+        self.canvas.repaint()
+
     def action_reverse(self) -> None:
         """Sort the other way round."""
         self.ui.reverse = not self.ui.reverse
@@ -271,7 +281,7 @@ class TopApp(App[None]):
 
     def action_expand(self) -> None:
         """Show or hide the threads of the selected rank."""
-        row = self.ui.selection(self.ui.rows(self.session.model.rows))
+        row = self.ui.selection(self.ui.shown(self.session.model))
         if row is not None:
             self.ui.selected = row.key
             self.ui.expanded ^= {row.proc_key}
@@ -399,8 +409,8 @@ class TopApp(App[None]):
             self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
-        """Leave what is being typed; clear the filter."""
-        self.ui.filter = ""
+        """Leave what is being typed; clear the filter; follow the slowest rank again."""
+        self.ui.clear()
         self.prompt.value = ""
         self._answered()
 

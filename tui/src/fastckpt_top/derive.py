@@ -37,6 +37,7 @@ def thread_row(
         busy = ratio(new.busy_ns - old.busy_ns, span * 1e9)
         source = ratio(new.source_ns - old.source_ns, span * 1e9)
         limit = ratio(new.limit_ms - old.limit_ms, span * 1e3)
+    histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
         index=index,
         slot=slot,
@@ -47,7 +48,7 @@ def thread_row(
         done=last.bytes_op,
         in_flight=last.in_flight,
         latency_s=latency,
-        latency_max_s=last.latency_max_ns / 1e9,
+        latency_max_s=largest,
         busy=busy,
         source=source,
         limit=limit,
@@ -57,6 +58,8 @@ def thread_row(
         shorts=last.shorts,
         errors=last.errors,
         spark=tuple(track.spark)[-SPARK:],
+        p50_s=measured(percentile(histogram, 0.5), largest),
+        p99_s=measured(percentile(histogram, 0.99), largest),
     )
 
 
@@ -80,9 +83,12 @@ def share(part: float | None, whole: float) -> float | None:
 
 
 def latency(histogram: tuple[int, ...], share: float, threads: tuple[ThreadRow, ...]) -> float | None:
-    """A percentile of the latency, seconds: estimated within a bucket, and not above the largest that was measured."""
-    estimate = percentile(histogram, share)
-    largest = max((thread.latency_max_s for thread in threads), default=0.0)
+    """A percentile of a rank's latency, seconds."""
+    return measured(percentile(histogram, share), max((thread.latency_max_s for thread in threads), default=0.0))
+
+
+def measured(estimate: float | None, largest: float) -> float | None:
+    """A percentile that was estimated within a bucket, and is not above the largest that was measured, seconds."""
     return min(estimate, largest) if estimate is not None and largest > 0 else estimate
 
 

@@ -67,6 +67,8 @@ class ThreadRow:
         in_flight: Requests.
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
+        p50_s: Median of this operation as far as it was watched; None unknown.
+        p99_s: 99th percentile, likewise.
         busy: Share of the last second with a request in flight; None unknown.
         source: Share spent waiting for the source.
         limit: Share spent waiting for the bandwidth limit.
@@ -97,6 +99,8 @@ class ThreadRow:
     shorts: int
     errors: int
     spark: tuple[float, ...]
+    p50_s: float | None = None
+    p99_s: float | None = None
 
     @property
     def wait(self) -> str:

@@ -40,6 +40,13 @@ class Glyphs:
     column: str
     corners: str
     """Of a box: upper left and right, lower left and right."""
+    track: str
+    """The part of a bar that is not filled."""
+    mark: str
+    """Where a bar's target is."""
+    falling: str
+    rising: str
+    times: str
     dots: str
     axis: str
     ellipsis: str
@@ -66,6 +73,11 @@ UNICODE: Final = Glyphs(
     rule="─",
     column="│",
     corners="╭╮╰╯",
+    track="░",
+    mark="│",
+    falling="▾",
+    rising="▴",
+    times="\N{MULTIPLICATION SIGN}",
     dots="┈",
     axis="┤",
     ellipsis="…",
@@ -91,6 +103,11 @@ ASCII: Final = Glyphs(
     rule="-",
     column="|",
     corners="++++",
+    track=".",
+    mark="|",
+    falling="v",
+    rising="^",
+    times="x",
     dots=".",
     axis="|",
     ellipsis="~",

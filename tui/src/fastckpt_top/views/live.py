@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fastckpt_top import text
 from fastckpt_top.views import help as help_view
-from fastckpt_top.views import lists
+from fastckpt_top.views import history, lists, table, threads
+from fastckpt_top.views.boxes import beside, stack
 from fastckpt_top.views.header import graph, keys, message, one_line, op_lines, title
 from fastckpt_top.views.paint import Frame, Line, Screen
-from fastckpt_top.views.side import pane, panel
-from fastckpt_top.views.table import Columns, columns, head, rows
 
-if TYPE_CHECKING:
-    from fastckpt_top.rows import Row
-
-WIDE: Final = 140
-"""From this width on there is a panel at the right."""
-PANEL: Final = 48
+WIDE: Final = 120
+"""From this width on the history stands at the right."""
 LOW: Final = 20
 """Below this height there is no graph and no pane."""
 TINY: Final = 8
@@ -66,66 +61,18 @@ def _live(frame: Frame, screen: Screen, above: int, room: int) -> list[Line]:
         return [*lines, *graph(frame, room - len(lines))]
     if frame.height >= LOW:
         lines += graph(frame, 4 if frame.height < 32 else 6)  # noqa: PLR2004
-    wide = frame.width >= WIDE
-    cols = columns(frame.width - PANEL - 1 if wide else frame.width)
-    shown = frame.ui.rows(frame.model.rows)
-    table: list[Line] = []
-    if frame.height >= TINY:
-        table.append(head(frame, cols))
-    left = room - len(lines) - len(table)
-    selected = frame.ui.selection(shown)
-    below = _pane(frame, selected, cols, shown, left)
-    left -= len(below)
-    body = rows(frame, shown, cols)
-    first = _first(frame, body, selected, left)
-    for index, (line, key) in enumerate(body[first : first + max(left, 0)]):
-        screen.rows[above + len(lines) + len(table) + index] = key
-        table.append(line)
-    if not body and left > 0:
-        table.append(
-            Line(
-                f"  no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "  no running operation",
-                "dim",
-            )
-        )
-    if below:
-        table += [Line() for _ in range(room - len(lines) - len(table) - len(below))]
-        table += below
-    if wide:
-        table = _beside(frame, table, selected, room - len(lines), cols.width)
-    return [*lines, *table]
-
-
-def _pane(frame: Frame, row: Row | None, cols: Columns, shown: list[Row], left: int) -> list[Line]:
-    """The selected rank's threads, if there is room left by the table and it does not show them itself."""
-    if row is None or not row.threads or frame.height < LOW or frame.width < 60 or frame.ui.open(row):  # noqa: PLR2004
-        return []
-    table = sum(1 + (len(r.threads) if frame.ui.open(r) else 0) for r in shown)
-    height = min(len(row.threads) + 1, max(left - table, left // 3))
-    return pane(frame, row, cols, height) if height >= 3 else []  # noqa: PLR2004
-
-
-def _first(frame: Frame, body: list[tuple[Line, str]], selected: Row | None, height: int) -> int:
-    """First line of the table, so that the selected row is to be seen; it moves no more than it must."""
-    first = frame.ui.scroll.get("live", 0)
-    at = next((index for index, (line, _) in enumerate(body) if line.selected), 0)
-    last = at
-    if selected is not None and frame.ui.open(selected):
-        last = min(at + len(selected.threads), at + height - 1)
-    first = max(min(first, at), last - height + 1, 0)
-    first = max(0, min(first, len(body) - height))
-    frame.ui.scroll["live"] = first
-    return first
-
-
-def _beside(frame: Frame, table: list[Line], selected: Row | None, height: int, width: int) -> list[Line]:
-    right = panel(frame, selected, PANEL, height)
-    joined = []
-    for index in range(height):
-        left = table[index] if index < len(table) else Line()
-        line = left.fill(width)
-        joined.append(line.add(frame.glyphs.column, "dim").extend(right[index]))
-    return joined
+    left = room - len(lines)
+    side = min(max(34, frame.width // 4), 48) if frame.width >= WIDE else 0
+    row = frame.ui.selection(frame.ui.shown(frame.model))
+    below = threads.wanted(frame, row) if row is not None and frame.height >= LOW else 0
+    high = max(min(table.wanted(frame, frame.width - side), left - min(below, left // 3)), 0)
+    ranks = table.block(frame, frame.width - side, high)
+    body = beside(ranks, history.block(frame, side, high)) if side else ranks
+    if row is not None and left - high > 3:  # noqa: PLR2004
+        body = stack(body, threads.block(frame, row, frame.width, left - high))
+    screen.rows |= {line + above + len(lines): key for line, key in body.rows.items()}
+    screen.actions += [(y + above + len(lines), start, end, what) for y, start, end, what in body.actions]
+    return [*lines, *body.lines]
 
 
 def empty(frame: Frame) -> list[Line]:
