@@ -223,16 +223,16 @@ def state(row: Row) -> str:
     return row.state[:STATE]
 
 
-def wait(row: Row, *, cells: int, stated: bool = True, flag: bool = False) -> Line:
+def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Line:
     """What holds a rank up: with its share where there is room, else the word alone.
 
     Args:
         row: The rank.
-        cells: Width.
+        room: Width.
         stated: Whether a column says its state; else the state stands here where nothing holds it up.
         flag: Whether a fallback is marked here, since no column names the engine.
     """
-    short = cells < WAIT
+    short = room < WAIT
     style = "dim"
     words = row.wait
     if row.stalled_s is not None:
@@ -254,7 +254,7 @@ def wait(row: Row, *, cells: int, stated: bool = True, flag: bool = False) -> Li
     if style == "dim" and (row.straggler or words.startswith(("source", "limit"))):
         style = "low"
     mark = "!" if flag and row.fallback else ""
-    return Line(text.cut(words, cells - len(mark)), style).add(mark, "low").fill(cells)
+    return Line(text.cut(words, room - len(mark)), style).add(mark, "low").fill(room)
 
 
 def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TINY: Final = 4
 """Of fewer lines none is a head."""
+MOST_CUT_WAIT: Final = 4
+"""What holds a rank up is said in so many cells, or not at all."""
 BORDERS: Final = 2
 LEAD: Final = 5
 """Rows above a grid, at least."""
@@ -28,8 +30,8 @@ SHORT_BAR: Final = 8
 LONG_BAR: Final = 40
 SHORT_SPARK: Final = 6
 LONG_SPARK: Final = 60
-OPTIONAL: Final = ("state", "done", "eta", "bar", "engine", "threads", "spark", "gpu", "pid")
-"""Columns that may be missing, the most important first. Rank, rate, percentage and wait always stand."""
+OPTIONAL: Final = ("state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
+"""Columns that may be missing, the most important first. Rank, rate, percentage and, from 24 cells on, wait never are."""
 MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 
@@ -91,7 +93,9 @@ def columns(rows: list[Row], width: int) -> Columns:
         "gpu": GPU,
         "pid": PID,
     }
-    left = width - 2 - rank - 1 - cells.RATE - 1 - cells.PERCENT - 1 - wait
+    left = width - 2 - rank - 1 - cells.RATE - 1 - cells.PERCENT
+    wait = min(wait, left - 1) if left > MOST_CUT_WAIT else 0
+    left -= wait + 1
     chosen = dict.fromkeys(wanted, 0)
     for column in OPTIONAL:
         size = wanted[column]
@@ -246,7 +250,8 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
         line.add(" ").add(cells.eta(row), "low" if row.straggler else "text")
     if cols.engine:
         line.add(" ").add(f"{cells.engine(row):<{cols.engine}}", "low" if row.fallback else "dim")
-    line.add(" ").extend(cells.wait(row, cells=cols.wait, stated=cols.state > 0, flag=not cols.engine))
+    if cols.wait:
+        line.add(" ").extend(cells.wait(row, room=cols.wait, stated=cols.state > 0, flag=not cols.engine))
     line.fill(cols.width)
     line.selected = cols.width if selected else 0
     return line
