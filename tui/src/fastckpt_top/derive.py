@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.groups import errno_name
-from fastckpt_top.rows import Row, ThreadRow, wait_text
+from fastckpt_top.rows import Row, ThreadRow, bottleneck
 from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 from fastckpt_top.window import percentile
 
@@ -92,18 +92,16 @@ def measured(estimate: float | None, largest: float) -> float | None:
     return min(estimate, largest) if estimate is not None and largest > 0 else estimate
 
 
-def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> str:
-    """What holds a rank up, from the mean of its threads."""
-    if state in ("FSYNC", "COMMIT"):
-        return "fsync"
+def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
+    """What holds a rank up, as `bottleneck` says it, from the mean of its threads."""
     known = [thread for thread in threads if thread.busy is not None]
     if not known:
-        return ""
+        return bottleneck(state, None, None, None)
     busy, source, limit = (
         sum(values) / len(known)
         for values in zip(*((t.busy or 0.0, t.source or 0.0, t.limit or 0.0) for t in known), strict=True)
     )
-    return wait_text(state, busy, source, limit)
+    return bottleneck(state, busy, source, limit)
 
 
 def progress(track: OpTrack) -> float | None:
@@ -198,4 +196,6 @@ def bare(proc: Proc) -> Row:
         job=header.job,
         version=header.version,
         alive=proc.alive,
+        user=proc.user or str(header.uid),
+        process_state=proc.state if proc.alive else "",
     )
