@@ -116,7 +116,13 @@ def amount(frame: Frame, rate: float | None, done: int, *, known: bool = True) -
     """Rate in GB/s, or bytes done in GB, as the user chose, at the right of `RATE` cells."""
     if frame.ui.mode != "total":
         return f"{text.rate(rate):>{RATE}}"
-    return f"{text.size(done if known else None):>{RATE}}"[:RATE]
+    return gb(done if known else None, RATE)
+
+
+def gb(count: float | None, room: int) -> str:
+    """GB at the right of so many cells: without the decimal where it would not fit."""
+    words = text.size(count)
+    return f"{words if len(words) <= room else words.partition('.')[0]:>{room}}"
 
 
 def percent(fraction: float | None) -> str:

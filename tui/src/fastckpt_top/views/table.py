@@ -31,7 +31,7 @@ LONG_BAR: Final = 40
 SHORT_SPARK: Final = 6
 LONG_SPARK: Final = 60
 OPTIONAL: Final = ("state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
-"""Columns that may be missing, the most important first. Rank, rate, percentage and, from 24 cells on, wait never are."""
+"""Columns that may be missing, the most important first. Rank, rate, percentage and wait never are from 24 cells on."""
 MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 
@@ -227,14 +227,7 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     glyphs = frame.glyphs
     found = cells.figure(frame, row)
     line = Line(frame.glyph(found.verdict), found.mark_style).add(glyphs.select if selected else " ", "key")
-    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
-    if cols.gpu:
-        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
-    if cols.pid:
-        line.add(f" {row.pid:>{cols.pid}}", "dim")
-    if cols.state:
-        state = cells.state(row)
-        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
+    _who(line, row, cols)
     known = bool(row.total) if frame.ui.mode == "total" else found.rate is not None
     line.add(" ").add(cells.amount(frame, found.rate, row.done, known=known), found.style if known else "dim")
     if cols.bar:
@@ -255,6 +248,18 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     line.fill(cols.width)
     line.selected = cols.width if selected else 0
     return line
+
+
+def _who(line: Line, row: Row, cols: Columns) -> None:
+    """Rank, GPU, process and state."""
+    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
+    if cols.gpu:
+        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
+    if cols.pid:
+        line.add(f" {row.pid:>{cols.pid}}", "dim")
+    if cols.state:
+        state = cells.state(row)
+        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
 
 
 def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:
