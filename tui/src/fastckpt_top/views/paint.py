@@ -10,6 +10,7 @@ from fastckpt_top.rows import GOOD_FROM, LOW_FROM, Verdict
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
+    from fastckpt_top.rows import Job, NodeOp
     from fastckpt_top.views.state import Ui
 
 STYLES: Final = (
@@ -22,6 +23,7 @@ STYLES: Final = (
     "low",
     "bad",
     "graph",
+    "read",
     "target",
     "key",
     "select",
@@ -121,6 +123,7 @@ class Frame:
         height: Lines.
         status: `live`, or where a replay stands.
         live: Whether processes are being watched, and not a recording.
+        frozen: Whether it stands still while the processes go on.
     """
 
     model: Model
@@ -130,6 +133,24 @@ class Frame:
     height: int
     status: str = "live"
     live: bool = True
+    frozen: bool = False
+
+    @property
+    def job(self) -> Job | None:
+        """The job that is shown: the chosen one while it is there, else the first; None where none is known."""
+        jobs = self.model.jobs
+        return next((job for job in jobs if job.key == self.ui.job), jobs[0] if jobs else None)
+
+    @property
+    def ops(self) -> list[NodeOp]:
+        """Its operations: the running ones, then the last that ended."""
+        job = self.job
+        return [op for op in self.model.ops if job is None or op.job_key == job.key]
+
+    @property
+    def main(self) -> NodeOp | None:
+        """Its operation that matters most now."""
+        return next(iter(self.ops), None)
 
     def glyph(self, verdict: Verdict) -> str:
         """The mark of a verdict."""
@@ -150,6 +171,30 @@ class Frame:
 def share(part: float | None, whole: float) -> float | None:
     """A fraction; None where it makes no sense."""
     return part / whole if part is not None and whole > 0 else None
+
+
+def gauge(frame: Frame, fraction: float | None, cells: int, style: str, *, scale: float = 1.0) -> Line:
+    """A bar on a track.
+
+    Args:
+        frame: Where the characters come from.
+        fraction: What is full, 1 for all or for the target; None for nothing.
+        cells: Width.
+        style: Of the full part.
+        scale: What the full width stands for; beyond 1 there is a mark at 1.
+
+    Returns:
+        Exactly `cells` cells.
+    """
+    glyphs = frame.glyphs
+    full = text.bar(None if fraction is None else fraction / scale, cells, glyphs.bar).rstrip()
+    bar = Line()
+    mark = round(cells / scale) if scale > 1 else cells
+    bar.add(full[:mark], style).add(glyphs.track * (mark - len(full)), "dim")
+    if mark < cells:
+        bar.add(glyphs.mark, "target").add(full[mark + 1 :], style)
+        bar.add(glyphs.track * (cells - bar.width), "dim")
+    return bar
 
 
 def rate_style(fraction: float | None) -> str:

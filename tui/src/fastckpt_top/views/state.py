@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 VIEWS: Final = ("live", "threads", "history", "events")
 SORTS: Final = ("rank", "rate", "target", "done", "eta", "state", "pid")
 MODES: Final = ("current", "average", "total")
+LAYOUTS: Final = ("all", "ranks", "graph")
+"""Everything; without the graph; the graph alone."""
 
 
 def _last(value: float | None) -> float:
@@ -44,7 +46,7 @@ class Ui:
         expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
         mode: What the GB/s column shows, one of `MODES`.
-        full: The graph alone.
+        layout: What the live view shows: one of `LAYOUTS`.
         paused: The table stands still.
         frozen: The rows it stands still with.
         help: The help is shown.
@@ -65,7 +67,7 @@ class Ui:
     expanded: set[str] = field(default_factory=set)
     active_only: bool = False
     mode: str = "current"
-    full: bool = False
+    layout: str = "all"
     paused: bool = False
     frozen: list[Row] = field(default_factory=list)
     help: bool = False
