@@ -86,7 +86,7 @@ ASCII: Final = Glyphs(
     thin=" -=",
     spark=" .:-=+*#",
     dotted=" ,o0",
-    level="_--^",
+    level="_~~^",
     track=".",
     mark="|",
     good="*",

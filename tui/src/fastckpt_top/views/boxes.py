@@ -104,6 +104,27 @@ def beside(left: Block, right: Block) -> Block:
     return made
 
 
+def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
+    """The pieces that fit, in their order; from the first that does not fit on, those of lower rank are left out.
+
+    Args:
+        pieces: The lower the number, the more it matters; empty ones are left out.
+        room: Cells.
+        between: Stands between two pieces.
+    """
+    kept = []
+    for rank, piece in sorted((pair for pair in pieces if pair[1].width), key=lambda pair: pair[0]):
+        room -= piece.width + between.width
+        if room + between.width < 0:
+            break
+        kept.append(rank)
+    line = Line()
+    for rank, piece in pieces:
+        if rank in kept and piece.width:
+            line.extend(between if line.width else Line()).extend(piece)
+    return line
+
+
 def words(variants: tuple[str, ...], width: int) -> str:
     """The first of some wordings, longest first, that fits; the last one, cut, where none does."""
     for variant in variants:

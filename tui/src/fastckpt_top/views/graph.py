@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
-from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.boxes import Block, box, boxed, by_rank
 from fastckpt_top.views.paint import Frame, Line
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ _STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _TIMES: Final = (5, 10, 15, 30, 60, 120, 300)
 _WORTH: Final = 0.9
 """Fewer labels must save so much of the height."""
+_LABELS: Final = 8
+"""At most, beside the 0."""
+_LEAST: Final = 4e6
+"""Bytes/s that the axis goes to at least, so that its labels keep to their cells."""
 _APART: Final = 12
 """Cells between two times at the axis, at least."""
 
@@ -51,7 +55,7 @@ def axis(need: float, height: int) -> Axis:
         height: Lines of the plot, positive.
     """
     best = (math.inf, 0.0, 0)
-    for every in range(1, height + 1):
+    for every in range(math.ceil(height / _LABELS), height + 1):
         least = need / height * every / text.GB * (1 - 1e-9)
         power = 10.0 ** math.floor(math.log10(least))
         step = next(number * power for number in _STEPS if number * power >= least)
@@ -87,7 +91,8 @@ def block(frame: Frame, width: int, height: int) -> Block:
     painted.append(_times(frame, each, cells))
     if not borders:
         return Block([line.fill(width) for line in painted])
-    return box(frame, Block(painted), Line("GB/s of the node", "head"), _legend(frame, target, seconds), width, height)
+    name = Line("GB/s of the node" if width >= 72 else "GB/s", "head")  # noqa: PLR2004
+    return box(frame, Block(painted), name, _legend(frame, target, seconds, width - name.width - 9), width, height)
 
 
 def series(frame: Frame, each: float, cells: int) -> tuple[Sequence[float], Sequence[float]]:
@@ -120,7 +125,7 @@ def plot(
         height: Lines.
     """
     glyphs = frame.glyphs
-    scale = axis(max(_HEADROOM * target, *written, *read, 1e6), height)
+    scale = axis(max(_HEADROOM * target, *written, *read, _LEAST), height)
     columns = [_column(pair, scale.top, height, frame) for pair in _padded(written, read, cells)]
     at = target / scale.top * height  # in lines from below
     target_row = min(math.ceil(at) - 1, height - 1) if target > 0 else -1
@@ -180,9 +185,12 @@ def _times(frame: Frame, each: float, cells: int) -> Line:
     return Line(f"{0:>{_GUTTER}} ", "dim").add("".join(marks), "dim")
 
 
-def _legend(frame: Frame, target: float, seconds: float) -> Line:
+def _legend(frame: Frame, target: float, seconds: float, room: int) -> Line:
     glyphs = frame.glyphs
-    line = Line(glyphs.spark[-1], "graph").add(" written  ", "dim").add(glyphs.dotted[-1], "read").add(" read  ", "dim")
-    if target > 0:
-        line.add(glyphs.level[1], "target").add(f" target {text.rate(target)}  ", "dim")
-    return line.add("z", "key").add(f" zoom {seconds / 60:.0f} min", "dim")
+    pieces = [
+        (0, Line(glyphs.spark[-1], "graph").add(" written", "dim")),
+        (1, Line(glyphs.dotted[-1], "read").add(" read", "dim")),
+        (2, Line(glyphs.level[1], "target").add(f" target {text.rate(target)}", "dim") if target > 0 else Line()),
+        (3, Line("z", "key").add(f" zoom {seconds / 60:.0f} min", "dim")),
+    ]
+    return by_rank(pieces, room, Line("  "))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.rows import Verdict
 from fastckpt_top.views import footer
-from fastckpt_top.views.boxes import Block, box, boxed, words
+from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, gauge, share
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ VERDICT_WORDS: Final = {
 }
 SCALE: Final = 1.25
 """What a full bar of speed stands for, as a multiple of the target."""
+_NAME: Final = 6
+"""A name of fewer cells says nothing."""
 _BAR: Final = 6
 """A bar of fewer cells says nothing."""
 
@@ -55,7 +57,8 @@ def columns(width: int) -> Columns:
     """
     for size, least, left, right in (
         (3, 100, min(33 + max(width - 112, 0) // 4, 52), 39),
-        (2, 56, min(25 + max(width - 76, 0) // 3, 32), 25),
+        (2, 64, min(25 + max(width - 76, 0) // 3, 32), 25),
+        (1, 46, 18, 9),
         (1, 32, 11, 9),
     ):
         if width >= least:
@@ -101,9 +104,12 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     line = Line("done   " if cols.size == 3 else "", "dim")  # noqa: PLR2004
     if cols.size >= 2:  # noqa: PLR2004
         line.add(f"{op.kind.upper():<6} ", "strong" if op.running else "dim")
-        name = frame.say(op.label) or (f"step {op.step}" if op.step is not None else op.kind)
-        line.add(text.fit(name, cols.left - line.width - 7, frame.glyphs), "strong" if op.running else "dim").add(" ")
+        line.add(
+            text.fit(_name(frame, op), cols.left - line.width - 7, frame.glyphs), "strong" if op.running else "dim"
+        ).add(" ")
     line.add(f"{phase:<6}", style)
+    if cols.size == 1 and cols.left > line.width + _NAME:
+        line.add(" ").add(text.fit(_name(frame, op), cols.left - line.width, frame.glyphs), "strong")
     tail = Line()
     eta = f"ETA {text.clock(op.eta_s)}"
     if not op.running:
@@ -115,6 +121,10 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
         tail.add(f"{gone:>6} {'gone' if op.running else 'took'} ", "dim")
     tail.add(eta, "strong" if op.running else "dim")
     return _joined(frame, line, op.progress, tail, cols, bar="graph" if op.running else "dim", scale=1.0)
+
+
+def _name(frame: Frame, op: NodeOp) -> str:
+    return frame.say(op.label) or (f"step {op.step}" if op.step is not None else op.kind)
 
 
 def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
@@ -131,7 +141,7 @@ def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     if cols.size >= 2:  # noqa: PLR2004
         line.add(f" of {target:>5} GB/s", "text" if op.running else "dim")
     else:
-        line.add(f"/{target}")
+        line.add(f"/{target}").add(" GB/s" if cols.left > 16 else "")  # noqa: PLR2004
     tail = Line()
     if cols.size >= 2:  # noqa: PLR2004
         now = text.rate(op.rate) if op.running else "-"
@@ -278,27 +288,6 @@ def title(frame: Frame) -> Line:
         (0, _status(frame)),
     ]
     return by_rank(pieces, frame.width - 1, Line("  ")).fill(frame.width)
-
-
-def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
-    """The pieces that fit, in their order; from the first that does not fit on, those of lower rank are left out.
-
-    Args:
-        pieces: The lower the number, the more it matters; empty ones are left out.
-        room: Cells.
-        between: Stands between two pieces.
-    """
-    kept = []
-    for rank, piece in sorted((pair for pair in pieces if pair[1].width), key=lambda pair: pair[0]):
-        room -= piece.width + between.width
-        if room + between.width < 0:
-            break
-        kept.append(rank)
-    line = Line()
-    for rank, piece in pieces:
-        if rank in kept and piece.width:
-            line.extend(between if line.width else Line()).extend(piece)
-    return line
 
 
 def one_line(frame: Frame) -> Line:
