@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import time
-from collections import deque
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -54,7 +53,7 @@ def frozen(model: Model) -> Model:
     """What a model shows now, as a model of its own that stands still."""
     kept = copy.copy(model)
     for name, value in vars(model).items():
-        if isinstance(value, (list, deque)) or name in ("past", "_series"):
+        if isinstance(value, list) or name in ("past", "_events", "_series"):
             setattr(kept, name, copy.deepcopy(value))
     return kept
 
@@ -263,7 +262,7 @@ class TopApp(App[None]):
         if ui.help:
             ui.scroll["help"] = max(ui.scroll.get("help", 0) + lines, 0)
         elif ui.view == "live":
-            rows = ui.rows(self._model.rows)
+            rows = ui.shown(self._model)
             chosen = ui.selection(rows)
             if chosen is not None:
                 index = rows.index(chosen) + lines
@@ -310,6 +309,16 @@ class TopApp(App[None]):
         self._remember("sort", self.ui.sort)
         self._say(f"sorted by {self.ui.sort}")
 
+    def action_sort_by(self, column: str) -> None:
+        """Sort by the column whose head was clicked, or the other way round."""
+        self.ui.sort_by(column)
+        self.canvas.repaint()
+
+    def action_select(self, key: str) -> None:
+        """Select the rank whose cell was clicked."""
+        self.ui.selected = key
+        self.canvas.repaint()
+
     def action_reverse(self) -> None:
         """Sort the other way round."""
         self.ui.reverse = not self.ui.reverse
@@ -317,7 +326,7 @@ class TopApp(App[None]):
 
     def action_expand(self) -> None:
         """Show or hide the threads of the selected rank."""
-        row = self.ui.selection(self.ui.rows(self._model.rows))
+        row = self.ui.selection(self.ui.shown(self._model))
         if row is not None:
             self.ui.selected = row.key
             self.ui.expanded ^= {row.proc_key}
@@ -473,8 +482,8 @@ class TopApp(App[None]):
             self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
-        """Leave what is being typed; clear the filter."""
-        self.ui.filter = ""
+        """Leave what is being typed; clear the filter; follow the slowest rank again."""
+        self.ui.clear()
         self.prompt.value = ""
         self._answered()
 

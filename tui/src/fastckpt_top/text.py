@@ -46,6 +46,8 @@ class Glyphs:
     column: str
     corners: str
     """Of a box: upper left and right, lower left and right."""
+    falling: str
+    rising: str
     ellipsis: str
     live: str
     pause: str
@@ -73,6 +75,8 @@ UNICODE: Final = Glyphs(
     rule="─",
     column="│",
     corners="╭╮╰╯",
+    falling="▾",
+    rising="▴",
     ellipsis="…",
     live="●",
     pause="■",
@@ -99,6 +103,8 @@ ASCII: Final = Glyphs(
     rule="-",
     column="|",
     corners="++++",
+    falling="v",
+    rising="^",
     ellipsis="~",
     live="*",
     pause="=",

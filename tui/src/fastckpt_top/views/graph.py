@@ -8,7 +8,6 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views.boxes import Block, box, boxed, by_rank
 from fastckpt_top.views.paint import Frame, Line
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ZOOMS: Final = (60.0, 120.0, 300.0, 600.0)
-"""Seconds that the graph shows at least; the first is shown until the user chooses."""
+"""Seconds that the graph shows; the first are shown until the user chooses."""
 _GUTTER: Final = 6
 """Cells of the labels at the axis."""
 _HEADROOM: Final = 1.04
@@ -83,30 +82,14 @@ def block(frame: Frame, width: int, height: int) -> Block:
     cells = inner - _GUTTER - 1
     if lines < 3 or cells < _APART:  # noqa: PLR2004  (two lines of plot and the axis)
         return Block([Line().fill(width) for _ in range(height)])
-    # A cell holds a whole number of the model's columns, so that no column is counted twice.
-    each = max(1, math.ceil(seconds / cells / COLUMN_S)) * COLUMN_S
-    written, read = series(frame, each, cells)
+    written, read = frame.model.series(seconds, cells)
     target = _target(frame)
     painted = plot(frame, written, read, target, cells, lines - 1)
-    painted.append(_times(frame, each, cells))
+    painted.append(_times(frame, seconds / cells, cells))
     if not borders:
         return Block([line.fill(width) for line in painted])
     name = Line("GB/s of the node" if width >= 72 else "GB/s", "head")  # noqa: PLR2004
     return box(frame, Block(painted), name, _legend(frame, target, seconds, width - name.width - 9), width, height)
-
-
-def series(frame: Frame, each: float, cells: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean bytes/s written and read in each of the last `cells` spans of `each` seconds, the newest last."""
-    columns = round(each / COLUMN_S)
-
-    def means(values: Sequence[float]) -> list[float]:
-        kept = list(values)[-columns * cells :]
-        first = len(kept) % columns
-        spans = [kept[:first]] if first else []
-        spans += [kept[at : at + columns] for at in range(first, len(kept), columns)]
-        return [sum(span) / len(span) for span in spans][-cells:]
-
-    return means(frame.model.save_graph), means(frame.model.load_graph)
 
 
 def plot(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from fastckpt_top import text
-from fastckpt_top.views import footer, graph, lists, operation
+from fastckpt_top.views import footer, graph, history, lists, operation, table, threads
 from fastckpt_top.views import help as help_view
-from fastckpt_top.views import shim as ranks
 from fastckpt_top.views.boxes import Block, beside, boxed, stack
 from fastckpt_top.views.paint import Frame, Line, Screen
 
@@ -71,24 +70,24 @@ def _live(frame: Frame, room: int) -> Block:
     if not boxed(frame):
         if frame.ui.layout == "graph":
             return stack(top, graph.block(frame, width, left))
-        return stack(top, ranks.ranks(frame, width, left)) if left > 0 else top
+        return stack(top, table.block(frame, width, left)) if left > 0 else top
     if frame.ui.layout == "graph":
         return stack(top, graph.block(frame, width, left))
-    row = ranks.selected(frame)
+    row = frame.ui.selection(frame.ui.shown(frame.model))
     side = min(max(HISTORY[0], width // 4), HISTORY[1]) if width >= WIDE else 0
     high_graph, high_ranks, high_threads = share_out(
         left,
-        ranks.wanted(frame, width - side),
-        0 if row is None else ranks.threads_wanted(frame, row),
+        table.wanted(frame, width - side),
+        0 if row is None else threads.wanted(frame, row),
         graph=frame.ui.layout == "all",
     )
     parts = [top]
     if high_graph:
         parts.append(graph.block(frame, width, high_graph))
-    table = ranks.ranks(frame, width - side, high_ranks)
-    parts.append(beside(table, ranks.history(frame, side, high_ranks)) if side else table)
+    body = table.block(frame, width - side, high_ranks)
+    parts.append(beside(body, history.block(frame, side, high_ranks)) if side else body)
     if high_threads and row is not None:
-        parts.append(ranks.threads(frame, row, width, high_threads))
+        parts.append(threads.block(frame, row, width, high_threads))
     return stack(*parts)
 
 
@@ -104,11 +103,11 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
     high = min(GRAPH, room - RANKS) if graph and room >= RANKS + GRAPH - 1 else 0
     room -= high
     # Where not all ranks fit, the threads have a third of what there is.
-    table = ranks if ranks <= room else room - (min(threads, room // 3) if room >= 2 * RANKS else 0)
-    below = min(threads, room - table)
+    rows = ranks if ranks <= room else room - (min(threads, room // 3) if room >= 2 * RANKS else 0)
+    below = min(threads, room - rows)
     below = below if below >= THREADS else 0
-    spare = room - table - below
-    return (high + spare, table, below) if high else (0, table + spare, below)
+    spare = room - rows - below
+    return (high + spare, rows, below) if high else (0, rows + spare, below)
 
 
 def empty(frame: Frame) -> list[Line]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.rows import Verdict
-from fastckpt_top.views import footer
+from fastckpt_top.views import cells, footer
 from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, gauge, share
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import NodeOp, Sentence
@@ -24,12 +24,8 @@ VERDICT_WORDS: Final = {
     Verdict.FAILED: "FAILED",
     Verdict.QUIET: "",
 }
-SCALE: Final = 1.25
-"""What a full bar of speed stands for, as a multiple of the target."""
 _NAME: Final = 6
 """A name of fewer cells says nothing."""
-_BAR: Final = 6
-"""A bar of fewer cells says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,9 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
         gone = text.clock(op.elapsed_s)
         tail.add(f"{gone:>6} {'gone' if op.running else 'took'} ", "dim")
     tail.add(eta, "strong" if op.running else "dim")
-    return _joined(frame, line, op.progress, tail, cols, bar="graph" if op.running else "dim", scale=1.0)
+    full = text.bar(op.progress, cols.bar, frame.glyphs.bar).rstrip()
+    bar = Line(full, "graph" if op.running else "dim").add(frame.glyphs.track * (cols.bar - len(full)), "dim")
+    return _joined(line, f"{text.percent(op.progress):>5}", "text", bar, tail, cols)
 
 
 def _name(frame: Frame, op: NodeOp) -> str:
@@ -152,7 +150,8 @@ def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     judged = style if op.verdict is not Verdict.FAILED else "bad"
     tail.add(" " * max(cols.right - 9 - tail.width, 0))
     tail.add(f"{frame.glyph(op.verdict)} {VERDICT_WORDS[op.verdict]}", judged)
-    return _joined(frame, line, fraction, tail, cols, bar=style, scale=SCALE)
+    bar = cells.gauge(fraction, cols.bar, style, frame.glyphs)
+    return _joined(line, f"{text.percent(fraction):>5}", style, bar, tail, cols)
 
 
 def _narrow(frame: Frame, op: NodeOp, width: int) -> list[Line]:
@@ -176,13 +175,9 @@ def _narrow(frame: Frame, op: NodeOp, width: int) -> list[Line]:
     return [by_rank(pieces, width, Line()) for pieces in (done, speed)]
 
 
-def _joined(
-    frame: Frame, left: Line, fraction: float | None, right: Line, cols: Columns, *, bar: str, scale: float
-) -> Line:
-    line = left.fill(cols.left).add(f"{text.percent(fraction):>5}", bar if scale > 1 else "text")
-    if cols.bar >= _BAR:
-        line.add(" ").extend(gauge(frame, fraction, cols.bar, bar, scale=scale))
-    return line.add(" ").extend(right.fill(cols.right))
+def _joined(left: Line, percent: str, style: str, bar: Line, right: Line, cols: Columns) -> Line:
+    line = left.fill(cols.left).add(percent, style).add(" ")
+    return line.extend(bar).add(" " if bar.width else "").extend(right.fill(cols.right))
 
 
 def _why(frame: Frame, shown: list[NodeOp], width: int) -> Line:

@@ -138,8 +138,8 @@ class Frame:
     @property
     def job(self) -> Job | None:
         """The job that is shown: the chosen one while it is there, else the first; None where none is known."""
-        jobs = self.model.jobs
-        return next((job for job in jobs if job.key == self.ui.job), jobs[0] if jobs else None)
+        key = self.ui.job_of(self.model)
+        return next((job for job in self.model.jobs if job.key == key), None)
 
     @property
     def ops(self) -> list[NodeOp]:
@@ -171,30 +171,6 @@ class Frame:
 def share(part: float | None, whole: float) -> float | None:
     """A fraction; None where it makes no sense."""
     return part / whole if part is not None and whole > 0 else None
-
-
-def gauge(frame: Frame, fraction: float | None, cells: int, style: str, *, scale: float = 1.0) -> Line:
-    """A bar on a track.
-
-    Args:
-        frame: Where the characters come from.
-        fraction: What is full, 1 for all or for the target; None for nothing.
-        cells: Width.
-        style: Of the full part.
-        scale: What the full width stands for; beyond 1 there is a mark at 1.
-
-    Returns:
-        Exactly `cells` cells.
-    """
-    glyphs = frame.glyphs
-    full = text.bar(None if fraction is None else fraction / scale, cells, glyphs.bar).rstrip()
-    bar = Line()
-    mark = round(cells / scale) if scale > 1 else cells
-    bar.add(full[:mark], style).add(glyphs.track * (mark - len(full)), "dim")
-    if mark < cells:
-        bar.add(glyphs.mark, "target").add(full[mark + 1 :], style)
-        bar.add(glyphs.track * (cells - bar.width), "dim")
-    return bar
 
 
 def rate_style(fraction: float | None) -> str:

@@ -1,0 +1,406 @@
+"""The sentence: who holds an operation back, and why.
+
+What comes first of these is said: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
+for; the rank that the others wait for; what keeps the operation below its target; a fallback; that all is well.
+The level is `bad` for what needs somebody, `warn` for what is below its target, `info` for the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.estimate import BEHIND, QUIET_S
+from fastckpt_top.rows import Sentence, Verdict, wait_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt_top.rows import NodeOp, Row
+
+SHORT: Final = 36
+"""Cells that the shortest words have at most."""
+_NAMED: Final = 3
+"""Ranks that are called by name before they are only counted."""
+_MOST: Final = 0.5
+"""Share of the ranks that makes what they wait for the operation's."""
+_WAITS: Final = {
+    "disk": "waits for the disk",
+    "source": "waits for the source",
+    "limit": "waits for bandwidth_limit",
+    "fsync": "is in fsync",
+}
+_WAIT: Final = {
+    "disk": "wait for the disk",
+    "source": "wait for the source",
+    "limit": "wait for bandwidth_limit",
+    "fsync": "are in fsync",
+}
+_WAITED: Final = {
+    "disk": "waited for the disk",
+    "source": "waited for the source",
+    "limit": "held by bandwidth_limit",
+    "fsync": "mostly fsync",
+    "peers": "waited for a rank",
+}
+
+
+def sentence(op: NodeOp, rows: Sequence[Row], waited: str = "") -> Sentence | None:
+    """What matters most about an operation now.
+
+    Args:
+        op: The operation.
+        rows: The rows of its ranks, the ended ones too.
+        waited: What its ranks mostly waited for while it was watched, as `Row.wait_kind`; empty unknown.
+
+    Returns:
+        None where there is nothing to say: in the first second, and without a target.
+    """
+    if op.failed:
+        return _lost(op, rows)
+    if not op.running:
+        return _ended(op, rows, waited)
+    running = [row for row in rows if row.running]
+    stalled = [row for row in running if row.stalled_s is not None]
+    if stalled:
+        return _stalled(stalled)
+    return _slow(op, running) if op.elapsed_s >= QUIET_S else None
+
+
+def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """Who holds up what goes on."""
+    limited = [row for row in running if row.wait_kind == "limit"]
+    if limited and len(limited) > _MOST * len(running) and op.verdict in (Verdict.LOW, Verdict.BAD):
+        return _limited(op)
+    behind = next((row for row in running if row.straggler), None)
+    if behind is not None:
+        return _held_back(op, behind, running)
+    return _together(op, running)
+
+
+def waits_for(op: NodeOp, rows: Sequence[Row]) -> str:
+    """What most running ranks of an operation wait for, as `Row.wait_kind`; empty if nothing most do."""
+    running = [row for row in rows if row.running]
+    kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
+    return kind if count > _MOST * len(running) and op.running else ""
+
+
+def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
+    """A rank died or failed."""
+    dead = [row for row in rows if row.state == "DEAD"]
+    if dead:
+        who = _names(dead)
+        end = {
+            "save": ": this checkpoint cannot be completed" if op.running else ": this checkpoint was not completed",
+            "load": ": it was not loaded whole",
+            "verify": ": it was not verified whole",
+        }.get(op.kind, "")
+        short = {"save": ": no checkpoint", "load": " in load", "verify": " in verify"}.get(op.kind, "")
+        return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{_count(dead)} died")
+    failed = [row for row in rows if row.error] or list(rows)[:1]
+    row = failed[0] if failed else None
+    known = row is not None and row.error not in ("", "failed")
+    what = row.error if row is not None and known else f"{op.kind} failed"
+    stands = ": the old checkpoint stands" if op.kind == "save" else ""
+    by = f"{_names(failed)}: " if op.ranks > 1 and failed else ""
+    where = f" in {op.label}" if op.label else ""
+    reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
+    return _made(
+        "bad",
+        row.key if row is not None else "",
+        f"{by}{what}{where}{reads}{stands}",
+        f"{what}{where}{reads}{stands}",
+        f"{what}{reads}{stands}",
+    )
+
+
+def _stalled(rows: list[Row]) -> Sentence:
+    """Ranks that give no sign of life, or move no byte."""
+    row = max(rows, key=lambda row: row.stalled_s or 0.0)
+    seconds = _seconds(row.stalled_s or 0.0)
+    state = row.process_state
+    same = [other for other in rows if other.process_state == state]
+    who = _names(same)
+    words: tuple[str, ...]
+    if state in ("T", "t"):
+        signal = "SIGSTOP" if state == "T" else "debugger"
+        words = (f"{who} stopped ({signal}) for {seconds}", f"{_count(same)} stopped for {seconds}")
+    elif state == "D":
+        words = (
+            f"{who} in uninterruptible sleep (D) for {seconds}: the storage does not answer",
+            f"{who}: the storage does not answer for {seconds}",
+            f"{_count(same)}: no answer for {seconds} (D)",
+        )
+    else:
+        words = (f"{who} {_has(same)} made no progress for {seconds}", f"{_count(same)}: no progress for {seconds}")
+    return _made("bad", row.key, *words)
+
+
+def _limited(op: NodeOp) -> Sentence:
+    now, target = _of(op.rate if op.rate is not None else op.average, op.target)
+    of = f" of {target}" if target else ""
+    return _made(
+        _level(op),
+        "",
+        f"held at {now}{of} GB/s by bandwidth_limit",
+        f"held at {now} by bandwidth_limit",
+    )
+
+
+def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
+    """One rank for which the others wait."""
+    waiting = sum(other.wait_kind == "peers" for other in running)
+    others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
+    speed, why, brief = _speed(row), _why(row), _brief(row)
+    tail = _fallback([row])
+    parts = ", ".join(part for part in (speed, why) if part)
+    return _made(
+        _level(op),
+        row.key,
+        f"Held back by {row.name}{others}: {parts}" + (f"; {tail}" if tail else ""),
+        f"Held back by {row.name}: {parts}" + (f"; {tail}" if tail else ""),
+        f"Held back by {row.name}: {parts}",
+        f"{row.name} holds it: {', '.join(part for part in (speed, brief) if part)}",
+        f"{row.name}: {', '.join(part for part in (_speed(row, '/'), brief) if part)}",
+        f"held back by {row.name}",
+    )
+
+
+def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """No rank is waited for."""
+    if running and all(row.state == "STAGE" for row in running):
+        what = f"{_all(running, op)} {_copies(running)} the state into memory"
+        return _made(_level(op), "", f"{what}; training goes on when that is done", what, "copies the state (stage)")
+    kind, those = _shared(running)
+    if kind == "peers":
+        return _peers(those)
+    if kind == "fsync":
+        return _made(_level(op), those[0].key if len(those) == 1 else "", *_syncing(op, running, those))
+    if op.verdict in (Verdict.LOW, Verdict.BAD) or op.target <= 0:
+        return _below(op, running, kind, those)
+    return _well(op, running)
+
+
+def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
+    """Below the target, or without one: the slowest rank, else what most of them wait for."""
+    tail = _fallback(running)
+    more = f"; {tail}" if tail else ""
+    slow = _slowest(running)
+    if slow is not None:
+        words = f"{slow.name}: {', '.join(part for part in (_speed(slow), _why(slow)) if part)}"
+        return _made(
+            _level(op),
+            slow.key,
+            f"slowest is {words}{more}",
+            f"slowest is {words}",
+            f"{slow.name}: {', '.join(part for part in (_speed(slow, '/'), _brief(slow)) if part)}",
+            f"slowest is {slow.name}",
+        )
+    average, target = _of(op.average, op.target)
+    figures = f"average {average} of {target} GB/s" if target else f"average {average} GB/s"
+    default = f" ({op.target_name}, the default target)" if op.target_source == "default" and target else ""
+    if kind not in _WAIT:
+        return _made(_level(op), "", f"{figures}{default}{more}", f"{figures}{more}", figures) if target else None
+    cause = f"{_all(those, op)} {(_WAITS if len(those) == 1 else _WAIT)[kind]}{_share(those)}"
+    who = "all" if 1 < len(those) == op.ranks else _count(those)
+    return _made(
+        _level(op),
+        running[0].key if len(running) == 1 else "",
+        f"{figures}{default}: {cause}{_hint(kind, op.kind)}{more}",
+        f"{figures}: {cause}",
+        f"{cause}{more}",
+        cause,
+        f"{who}: {_brief(those[0]) if len(those) == 1 else f'{kind}{_share(those)}'}",
+    )
+
+
+def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """On target, or too early to say."""
+    if tail := _fallback(running):
+        row = next(row for row in running if row.fallback)
+        return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
+    if op.verdict is not Verdict.GOOD:
+        return None
+    average, target = _of(op.average, op.target)
+    return _made("info", "", f"on target: average {average} of {target} GB/s", f"on target: {average}/{target}")
+
+
+def _ended(op: NodeOp, rows: Sequence[Row], waited: str) -> Sentence | None:
+    """How it went."""
+    if op.verdict is Verdict.QUIET:
+        return None
+    average, target = _of(op.average, op.target)
+    name = op.label or op.kind
+    tail = _fallback(rows, past=True)
+    more = f"; {tail}" if tail else ""
+    if op.verdict is Verdict.GOOD:
+        return _made(
+            "info",
+            "",
+            f"{name} was on target: {average} of {target} GB/s{more}",
+            f"on target: {average} of {target} GB/s",
+            f"on target: {average}/{target}",
+        )
+    by = f": {_WAITED[waited]}" if waited in _WAITED else ""
+    default = " (the default)" if op.target_source == "default" else ""
+    return _made(
+        "warn",
+        "",
+        f"{name} stayed below its target{default}: {average} of {target} GB/s{by and ',' + by[1:]}{more}",
+        f"{name} below target: {average} of {target} GB/s{by and ',' + by[1:]}",
+        f"below target: {average} of {target} GB/s",
+        f"below target: {average}/{target}",
+    )
+
+
+def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
+    seconds = _seconds(max(row.phase_s or 0.0 for row in those))
+    if len(those) == 1 and op.ranks > 1:
+        rest = "the others are done" if len(running) == 1 else "the others still write"
+        return (f"only {those[0].name} is in fsync, for {seconds}; {rest}", f"{those[0].name} in fsync for {seconds}")
+    who = _all(those, op)
+    does = _WAITS["fsync"] if len(those) == 1 else _WAIT["fsync"]
+    return (f"all data is written; {who} {does} for {seconds}", f"{who} {does} for {seconds}", f"fsync for {seconds}")
+
+
+def _peers(those: list[Row]) -> Sentence:
+    """Ranks wait for one that is not here, or not at work."""
+    name, _ = Counter(row.wait for row in those).most_common(1)[0]
+    does = "waits" if len(those) == 1 else "wait"
+    who = _names(those)
+    return _made(
+        "info",
+        those[0].key,
+        f"{who} {does} for {name}, which is at no work on this machine",
+        f"{who} {does} for {name}",
+        f"{_count(those)} {does} for {name}",
+    )
+
+
+def _slowest(running: list[Row]) -> Row | None:
+    """The rank whose rate is clearly below the others'."""
+    rates = [(row.rate, row) for row in running if row.rate is not None]
+    if len(rates) < 2:  # noqa: PLR2004
+        return None
+    rate, row = min(rates, key=lambda pair: pair[0])
+    return row if rate * BEHIND < statistics.median(rate for rate, _ in rates) else None
+
+
+def _shared(running: list[Row]) -> tuple[str, list[Row]]:
+    """What most ranks wait for, and those that do; else nothing."""
+    kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
+    those = [row for row in running if row.wait_kind == kind]
+    return (kind, those) if kind and count > _MOST * len(running) else ("", [])
+
+
+def _why(row: Row) -> str:
+    """What a rank waits for, in words."""
+    idle = sum(thread.state == "IDLE" for thread in row.threads)
+    left = len(row.threads) - idle
+    if row.wait_kind == "fsync":
+        return f"in fsync for {_seconds(row.phase_s or 0.0)}"
+    wait = _WAITS.get(row.wait_kind, "")
+    share = "" if row.wait_share is None else f" {round(row.wait_share * 100)} %"
+    words = f"{wait}{share}" if wait else ""
+    if row.rate is not None and idle >= left > 0:
+        only = f"only {left} of {text.count(len(row.threads), 'thread')} {'has' if left == 1 else 'have'} work left"
+        return f"{only}, {words}" if words else only
+    slow = [thread for thread in row.threads if thread.slow]
+    if len(slow) == 1:
+        thread = f"thread w{slow[0].index} at {text.rate(slow[0].rate)}"
+        return f"{words}, {thread}" if words else thread
+    return words
+
+
+def _brief(row: Row) -> str:
+    return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
+
+
+def _hint(kind: str, op: str) -> str:
+    """What the source is."""
+    if kind != "source":
+        return ""
+    return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
+
+
+def _fallback(rows: Sequence[Row], *, past: bool = False) -> str:
+    """`runs threads, not io_uring (EPERM)`, with the ranks' names unless it is one."""
+    rows = [row for row in rows if row.fallback]
+    if not rows:
+        return ""
+    row = rows[0]
+    without = row.engine == "uring" or (row.fallback == "EINVAL" and not row.direct)
+    wanted = "without direct I/O" if without else "not io_uring"
+    comma = "" if without else ","
+    verb = "ran" if past else "runs" if len(rows) == 1 else "run"
+    return f"{_names(rows)} {verb} {row.engine}{comma} {wanted} ({row.fallback})"
+
+
+def _level(op: NodeOp) -> str:
+    return "warn" if op.verdict in (Verdict.LOW, Verdict.BAD) else "info"
+
+
+def _speed(row: Row, of: str = " of ") -> str:
+    """A rank's rate, which is its average where no byte moves at the moment, as its row shows it."""
+    now = row.rate if row.rate is not None else row.average
+    if now is None:
+        return ""
+    rate, target = _of(now, row.target)
+    return f"{rate}{of}{target} GB/s" if target else f"{rate} GB/s"
+
+
+def _of(rate: float | None, target: float) -> tuple[str, str]:
+    """Two rates that are compared; the second is empty where there is no target."""
+    return text.rates(rate, target) if target > 0 else (text.rate(rate), "")
+
+
+def _mean(rows: Sequence[Row]) -> float | None:
+    shares = [row.wait_share for row in rows if row.wait_share is not None]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _share(rows: Sequence[Row]) -> str:
+    mean = _mean(rows)
+    return "" if mean is None else f" {round(mean * 100)} %"
+
+
+def _all(those: Sequence[Row], op: NodeOp) -> str:
+    if op.ranks == 1 or len(those) == 1:
+        return those[0].name
+    return f"all {op.ranks} ranks" if len(those) == op.ranks else f"{len(those)} of {op.ranks} ranks"
+
+
+def _names(rows: Sequence[Row]) -> str:
+    """`rank 3`, `rank 1, rank 2`, `12 ranks`."""
+    return ", ".join(row.name for row in rows) if len(rows) <= _NAMED else f"{len(rows)} ranks"
+
+
+def _count(rows: Sequence[Row]) -> str:
+    return rows[0].name if len(rows) == 1 else f"{len(rows)} ranks"
+
+
+def _has(rows: Sequence[Row]) -> str:
+    return "has" if len(rows) == 1 else "have"
+
+
+def _copies(rows: Sequence[Row]) -> str:
+    return "copies" if len(rows) == 1 else "copy"
+
+
+def _seconds(seconds: float) -> str:
+    """`12 s`, cut as the rows cut it."""
+    words = text.ago(seconds)
+    return f"{words[:-1]} {'min' if words[-1] == 'm' else words[-1]}"
+
+
+def _made(level: str, row: str, *words: str) -> Sentence:
+    """A sentence; words that are no shorter than those before them are left out, and the last are short enough."""
+    kept: list[str] = []
+    for one in words:
+        if not kept or text.width(one) < text.width(kept[-1]):
+            kept.append(one)
+    if text.width(kept[-1]) > SHORT:
+        kept.append(text.cut(kept[-1], SHORT - 1) + "\N{HORIZONTAL ELLIPSIS}")
+    return Sentence(level, tuple(kept), row)
