@@ -108,9 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
     add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
     add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
-    add("--view", choices=VIEWS, default="live", help="first view")
-    add("--sort", choices=SORTS, default="rank", help="first sort column")
-    add("--theme", default="", metavar="NAME", help="a Textual theme, such as textual-light or nord")
+    add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
+    add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
+    add(
+        "--theme",
+        default="",
+        metavar="NAME",
+        help="a Textual theme, such as textual-light or nord; c goes through them",
+    )
+    add("--no-config", action="store_true", help="neither read nor write ~/.config/fastckpt/top.json")
     add("--ascii", action="store_true", help="ASCII characters only")
     add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
     add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
@@ -276,10 +282,17 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     if args.no_color:
         os.environ["NO_COLOR"] = "1"
     os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
+    from fastckpt_top import config
     from fastckpt_top.app import TopApp
 
-    ui = Ui(view=args.view, sort=args.sort, interval=interval, recording=args.record or "")
-    app = TopApp(session, ui, _glyphs(args), args.theme, args.duration)
+    file = None if args.no_config else config.path(os.environ)
+    kept, problem = config.load(file) if file is not None else ({}, "")
+    ui = Ui(interval=args.interval or kept.get("interval", interval), recording=args.record or "")
+    ui.view = args.view or kept.get("view", ui.view)
+    ui.sort = args.sort or kept.get("sort", ui.sort)
+    ui.zoom_s, ui.layout = kept.get("zoom", ui.zoom_s), kept.get("layout", ui.layout)
+    theme = args.theme or kept.get("theme", "")
+    app = TopApp(session, ui, _glyphs(args), theme, args.duration, file, text.clean(problem))
     if args.theme and args.theme not in app.available_themes:
         _complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
         return USAGE

@@ -27,8 +27,14 @@ class Glyphs:
     """The same for the thinner bars of table rows, which would run into one another if they were as high as a line."""
     spark: str
     """Parts of a full cell from empty to full, for columns."""
-    left: str
-    right: str
+    dotted: str
+    """Like `spark`, for a second series in the same graph."""
+    level: str
+    """A dotted line in the lowest to the highest quarter of a cell."""
+    track: str
+    """The part of a bar that is not filled."""
+    mark: str
+    """Where a bar's target is."""
     good: str
     low: str
     bad: str
@@ -40,29 +46,25 @@ class Glyphs:
     column: str
     corners: str
     """Of a box: upper left and right, lower left and right."""
-    track: str
-    """The part of a bar that is not filled."""
-    mark: str
-    """Where a bar's target is."""
     falling: str
     rising: str
-    times: str
-    dots: str
-    axis: str
     ellipsis: str
     live: str
     pause: str
     warn: str
     arrow: str
     middot: str
+    times: str
 
 
 UNICODE: Final = Glyphs(
     bar=" ▏▎▍▌▋▊▉█",
     thin=" ╸━",
     spark=" ▁▂▃▄▅▆▇█",
-    left="▕",
-    right="▏",
+    dotted=" ⣀⣤⣶⣿",
+    level="⣀⠤⠒⠉",
+    track="░",
+    mark="│",
     good="●",
     low="◐",
     bad="▼",
@@ -73,26 +75,24 @@ UNICODE: Final = Glyphs(
     rule="─",
     column="│",
     corners="╭╮╰╯",
-    track="░",
-    mark="│",
     falling="▾",
     rising="▴",
-    times="\N{MULTIPLICATION SIGN}",
-    dots="┈",
-    axis="┤",
     ellipsis="…",
     live="●",
     pause="■",
     warn="!",
     arrow="→",
     middot="·",
+    times="\N{MULTIPLICATION SIGN}",
 )
 ASCII: Final = Glyphs(
     bar=" #",
     thin=" -=",
     spark=" .:-=+*#",
-    left="[",
-    right="]",
+    dotted=" ,o0",
+    level="_~~^",
+    track=".",
+    mark="|",
     good="*",
     low="o",
     bad="v",
@@ -103,19 +103,15 @@ ASCII: Final = Glyphs(
     rule="-",
     column="|",
     corners="++++",
-    track=".",
-    mark="|",
     falling="v",
     rising="^",
-    times="x",
-    dots=".",
-    axis="|",
     ellipsis="~",
     live="*",
     pause="=",
     warn="!",
     arrow="->",
     middot="-",
+    times="x",
 )
 
 
@@ -248,30 +244,6 @@ def _level(value: float, top: float, levels: int) -> int:
     if top <= 0 or not value > 0:
         return 0
     return min(levels, max(1, round(value / top * levels)))
-
-
-def columns(values: Sequence[float], cells: int, rows: int, top: float, glyphs: Glyphs = UNICODE) -> list[str]:
-    """A graph of columns on the fixed scale 0..`top`, newest at the right.
-
-    Args:
-        values: Samples, oldest first.
-        cells: Width.
-        rows: Height.
-        top: Value of the full height.
-        glyphs: The characters.
-
-    Returns:
-        `rows` strings of exactly `cells` characters, the top one first.
-    """
-    levels = len(glyphs.spark) - 1
-    shown = values[-cells:] if cells > 0 else []
-    heights = [_level(value, top, levels * rows) for value in shown]
-    lines = []
-    for row in range(rows - 1, -1, -1):
-        base = row * levels
-        text = "".join(glyphs.spark[min(max(height - base, 0), levels)] for height in heights)
-        lines.append(text.rjust(max(cells, 0)))
-    return lines
 
 
 def rate(bytes_per_second: float | None, decimals: int = 2) -> str:

@@ -27,6 +27,8 @@ SORT_WORDS: Final = {
 RISING: Final = ("rank", "state", "pid")
 """Those that begin with the least."""
 MODES: Final = ("current", "average", "total")
+LAYOUTS: Final = ("all", "ranks", "graph")
+"""Everything; without the graph; the graph alone."""
 
 
 def _last(value: float | None) -> float:
@@ -62,16 +64,14 @@ class Ui:
         expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
         mode: What the GB/s column shows, one of `MODES`.
-        full: The graph alone.
-        paused: The table stands still.
-        frozen: The rows it stands still with.
+        layout: What the live view shows: one of `LAYOUTS`.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
         interval: Seconds between two looks.
         scroll: First line shown, by view.
         job: Key of the job that is shown; empty for the one that matters most.
-        zoom_s: Seconds that the graph shows; 0 for as many as it has columns.
+        zoom_s: Seconds that the graph shows; 0 until the user chooses.
         order: Keys of the rows, the worst first, as they were last put in order.
     """
 
@@ -84,9 +84,7 @@ class Ui:
     expanded: set[str] = field(default_factory=set)
     active_only: bool = False
     mode: str = "current"
-    full: bool = False
-    paused: bool = False
-    frozen: list[Row] = field(default_factory=list)
+    layout: str = "all"
     help: bool = False
     recording: str = ""
     notice: str = ""
@@ -104,8 +102,7 @@ class Ui:
     def shown(self, model: Model) -> list[Row]:
         """The rows of the job that is shown, filtered and sorted."""
         job = self.job_of(model)
-        rows = self.frozen if self.paused else model.rows
-        return self.rows([row for row in rows if not job or row.job_key == job])
+        return self.rows([row for row in model.rows if not job or row.job_key == job])
 
     def rows(self, rows: list[Row]) -> list[Row]:
         """Filter and sort.

@@ -167,8 +167,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
 def _all(frame: Frame) -> list[Row]:
     """The job's rows before any filter: they decide how wide the columns are."""
     job = frame.ui.job_of(frame.model)
-    rows = frame.ui.frozen if frame.ui.paused else frame.model.rows
-    return [row for row in rows if not job or row.job_key == job]
+    return [row for row in frame.model.rows if not job or row.job_key == job]
 
 
 def _title(frame: Frame, shown: list[Row]) -> Line:
