@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import random
 from dataclasses import replace
 
 import pytest
 from fastckpt_top import text
+from fastckpt_top.app import TopApp
 from fastckpt_top.model import Model
 from fastckpt_top.rows import Checkpoint, Event, Job, Row, ThreadRow, Verdict, judge
 from fastckpt_top.targets import tier
@@ -151,26 +153,35 @@ def test_one_job_is_shown_the_first_until_another_is_chosen():
     assert [row.rank for row in ui.shown(model)] == [0]
 
 
-def test_each_head_sorts_by_its_column_and_the_title_says_how():
-    painted = frame([rank(number) for number in range(3)], (200, 24))
-    for word, sort in (("RK", "rank"), ("PID", "pid"), ("STATE", "state"), ("GB/s", "rate"), ("%", "target"),
-                       ("DONE", "done"), ("ETA", "eta"), ("WAITS", "worst")):  # fmt: skip
-        painted.ui.sort = "rank" if sort != "rank" else "pid"
-        made = table.block(painted, 200, 8)
-        zones = [zone for zone in made.actions if zone[3] == f"sort_by({sort!r})"]
-        y, start, end, _ = zones[0]
-        assert word in made.lines[y].plain[start : end + 1]
+HEADS = {
+    "": "worst", "RK": "rank", "PID": "pid", "STATE": "state", "GB/s": "rate", "%": "target", "DONE": "done",
+    "ETA": "eta",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "sort"), HEADS.items(), ids=HEADS.values())
+def test_each_head_sorts_by_its_column_and_the_title_says_how(word, sort):
+    painted = frame([rank(0, 0.9), rank(1, 0.5), rank(2, 0.2)], (200, 24), Ui(sort="rank" if word != "RK" else "pid"))
+    made = table.block(painted, 200, 8)
+    ((y, start, end, _),) = [zone for zone in made.actions if zone[3] == f"sort_by({sort!r})"]
+    assert word in made.lines[y].plain[start : end + 1]
+    seen = []
+    for turned in (False, True):
         painted.ui.sort_by(sort)
-        first = plain(table.block(painted, 200, 8))
-        painted.ui.sort_by(sort)
-        second = plain(table.block(painted, 200, 8))
-        assert (painted.ui.sort, painted.ui.reverse) == (sort, True)
-        signs = "▾▴" if sort not in ("rank", "pid", "state") else "▴▾"
-        for lines, sign in zip((first, second), signs, strict=True):
-            assert f"{word}{sign}" in lines[1]
-            assert lines[0].split(" ranks · ")[1].split("─")[0].rstrip().endswith(sign)
-        assert first[0] != second[0]
-        assert first[2:5] == second[2:5] or sort != "state"
+        assert (painted.ui.sort, painted.ui.reverse) == (sort, turned)
+        title, heads, *rows = plain(table.block(painted, 200, 8))
+        sign = "▴" if (sort in ("rank", "pid", "state")) != turned else "▾"
+        assert f"{word}{sign}" in heads
+        assert title.split("ranks · ")[1].split("─")[0].rstrip().endswith(sign)
+        seen.append([line[2:] for line in rows[:3]])
+    assert seen[0] == seen[1][::-1] or sort in ("state", "done", "eta"), "these are all alike"
+
+
+def test_a_rank_and_what_it_waits_for_fit_into_twenty_cells():
+    rows = [rank(number, 1.1 - number / 10, engine="threads", fallback="EPERM") for number in range(8)]
+    rows[3] = replace(rows[3], wait="source 98%", average=90 * TARGET, rate=90 * TARGET, worst=500.0)
+    made = plain(table.block(frame(rows, (20, 4)), 20, 2))
+    assert made == ["▼>3 270.0  90x src! ".replace("▼", "●"), "▼ 7  1.20  40% disk!"]
 
 
 def test_the_title_says_what_hides_ranks():
@@ -188,8 +199,8 @@ def starts(cols):
     """The first cell of each column."""
     found, at = {}, 2
     sizes = (
-        ("rank", cols.rank), ("gpu", cols.gpu), ("pid", cols.pid), ("state", cols.state), ("rate", cells.RATE),
-        ("bar", cols.bar), ("percent", cells.PERCENT), ("spark", cols.spark), ("threads", cols.threads),
+        ("rank", cols.rank), ("gpu", cols.gpu), ("pid", cols.pid), ("state", cols.state), ("rate", cols.rate),
+        ("bar", cols.bar), ("percent", cols.percent), ("spark", cols.spark), ("threads", cols.threads),
         ("done", cols.done), ("eta", cols.eta), ("engine", cols.engine), ("wait", cols.wait),
     )  # fmt: skip
     for name, size in sizes:
@@ -455,7 +466,7 @@ def test_a_rank_with_one_thread_is_shown_in_full():
         "runs/a/step-100",
     ):
         assert words in title
-    assert "the slowest" in title
+    assert "the slowest" not in title
     for word in ("THR", "TID", "STATE", "GB/s", "QD", "p50 ms", "p99 ms", "WAITS FOR"):
         assert word in made[1]
     for words in ("w0", "5400", "1.74", "58%", " 8 ", "6.90", "49.5", "disk 98%"):
@@ -592,3 +603,44 @@ def test_lists_scroll_and_say_where_they_are(view):
     painted.ui.scroll[view] = 10_000
     lists.paint(painted, 20)
     assert painted.ui.scroll[view] < 100
+
+
+# --- in the application ----------------------------------------------------------------------------------------------
+
+
+def test_heads_and_cells_of_the_grid_are_clicked_and_escape_follows_the_slowest_again():
+    class Still:
+        live = True
+
+        def __init__(self):
+            self.model = frame([rank(number, 0.9 + number / 1000) for number in range(64)]).model
+
+        def tick(self):
+            """Nothing moves."""
+
+        def status(self):
+            return "live"
+
+    async def go():
+        app = TopApp(Still(), Ui())
+        async with app.run_test(size=(120, 40)) as pilot:
+            await pilot.pause()
+
+            async def click(action):
+                y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == action)
+                await pilot.click(offset=(x, y))
+                await pilot.pause()
+
+            await click("select('p7/1')")
+            assert app.ui.selected == "p7/1"
+            assert "─ rank 7 " in app.canvas.screen_text
+            await click("sort_by('rank')")
+            assert app.ui.sort == "rank"
+            await pilot.press("down")
+            assert app.ui.selected == "p8/1"
+            await pilot.press("escape")
+            await pilot.pause()
+            assert app.ui.selected == ""
+            assert "─ rank 0 " in app.canvas.screen_text
+
+    asyncio.run(go())

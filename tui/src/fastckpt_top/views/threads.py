@@ -177,8 +177,8 @@ def block(frame: Frame, row: Row, width: int, height: int) -> Block:
     framed = boxed(frame) and height > BORDERS
     inner = width - 4 if framed else width
     room = height - BORDERS if framed else height - 1
-    note = Line("Esc: the slowest" if frame.ui.selected else "the slowest", "dim")
-    spare = note.width + 3 if width >= ROOMY else 0
+    note = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
+    spare = note.width + 3 if note.width and width >= ROOMY else 0
     title = _title(frame, row, inner - 4 - spare if framed else inner)
     body = _body(frame, row, inner, room)
     if framed:
