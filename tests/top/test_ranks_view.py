@@ -399,6 +399,9 @@ def test_ranks_that_do_not_fit_stand_in_a_grid_and_none_is_lost(count, size):
     for key, (y, start, end) in keys.items():
         assert named(key[1:-2]) in made.lines[y].plain[start : end + 1].split()[0:2][-1]
     hidden = count - len(listed) - len(keys)
+    if keys and not hidden:
+        across = grid.across(3, size[0] - 4)
+        assert len(listed) + 1 - (1 - len(keys)) // across > size[1] - 3, "as many rows as leave room for the others"
     assert (f"{hidden} not shown" in made.lines[0].plain) == (hidden > 0)
     assert hidden == 0 or count > 60
     best = {row.key for row in sorted(rows, key=lambda row: row.worst)[:hidden]}

@@ -177,6 +177,6 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
         else:
             made.append(row)
         least = min(least, row.worst)
-    for row in sorted((row for row in rows if row.key not in places), key=lambda row: -row.worst):
+    for row in (row for row in rows if row.key not in places):
         made.insert(next((index for index, above in enumerate(made) if row.worst > above.worst), len(made)), row)
     return made
