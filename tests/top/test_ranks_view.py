@@ -112,8 +112,11 @@ def test_no_row_ever_stands_above_one_that_is_clearly_worse(looks):
         assert [row.key for row in pin(rows, order)] == order, "a second look at the same changes nothing"
 
 
-def test_rows_at_rest_stand_in_the_order_of_their_ranks():
+def test_rows_at_rest_stand_in_the_order_of_their_ranks_the_slower_before_the_faster():
     assert [row.rank for row in pin([rank(number) for number in range(20)], [])] == list(range(20))
+    ended = [rank(number, share, running=False, worst=0.0) for number, share in enumerate((0.9, 0.5, 0.9, 0.7))]
+    assert [row.rank for row in pin(ended, [])] == [1, 3, 0, 2]
+    assert [row.rank for row in pin([*ended, rank(4, average=None, worst=0.0)], [])] == [1, 3, 0, 2, 4]
 
 
 def test_the_selection_follows_the_worst_until_the_user_chooses_and_escape_gives_it_back():
@@ -531,7 +534,7 @@ def test_the_past_is_judged_by_the_target_that_it_had():
 def test_columns_of_the_past_stand_still_whatever_is_in_them():
     ones = [
         past(), past(1, target=1.0), past(2, kind="verify", end=99_999.0), past(3, bytes=1, label="x" * 90),
-        past(4, kind="load", bytes=10**15), past(5, fallback="EPERM", engines={"threads", "uring"}, p99_s=12.0),
+        past(4, kind="load", bytes=10**14), past(5, fallback="EPERM", engines={"threads", "uring"}, p99_s=12.0),
     ]  # fmt: skip
     for width in range(30, 197):
         painted = remembered((width, 24), *ones)
@@ -543,9 +546,20 @@ def test_columns_of_the_past_stand_still_whatever_is_in_them():
             ["OP"], ["save"], ["save"], ["verify"], ["save"], ["load"], ["save"]
         ]  # fmt: skip
         at += 1 + history.KIND + 1 + cols.label
-        for size in (cols.size, cols.took, cells.RATE, cols.percent):
+        for size in (cols.size, cols.took, cols.rate, cols.percent):
             assert all(line[at] == " " for line in lines) or not size, width
             at += size + 1 if size else 0
+
+
+def test_at_a_screen_of_120_columns_the_past_has_its_duration_and_its_share():
+    painted = remembered((120, 30), past(118, end=8095.2), past(119, end=8140.0 + 99.96, target=1.0))
+    cols = history.columns(30)
+    shown = [history.line(painted, one, cols).plain for one in painted.model.past.checkpoints]
+    assert [line.split()[1:] for line in [history.head(painted, cols).plain, *shown]] == [
+        ["LABEL", "TOOK", "GB/s", "%"],
+        ["save", "11800", "15.2", "15.79", "65%"],
+        ["save", "11900", "100", "2.40", "999x"],
+    ]
 
 
 def test_a_failed_operation_says_why_and_a_short_column_keeps_the_step():
@@ -555,8 +569,9 @@ def test_a_failed_operation_says_why_and_a_short_column_keeps_the_step():
     assert "failed: ENOSPC" in shown[0].plain
     assert "rank 3 died" in shown[1].plain
     assert shown[0].parts[0] == ("x", "bad")
-    narrow = history.line(painted, past(1180, label="llama-run-step-118000"), history.columns(30)).plain
-    assert "118000" in narrow
+    long = past(1180, label="llama-run-step-118000")
+    assert " 118000 " in history.line(painted, long, history.columns(40)).plain
+    assert " …8000 " in history.line(painted, long, history.columns(30)).plain
 
 
 def test_the_block_beside_the_ranks_has_both_the_past_and_the_events():

@@ -19,7 +19,9 @@ BORDERS: Final = 2
 KIND: Final = 6
 SIZE: Final = 7
 TOOK: Final = 6
-SHORT_LABEL: Final = 6
+SHORT_LABEL: Final = 5
+TIGHT: Final = 36
+"""In narrower lists a cell or two are taken from the figures, so that the duration fits."""
 LONG_LABEL: Final = 28
 OPTIONAL: Final = (
     ("percent", cells.PERCENT),
@@ -41,6 +43,7 @@ class Columns:
 
     width: int
     label: int
+    rate: int
     percent: int
     took: int
     when: int
@@ -54,17 +57,20 @@ class Columns:
 
 def columns(width: int) -> Columns:
     """Choose the columns for lines of so many cells. They depend on nothing else, so that they stand still."""
-    left = width - 1 - 1 - KIND - 1 - SHORT_LABEL - 1 - cells.RATE
+    tight = {"percent": cells.PERCENT - 1, "took": TOOK - 2} if width < TIGHT else {}
+    rate = cells.RATE - 1 if tight else cells.RATE
+    left = width - 1 - 1 - KIND - 1 - SHORT_LABEL - 1 - rate
     chosen = {column: 0 for column, _ in OPTIONAL}
-    for column, size in OPTIONAL:
+    for column, wanted in OPTIONAL:
+        size = tight.get(column, wanted)
         if size + 1 > left:
             break
         chosen[column] = size
         left -= size + 1
     label = SHORT_LABEL + min(max(left, 0), LONG_LABEL - SHORT_LABEL)
     if chosen["bar"]:
-        chosen["bar"] += min(max(width - 1 - 1 - KIND - 1 - label - 1 - cells.RATE - _sum(chosen), 0), 24)
-    return Columns(width, label, **chosen)
+        chosen["bar"] += min(max(width - 1 - 1 - KIND - 1 - label - 1 - rate - _sum(chosen), 0), 24)
+    return Columns(width, label, rate, **chosen)
 
 
 def _sum(chosen: dict[str, int]) -> int:
@@ -79,8 +85,8 @@ def head(frame: Frame, cols: Columns) -> Line:
         ("OP", KIND, False),
         ("LABEL" if cols.label < len("CHECKPOINT") else "CHECKPOINT", cols.label, False),
         ("GB", cols.size, True),
-        ("TOOK s", cols.took, True),
-        ("GB/s", cells.RATE, True),
+        ("TOOK s"[: cols.took].strip(), cols.took, True),
+        ("GB/s", cols.rate, True),
         ("%", cols.percent, True),
         ("peak", cols.peak, True),
         ("fsync", cols.fsync, True),
@@ -112,21 +118,19 @@ def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
     made = Line(frame.glyphs.dead if past.error else frame.glyph(verdict), "bad" if past.error else style)
     if cols.when:
         made.add(time.strftime(" %H:%M:%S", time.localtime(past.end)), "dim")
-    made.add(f" {past.kind:<{KIND}} ").add(
-        text.fit(_label(frame, past, cols.label), cols.label, frame.glyphs), "strong"
-    )
+    made.add(f" {past.kind:<{KIND}} ").add(_label(frame, past, cols.label), "strong")
     if past.error:
         words = past.error if "died" in past.error or past.error == "failed" else f"failed: {past.error}"
         return made.add(" ").add(text.fit(frame.say(words), cols.width - made.width - 1, frame.glyphs), "bad")
-    rate, percent = text.rate(past.average), text.percent(share(past.average, target))
+    percent = cells.percent(share(past.average, target), cols.percent)
     p99 = f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-"
     for words, size, name in (
         (cells.gb(past.bytes, cols.size), cols.size, "text"),
-        (_took(past.seconds), cols.took, "text"),
-        (rate, cells.RATE, style),
+        (_took(past.seconds, cols.took), cols.took, "text"),
+        (text.rate(past.average), cols.rate, style),
         (percent, cols.percent, style),
         (text.rate(past.peak or None), cols.peak, "dim"),
-        (_took(past.sync_s), cols.fsync, "dim"),
+        (_took(past.sync_s, cols.fsync), cols.fsync, "dim"),
         (p99, cols.p99, "dim"),
     ):
         if size:
@@ -186,14 +190,17 @@ def block(frame: Frame, width: int, height: int) -> Block:
     return Block([one.fill(width) for one in (*made, *(Line() for _ in range(height - len(made))))])
 
 
-def _label(frame: Frame, past: Checkpoint, cells_: int) -> str:
-    """The label; where it is too long, the step alone, which tells one from the next."""
+def _label(frame: Frame, past: Checkpoint, room: int) -> str:
+    """The label in so many cells; where it is too long, the end of the step, which tells one from the next."""
     label = frame.say(past.label)
-    if text.width(label) > cells_ and past.step is not None:
-        return str(past.step)
-    return label
+    if text.width(label) > room and past.step is not None:
+        return text.fit_front(str(past.step), room, frame.glyphs)
+    return text.fit(label, room, frame.glyphs)
 
 
-def _took(seconds: float) -> str:
-    """Seconds in six cells at most."""
-    return text.brief(seconds) if seconds < 10_000 else text.ago(seconds)  # noqa: PLR2004
+def _took(seconds: float, room: int) -> str:
+    """Seconds in so many cells; a larger unit, `17m`, where they would not fit."""
+    words = text.brief(seconds)
+    if len(words) > room:
+        words = f"{seconds:.{2 if seconds < 10 else 0}f}"  # noqa: PLR2004
+    return words if len(words) <= room and seconds < 10_000 else text.ago(seconds)  # noqa: PLR2004

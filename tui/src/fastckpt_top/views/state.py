@@ -165,6 +165,7 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
 
     Returns:
         The rows. None stands above one that is worse by more than `PINNED`; a row moves only where that asks for it.
+        What is new, of ended operations too, stands above what was faster.
     """
     places = {key: place for place, key in enumerate(order)}
     known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])
@@ -178,5 +179,14 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
             made.append(row)
         least = min(least, row.worst)
     for row in (row for row in rows if row.key not in places):
-        made.insert(next((index for index, above in enumerate(made) if row.worst > above.worst), len(made)), row)
+        made.insert(next((index for index, above in enumerate(made) if _behind(row, above)), len(made)), row)
     return made
+
+
+def _behind(row: Row, above: Row) -> bool:
+    """Whether a new row belongs above another: it is worse, or as bad and was slower."""
+    return (row.worst, -_reached(row)) > (above.worst, -_reached(above))
+
+
+def _reached(row: Row) -> float:
+    return row.average / row.target if row.average is not None and row.target else float("inf")
