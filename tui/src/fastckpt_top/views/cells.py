@@ -22,6 +22,8 @@ WAIT: Final = 12
 """Cells of a rate, a percentage, a state, and a wait with its share."""
 SHORT_WAIT: Final = 7
 """Cells of a wait without its share."""
+TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last": "last"}
+"""In four cells."""
 
 STATE_STYLES: Final = {
     "STALL": "bad",
@@ -112,16 +114,25 @@ def running_out(row: Row) -> bool:
     return row.running and any(thread.state == "IDLE" and thread.done for thread in row.threads)
 
 
-def amount(frame: Frame, rate: float | None, done: int, *, known: bool = True) -> str:
-    """Rate in GB/s, or bytes done in GB, as the user chose, at the right of `RATE` cells."""
+def amount(frame: Frame, rate: float | None, done: int, room: int = RATE, *, known: bool = True) -> str:
+    """Rate in GB/s, or bytes done in GB, as the user chose, at the right of so many cells."""
     if frame.ui.mode != "total":
-        return f"{text.rate(rate):>{RATE}}"
-    return f"{text.size(done if known else None):>{RATE}}"[:RATE]
+        return f"{text.rate(rate):>{room}}"
+    return gb(done if known else None, room)
 
 
-def percent(fraction: float | None) -> str:
-    """A percentage at the right of `PERCENT` cells."""
-    return f"{text.percent(fraction):>{PERCENT}}"
+def gb(count: float | None, room: int) -> str:
+    """GB at the right of so many cells: without the decimal where it would not fit."""
+    words = text.size(count)
+    return f"{words if len(words) <= room else words.partition('.')[0]:>{room}}"
+
+
+def percent(fraction: float | None, room: int = PERCENT) -> str:
+    """A percentage at the right of so many cells; a multiple, `45x`, where it would not fit."""
+    words = text.percent(fraction)
+    if len(words) > room and fraction is not None:
+        words = f"{min(int(fraction), 999)}x"
+    return f"{words:>{room}}"
 
 
 def mark_at(cells: int) -> int:
@@ -251,6 +262,8 @@ def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Lin
         words = words.partition(" ")[0]
     if not words and not stated:
         words = state(row).lower()
+    if room < SHORT_WAIT - 1:
+        words = TINY_WAITS.get(words, words)
     if style == "dim" and (row.straggler or words.startswith(("source", "limit"))):
         style = "low"
     mark = "!" if flag and row.fallback else ""

@@ -121,7 +121,7 @@ def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
     rate, percent = text.rate(past.average), text.percent(share(past.average, target))
     p99 = f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-"
     for words, size, name in (
-        (text.size(past.bytes), cols.size, "text"),
+        (cells.gb(past.bytes, cols.size), cols.size, "text"),
         (_took(past.seconds), cols.took, "text"),
         (rate, cells.RATE, style),
         (percent, cols.percent, style),

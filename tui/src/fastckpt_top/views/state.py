@@ -35,8 +35,9 @@ def _last(value: float | None) -> float:
     return float("-inf") if value is None else value
 
 
-PINNED: Final = 0.1
-"""Rows change places when one is worse than another above it by so much of `Row.worst`: less than that is noise."""
+PINNED: Final = 40.0
+"""Rows change places when `Row.worst` of one is so much above that of another over it: a tenth of a target, or of the
+time left, is noise."""
 
 _KEYS: Final[dict[str, Callable[[Row], tuple[float | str, ...]]]] = {
     "rank": lambda row: (_last(row.rank) if row.rank is not None else float("inf"),),

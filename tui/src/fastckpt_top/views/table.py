@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 TINY: Final = 4
 """Of fewer lines none is a head."""
-MOST_CUT_WAIT: Final = 4
-"""What holds a rank up is said in so many cells, or not at all."""
+TIGHT: Final = 24
+"""On narrower screens a cell is taken from the rate and from its percentage."""
+WIDE: Final = 56
+"""From this width on (60 with a box) what holds a rank up has its share beside it."""
+LEAST_WAIT: Final = 4
+"""It is said in so many cells, or not at all."""
 BORDERS: Final = 2
 LEAD: Final = 5
 """Rows above a grid, at least."""
@@ -31,7 +35,7 @@ LONG_BAR: Final = 40
 SHORT_SPARK: Final = 6
 LONG_SPARK: Final = 60
 OPTIONAL: Final = ("state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
-"""Columns that may be missing, the most important first. Rank, rate, percentage and, from 24 cells on, wait never are."""
+"""Columns that may be missing, the most important first. Rank, rate, percentage and wait never are from 24 cells on."""
 MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 
@@ -42,6 +46,8 @@ class Columns:
     Attributes:
         width: Cells of a line.
         rank: Rank, or pid where there is none.
+        rate: Rate of now, average, or GB done.
+        percent: The rate's share of its target.
         state: State.
         bar: Bar of the rate.
         spark: The last rates.
@@ -57,6 +63,8 @@ class Columns:
 
     width: int
     rank: int
+    rate: int
+    percent: int
     state: int
     bar: int
     spark: int
@@ -77,11 +85,11 @@ def columns(rows: list[Row], width: int) -> Columns:
         rows: All ranks of the job, also those that a filter hides.
         width: Cells of a line.
     """
-    rank = max([3, *(len(cells.name(row)) for row in rows)])
+    tight = width < TIGHT
+    rank = max([1 if tight else 3, *(len(cells.name(row)) for row in rows)])
+    rate, percent = (cells.RATE - 1, cells.PERCENT - 1) if tight else (cells.RATE, cells.PERCENT)
     most = max((len(row.threads) for row in rows), default=0)
     per_thread = next((count for count in (4, 8) if most <= count), 16)
-    wide = width >= 56  # noqa: PLR2004  (60 with a box)
-    wait = cells.WAIT if wide else cells.SHORT_WAIT
     wanted = {
         "state": cells.STATE,
         "done": 4,
@@ -93,8 +101,8 @@ def columns(rows: list[Row], width: int) -> Columns:
         "gpu": GPU,
         "pid": PID,
     }
-    left = width - 2 - rank - 1 - cells.RATE - 1 - cells.PERCENT
-    wait = min(wait, left - 1) if left > MOST_CUT_WAIT else 0
+    left = width - 2 - rank - 1 - rate - 1 - percent
+    wait = min(cells.WAIT if width >= WIDE else cells.SHORT_WAIT, left - 1) if left > LEAST_WAIT else 0
     left -= wait + 1
     chosen = dict.fromkeys(wanted, 0)
     for column in OPTIONAL:
@@ -112,7 +120,7 @@ def columns(rows: list[Row], width: int) -> Columns:
         if chosen["spark"]:
             chosen["spark"] += min(left - more, LONG_SPARK - chosen["spark"])
     targets = {row.target for row in rows if row.target}
-    return Columns(width, rank, wait=wait, target=targets.pop() if len(targets) == 1 else None, **chosen)
+    return Columns(width, rank, rate, percent, wait=wait, target=targets.pop() if len(targets) == 1 else None, **chosen)
 
 
 def wanted(frame: Frame, width: int) -> int:
@@ -190,7 +198,8 @@ def _head(frame: Frame, cols: Columns) -> Block:
     made = Block()
     ui, glyphs = frame.ui, frame.glyphs
     sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
-    line = Line(" ")
+    line = Line(sign if ui.sort == "worst" else " ", "key")
+    made.actions.append((0, 0, 0, "sort_by('worst')"))
 
     def add(word: str, size: int, sort: str, *, right: bool = False) -> None:
         if not size:
@@ -206,17 +215,17 @@ def _head(frame: Frame, cols: Columns) -> Block:
     add("GPU", cols.gpu, "", right=True)
     add("PID", cols.pid, "pid", right=True)
     add("STATE", cols.state, "state")
-    add(MODES[ui.mode], cells.RATE, "rate", right=True)
+    add(MODES[ui.mode], cols.rate, "rate", right=True)
     if cols.bar:
         line.add(" ").extend(cells.gauge_head(cols.bar, cols.target, glyphs))
-    add("%", cells.PERCENT, "target", right=True)
+    add("%", cols.percent, "target", right=True)
     seconds = f"last {cols.spark * COLUMN_S:.0f} s"
     add(seconds if len(seconds) <= cols.spark else "trend", cols.spark, "")
     add("THRD", cols.threads, "")
     add("DONE", cols.done, "done", right=True)
     add("ETA", cols.eta, "eta", right=True)
     add("ENGINE", cols.engine, "")
-    add("WAITS", cols.wait, "worst")
+    add("WAITS"[: cols.wait], cols.wait, "")
     made.lines.append(line.fill(cols.width))
     return made
 
@@ -226,19 +235,14 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     glyphs = frame.glyphs
     found = cells.figure(frame, row)
     line = Line(frame.glyph(found.verdict), found.mark_style).add(glyphs.select if selected else " ", "key")
-    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
-    if cols.gpu:
-        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
-    if cols.pid:
-        line.add(f" {row.pid:>{cols.pid}}", "dim")
-    if cols.state:
-        state = cells.state(row)
-        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
+    _who(line, row, cols)
     known = bool(row.total) if frame.ui.mode == "total" else found.rate is not None
-    line.add(" ").add(cells.amount(frame, found.rate, row.done, known=known), found.style if known else "dim")
+    line.add(" ").add(
+        cells.amount(frame, found.rate, row.done, cols.rate, known=known), found.style if known else "dim"
+    )
     if cols.bar:
         line.add(" ").extend(cells.gauge(found.share, cols.bar, found.style, glyphs))
-    line.add(" ").add(cells.percent(found.share), found.style)
+    line.add(" ").add(cells.percent(found.share, cols.percent), found.style)
     if cols.spark:
         line.add(" ").add(cells.spark(row.spark, cols.spark, row.target, glyphs), "graph" if found.live else "dim")
     if cols.threads:
@@ -254,6 +258,18 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     line.fill(cols.width)
     line.selected = cols.width if selected else 0
     return line
+
+
+def _who(line: Line, row: Row, cols: Columns) -> None:
+    """Rank, GPU, process and state."""
+    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
+    if cols.gpu:
+        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
+    if cols.pid:
+        line.add(f" {row.pid:>{cols.pid}}", "dim")
+    if cols.state:
+        state = cells.state(row)
+        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
 
 
 def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:

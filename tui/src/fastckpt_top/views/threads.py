@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 BORDERS: Final = 2
 DETAILS: Final = 2
 """Lines about the rank below its threads, where there is room."""
+ROOMY: Final = 100
+"""From this width on the title leaves room for the note."""
 THREAD: Final = 4
 TID: Final = 7
 DEPTH: Final = 3
@@ -175,11 +177,12 @@ def block(frame: Frame, row: Row, width: int, height: int) -> Block:
     framed = boxed(frame) and height > BORDERS
     inner = width - 4 if framed else width
     room = height - BORDERS if framed else height - 1
-    title = _title(frame, row, inner - 4 if framed else inner)
+    note = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
+    spare = note.width + 3 if note.width and width >= ROOMY else 0
+    title = _title(frame, row, inner - 4 - spare if framed else inner)
     body = _body(frame, row, inner, room)
     if framed:
-        note = "the slowest" if not frame.ui.selected else "Esc: the slowest"
-        return box(frame, Block(body), title, Line(note, "dim"), width, height)
+        return box(frame, Block(body), title, note, width, height)
     made = [title, *body]
     return Block([line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))])
 
@@ -226,7 +229,7 @@ def _title(frame: Frame, row: Row, room: int) -> Line:
     line = Line(row.name, "title")
     for words, style in (
         (f"pid {row.pid}" if row.rank is not None else "", "text"),
-        (frame.say(row.user), "text"),
+        (f"uid {row.user}" if row.user.isdigit() else frame.say(row.user), "text"),
         (engine, "low" if row.fallback else "text"),
         (blocks, "text"),
     ):
