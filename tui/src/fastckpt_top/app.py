@@ -26,7 +26,7 @@ from fastckpt_top.views import colours
 from fastckpt_top.views.canvas import Canvas
 from fastckpt_top.views.graph import ZOOMS
 from fastckpt_top.views.paint import Frame
-from fastckpt_top.views.state import LAYOUTS, MODES, SORTS, VIEWS, Ui
+from fastckpt_top.views.state import LAYOUTS, MODES, SORT_WORDS, SORTS, VIEWS, Ui
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,12 +307,13 @@ class TopApp(App[None]):
         """Sort by another column."""
         self.ui.sort = SORTS[(SORTS.index(self.ui.sort) + by) % len(SORTS)]
         self._remember("sort", self.ui.sort)
-        self._say(f"sorted by {self.ui.sort}")
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
 
     def action_sort_by(self, column: str) -> None:
         """Sort by the column whose head was clicked, or the other way round."""
         self.ui.sort_by(column)
-        self.canvas.repaint()
+        self._remember("sort", self.ui.sort)
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
 
     def action_select(self, key: str) -> None:
         """Select the rank whose cell was clicked."""
@@ -322,7 +323,7 @@ class TopApp(App[None]):
     def action_reverse(self) -> None:
         """Sort the other way round."""
         self.ui.reverse = not self.ui.reverse
-        self._say(f"sorted by {self.ui.sort}{', reversed' if self.ui.reverse else ''}")
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
 
     def action_expand(self) -> None:
         """Show or hide the threads of the selected rank."""

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
     add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
+    add("--job", default="", metavar="NAME", help="only the job of this name or key (--once and --json show both)")
     add("--target", type=_target, metavar="T", help="light, medium, high, GB/s per GPU, or save=X,load=Y")
     add(
         "--gpus",
@@ -158,7 +159,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
             print(f"fastckpt-top: FASTCKPT_TOP_TARGET: {error}", file=sys.stderr)
             raise SystemExit(USAGE) from None
     if args.replay is not None:
-        return Replay(args.replay, target, args.gpus, args.speed)
+        return Replay(args.replay, target, args.gpus, args.speed, job=args.job)
     sinks: list[Sink] = []
     if args.record is not None:
         from fastckpt_top.record import Recorder
@@ -168,7 +169,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
         from fastckpt_top.prometheus import Prometheus
 
         sinks.append(Prometheus(args.prometheus))
-    model = Model(target, args.gpus)
+    model = Model(target, args.gpus, args.job)
     source: Source
     if args.demo:
         from fastckpt_top.demo import DemoSource

@@ -56,7 +56,7 @@ class Group:
         told_end: Whether the event was given.
         was_running: Whether it was ever seen running.
         job: Key of its job.
-        waits: How often most of its ranks were seen to wait for each kind of thing.
+        causes: How often each thing was seen to hold it back.
         said: The sentence about it, and what it was made of.
     """
 
@@ -74,7 +74,7 @@ class Group:
         self.told_end = False
         self.was_running = False
         self.job = ""
-        self.waits: Counter[str] = Counter()
+        self.causes: Counter[str] = Counter()
         self.said: tuple[NodeOp, Sentence | None] | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastckpt_top import derive
-from fastckpt_top.rows import Job
+from fastckpt_top.rows import LEVELS, Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from fastckpt_top.look import Look
     from fastckpt_top.rows import NodeOp, Row, Sentence
     from fastckpt_top.snapshot import Proc
-
-_LEVELS = ("info", "warn", "bad")
 
 
 class Jobs:
@@ -105,4 +103,4 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
 def _foremost(ops: list[NodeOp]) -> Sentence | None:
     """The sentence of the gravest level, the first of these."""
     said = [op.sentence for op in ops if op.sentence is not None]
-    return max(said, key=lambda one: _LEVELS.index(one.level), default=None)
+    return max(said, key=lambda one: LEVELS.index(one.level), default=None)

@@ -15,7 +15,7 @@ from fastckpt_top.groups import Group, Past, errno_name
 from fastckpt_top.jobs import Jobs, job, matches
 from fastckpt_top.look import Look
 from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, Kind
-from fastckpt_top.sentence import sentence, waits_for
+from fastckpt_top.sentence import cause, sentence
 from fastckpt_top.series import Series
 from fastckpt_top.targets import DEFAULT_TIER, Target, tier
 from fastckpt_top.tracks import COLUMNS, OpTrack, ProcTrack
@@ -80,6 +80,7 @@ class Model:
         node: The machine.
         rows: One a rank and operation, in order of rank.
         jobs: Jobs, those with a running operation first, the oldest of these first.
+        job_of: Process key -> key of its job, for every process that the last look found.
         ops: Running operations of all jobs, the oldest first, then the last of each job that ended, the latest first.
         past: History.
         problems: Files that could not be read, and why.
@@ -104,7 +105,7 @@ class Model:
         self._events = Events()
         self._series = Series()
         self._jobs = Jobs()
-        self._job_of: dict[str, str] = {}
+        self.job_of: dict[str, str] = {}
         self._procs: dict[str, ProcTrack] = {}
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
@@ -167,14 +168,14 @@ class Model:
 
     def _wanted(self, snapshot: Snapshot) -> Snapshot:
         """Give each process its job, and leave out those of other jobs than the one that was asked for."""
-        self._job_of = self._jobs.assign(snapshot.procs)
+        self.job_of = self._jobs.assign(snapshot.procs)
         if not self.job:
             return snapshot
-        kept = tuple(proc for proc in snapshot.procs if matches(self._job_of[proc.key], proc.header.job, self.job))
+        kept = tuple(proc for proc in snapshot.procs if matches(self.job_of[proc.key], proc.header.job, self.job))
         return replace(snapshot, procs=kept)
 
     def _look(self, snapshot: Snapshot) -> Look:
-        return Look(snapshot.mono, snapshot.real, snapshot.procs, self._procs, self._job_of, self.target, self.gpus)
+        return Look(snapshot.mono, snapshot.real, snapshot.procs, self._procs, self.job_of, self.target, self.gpus)
 
     def _track(self, snapshot: Snapshot) -> None:
         mono = snapshot.mono
@@ -354,9 +355,9 @@ class Model:
             for track in sorted(group.members.values(), key=lambda track: derive.order(track.proc))
         ]
         if op.running:
-            group.waits[waits_for(op, own)] += 1
-        waited = max(group.waits, key=lambda kind: group.waits[kind], default="")
-        group.said = (op, sentence(op, own, waited))
+            group.causes[cause(op, own)] += 1
+        held = next((words for words, _ in group.causes.most_common(1)), "")
+        group.said = (op, sentence(op, own, held))
         return replace(op, sentence=group.said[1])
 
     def _refresh_jobs(self, look: Look, groups: Sequence[Group]) -> None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
+LEVELS: Final = ("info", "warn", "bad")
+"""Of a sentence: all is well, slow, broken."""
 
 
 class Verdict(Enum):
@@ -42,7 +44,7 @@ class Sentence:
     """What matters most about an operation now, in words.
 
     Attributes:
-        level: `info`, `warn` or `bad`.
+        level: One of `LEVELS`.
         words: The same said at several lengths, the longest first; the last has at most 36 cells.
         row: Key of the row that it speaks of; empty if of none.
     """

@@ -39,21 +39,20 @@ _WAIT: Final = {
     "fsync": "are in fsync",
 }
 _WAITED: Final = {
-    "disk": "waited for the disk",
-    "source": "waited for the source",
+    "disk": "its ranks waited for the disk",
+    "source": "its ranks waited for the source",
     "limit": "held by bandwidth_limit",
-    "fsync": "mostly fsync",
-    "peers": "waited for a rank",
+    "fsync": "most of the time in fsync",
 }
 
 
-def sentence(op: NodeOp, rows: Sequence[Row], waited: str = "") -> Sentence | None:
+def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | None:
     """What matters most about an operation now.
 
     Args:
         op: The operation.
         rows: The rows of its ranks, the ended ones too.
-        waited: What its ranks mostly waited for while it was watched, as `Row.wait_kind`; empty unknown.
+        cause: The most frequent `cause` while it ran; empty unknown.
 
     Returns:
         None where there is nothing to say: in the first second, and without a target.
@@ -61,7 +60,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], waited: str = "") -> Sentence | No
     if op.failed:
         return _lost(op, rows)
     if not op.running:
-        return _ended(op, rows, waited)
+        return _ended(op, rows, cause)
     running = [row for row in rows if row.running]
     stalled = [row for row in running if row.stalled_s is not None]
     if stalled:
@@ -80,11 +79,13 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
     return _together(op, running)
 
 
-def waits_for(op: NodeOp, rows: Sequence[Row]) -> str:
-    """What most running ranks of an operation wait for, as `Row.wait_kind`; empty if nothing most do."""
+def cause(op: NodeOp, rows: Sequence[Row]) -> str:
+    """What holds a running operation back now, as will be said of it when it has ended; empty if nothing does."""
     running = [row for row in rows if row.running]
-    kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
-    return kind if count > _MOST * len(running) and op.running else ""
+    kind, _ = _shared(running)
+    if kind != "limit" and op.last:
+        return f"held back by {op.last}"
+    return _WAITED.get(kind, "")
 
 
 def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
@@ -153,19 +154,36 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     """One rank for which the others wait."""
     waiting = sum(other.wait_kind == "peers" for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
-    speed, why, brief = _speed(row), _why(row), _brief(row)
-    tail = _fallback([row])
-    parts = ", ".join(part for part in (speed, why) if part)
+    tail = _fallback([row], named=False)
+    more = f"; {tail}" if tail else ""
     return _made(
         _level(op),
         row.key,
-        f"Held back by {row.name}{others}: {parts}" + (f"; {tail}" if tail else ""),
-        f"Held back by {row.name}: {parts}" + (f"; {tail}" if tail else ""),
-        f"Held back by {row.name}: {parts}",
-        f"{row.name} holds it: {', '.join(part for part in (speed, brief) if part)}",
-        f"{row.name}: {', '.join(part for part in (_speed(row, '/'), brief) if part)}",
+        f"Held back by {row.name}{others}{_colon(_speed(row), _why(row))}{more}",
+        f"Held back by {row.name}{_colon(_speed(row), _why(row))}{more}",
+        f"Held back by {row.name}{_colon(_speed(row), _why(row))}",
+        f"{row.name} holds it{_colon(_speed(row), _brief(row))}",
+        f"{row.name}{_colon(_speed(row, '/'), _brief(row))}",
         f"held back by {row.name}",
     )
+
+
+def _left(op: NodeOp, row: Row) -> Sentence:
+    """All ranks have ended but one."""
+    tail = _fallback([row], named=False)
+    return _made(
+        _level(op),
+        row.key,
+        f"only {row.name} is left{_colon(_speed(row), _why(row))}" + (f"; {tail}" if tail else ""),
+        f"only {row.name} is left{_colon(_speed(row), _why(row))}",
+        f"{row.name} is left{_colon(_speed(row, '/'), _brief(row))}",
+        f"only {row.name} is left",
+    )
+
+
+def _colon(*parts: str) -> str:
+    words = ", ".join(part for part in parts if part)
+    return f": {words}" if words else ""
 
 
 def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
@@ -178,6 +196,8 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
         return _peers(those)
     if kind == "fsync":
         return _made(_level(op), those[0].key if len(those) == 1 else "", *_syncing(op, running, those))
+    if op.ranks > 1 and len(running) == 1:
+        return _left(op, running[0])
     if op.verdict in (Verdict.LOW, Verdict.BAD) or op.target <= 0:
         return _below(op, running, kind, those)
     return _well(op, running)
@@ -189,13 +209,13 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
     more = f"; {tail}" if tail else ""
     slow = _slowest(running)
     if slow is not None:
-        words = f"{slow.name}: {', '.join(part for part in (_speed(slow), _why(slow)) if part)}"
+        words = f"{slow.name}{_colon(_speed(slow), _why(slow))}"
         return _made(
             _level(op),
             slow.key,
             f"slowest is {words}{more}",
             f"slowest is {words}",
-            f"{slow.name}: {', '.join(part for part in (_speed(slow, '/'), _brief(slow)) if part)}",
+            f"{slow.name}{_colon(_speed(slow, '/'), _brief(slow))}",
             f"slowest is {slow.name}",
         )
     average, target = _of(op.average, op.target)
@@ -227,7 +247,7 @@ def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
     return _made("info", "", f"on target: average {average} of {target} GB/s", f"on target: {average}/{target}")
 
 
-def _ended(op: NodeOp, rows: Sequence[Row], waited: str) -> Sentence | None:
+def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
     """How it went."""
     if op.verdict is Verdict.QUIET:
         return None
@@ -243,26 +263,28 @@ def _ended(op: NodeOp, rows: Sequence[Row], waited: str) -> Sentence | None:
             f"on target: {average} of {target} GB/s",
             f"on target: {average}/{target}",
         )
-    by = f": {_WAITED[waited]}" if waited in _WAITED else ""
     default = " (the default)" if op.target_source == "default" else ""
+    by = f", {cause}" if cause else ""
     return _made(
         "warn",
         "",
-        f"{name} stayed below its target{default}: {average} of {target} GB/s{by and ',' + by[1:]}{more}",
-        f"{name} below target: {average} of {target} GB/s{by and ',' + by[1:]}",
+        f"{name} stayed below its target{default}: {average} of {target} GB/s{by}{more}",
+        f"{name} below target: {average} of {target} GB/s{by}",
         f"below target: {average} of {target} GB/s",
         f"below target: {average}/{target}",
     )
 
 
 def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
-    seconds = _seconds(max(row.phase_s or 0.0 for row in those))
-    if len(those) == 1 and op.ranks > 1:
-        rest = "the others are done" if len(running) == 1 else "the others still write"
-        return (f"only {those[0].name} is in fsync, for {seconds}; {rest}", f"{those[0].name} in fsync for {seconds}")
+    """The words for ranks of which most are in fsync."""
+    since = max(row.phase_s or 0.0 for row in those)
+    during = f" for {_seconds(since)}" if since >= 1.0 else ""
+    if len(running) == 1 < op.ranks:
+        return (f"only {those[0].name} is left, in fsync{during}", f"{those[0].name} in fsync{during}")
     who = _all(those, op)
-    does = _WAITS["fsync"] if len(those) == 1 else _WAIT["fsync"]
-    return (f"all data is written; {who} {does} for {seconds}", f"{who} {does} for {seconds}", f"fsync for {seconds}")
+    words = f"{who} {_WAITS['fsync'] if len(those) == 1 else _WAIT['fsync']}{during}"
+    written = "all data is written; " if len(those) == len(running) else ""
+    return (f"{written}{words}", words, f"fsync{during}")
 
 
 def _peers(those: list[Row]) -> Sentence:
@@ -325,8 +347,8 @@ def _hint(kind: str, op: str) -> str:
     return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
 
 
-def _fallback(rows: Sequence[Row], *, past: bool = False) -> str:
-    """`runs threads, not io_uring (EPERM)`, with the ranks' names unless it is one."""
+def _fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> str:
+    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons; empty without a fallback."""
     rows = [row for row in rows if row.fallback]
     if not rows:
         return ""
@@ -335,7 +357,8 @@ def _fallback(rows: Sequence[Row], *, past: bool = False) -> str:
     wanted = "without direct I/O" if without else "not io_uring"
     comma = "" if without else ","
     verb = "ran" if past else "runs" if len(rows) == 1 else "run"
-    return f"{_names(rows)} {verb} {row.engine}{comma} {wanted} ({row.fallback})"
+    who = f"{_names(rows)} " if named else ""
+    return f"{who}{verb} {row.engine}{comma} {wanted} ({row.fallback})"
 
 
 def _level(op: NodeOp) -> str:

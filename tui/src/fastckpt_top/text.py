@@ -270,13 +270,11 @@ def rates(average: float | None, target: float) -> tuple[str, str]:
 
 
 def size(count: float | None) -> str:
-    """GB without the unit, one decimal from 10 GB on; '-' for unknown."""
+    """GB without the unit, one decimal from 10 GB on, none from 1000 GB on; '-' for unknown."""
     if count is None or not math.isfinite(count):
         return "-"
     value = count / GB
-    if value >= 9.95:  # noqa: PLR2004
-        return f"{value:.1f}"
-    return f"{value:.2f}"
+    return f"{value:.0f}" if value >= 999.95 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"  # noqa: PLR2004
 
 
 def percent(fraction: float | None) -> str:

@@ -116,7 +116,7 @@ def plot(
     lines = []
     for row in range(height - 1, -1, -1):
         blank = (glyphs.level[quarter], "target") if row == target_row else (" ", "text")
-        line = Line(f"{scale.labels[height - 1 - row]:>{_GUTTER}} ", "dim")
+        line = Line(f"{scale.labels[height - 1 - row]:>{_GUTTER}}", "dim").add(*blank)  # also where bars hide the line
         for (char, style), run in groupby(column[row] if row < len(column) else blank for column in columns):
             line.add(char * len(list(run)), style)
         lines.append(line)

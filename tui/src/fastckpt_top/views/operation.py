@@ -52,8 +52,8 @@ def columns(width: int) -> Columns:
         width: Cells inside the box.
     """
     for size, least, left, right in (
-        (3, 100, min(33 + max(width - 112, 0) // 4, 52), 39),
-        (2, 64, min(25 + max(width - 76, 0) // 3, 32), 25),
+        (3, 100, min(33 + max(width - 112, 0) // 4, 52), 40),
+        (2, 64, min(25 + max(width - 76, 0) // 3, 32), 27),
         (1, 46, 18, 9),
         (1, 32, 11, 9),
     ):
@@ -111,7 +111,7 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     if not op.running:
         eta = f"{text.ago(frame.model.real - op.started_real - op.elapsed_s)} ago"
     if cols.size >= 2:  # noqa: PLR2004
-        tail.add(f"{text.size(op.done):>6}/{text.size(op.total or None)} GB").fill(16)
+        tail.add(f"{text.size(op.done):>6}/{text.size(op.total or None)} GB").fill(17)
     if cols.size == 3:  # noqa: PLR2004
         gone = text.clock(op.elapsed_s)
         tail.add(f"{gone:>6} {'gone' if op.running else 'took'} ", "dim")
@@ -145,7 +145,7 @@ def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
         now = text.rate(op.rate) if op.running else "-"
         tail.add("   now ", "dim").add(f"{now:<6}")
     if cols.size == 3:  # noqa: PLR2004
-        tail.fill(16).add("  peak ", "dim").add(f"{text.rate(op.peak or None):<6}").fill(28)
+        tail.fill(17).add("  peak ", "dim").add(f"{text.rate(op.peak or None):<6}")
     # The word says what the mark says; a failure is never dim.
     judged = style if op.verdict is not Verdict.FAILED else "bad"
     tail.add(" " * max(cols.right - 9 - tail.width, 0))
