@@ -425,7 +425,6 @@ def test_text_pieces():
     assert text.bar(9, 4, text.ASCII.bar) == "####"
     assert text.bar(math.nan, 4, text.UNICODE.bar) == "    "
     assert text.spark([0, 1, 2, 3], 6, 2.0) == "   ▄██"
-    assert text.columns([1.0, 2.0], 3, 2, 2.0) == ["  █", " ██"]
     assert text.fit("abcdef", 4) == "abc…"
     assert text.fit_front("/a/b/c", 4) == "…b/c"
     assert text.width(text.fit("日本語", 4)) == 4
