@@ -130,12 +130,12 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
 
 
 def worst(row: Row) -> float:
-    """How far a rank holds its job back: who died or failed, who stalled, the straggler, then by what is left to do.
+    """How far a rank holds its job back: who died, who failed, who stalled, the straggler, the rest.
 
     Within each of these, time still needed and the shortfall of its target count. Idle ranks have 0.
     """
-    if row.state in ("DEAD", "FAILED"):
-        return 4000.0
+    if row.state in ("DEAD", "FAILED"):  # the others failed because one died
+        return 5000.0 if row.state == "DEAD" else 4000.0
     if not row.running:
         return 0.0
     if row.stalled_s is not None:

@@ -100,7 +100,7 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
         }.get(op.kind, "")
         short = {"save": ": no checkpoint", "load": " in load", "verify": " in verify"}.get(op.kind, "")
         return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{_count(dead)} died")
-    failed = [row for row in rows if row.error] or list(rows)[:1]
+    failed = [row for row in rows if row.error]
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"

@@ -35,7 +35,7 @@ class Canvas(Widget):
     DEFAULT_CSS = """
     Canvas { width: 1fr; height: 1fr; color: $foreground; background: $background; }
     Canvas > .canvas--text { color: $foreground; }
-    Canvas > .canvas--dim { color: $foreground 72%; }
+    Canvas > .canvas--dim { color: $foreground 75%; }
     Canvas > .canvas--strong { color: $foreground; text-style: bold; }
     Canvas > .canvas--title { color: $text-primary; text-style: bold; }
     Canvas > .canvas--head { color: $text-primary; }

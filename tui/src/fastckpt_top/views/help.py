@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Final
 
+from fastckpt_top.views import cells
 from fastckpt_top.views.paint import Frame, Line, scrolled
 
 _KEYS: Final = (
@@ -49,12 +50,17 @@ _TOP: Final = (
     ("high 3.00 GB/s", "name of the target and what it asks of each GPU; custom ones have no name"),
     ("0.5 s", "time between two looks"),
 )
-_PHASES: Final = (
-    ("PLAN", "reads sizes, lays out the files"),
-    ("STAGE", "copies the tensors, so that training can go on"),
-    ("WRITE READ", "moves data"),
-    ("FSYNC", "waits until the storage has made it durable"),
-    ("COMMIT", "gives the checkpoint its name"),
+_TABLE: Final = (
+    ("RK GPU PID", "rank, index of its GPU, process"),
+    ("GB/s %", "rate of the last second, or the average where that says nothing; share of the rank's target"),
+    ("last 4 s", "the rates of the last seconds, one column each half second"),
+    ("THRD", "a cell for each thread, as high as its share of its target"),
+    ("DONE ETA", "share of the bytes that are done; time until they are durable"),
+    ("ENGINE", "uring, threads (of pwrite or pread), buffer (page cache); ! after a fallback"),
+    ("THR TID", "thread, and its number in ps"),
+    ("QD", "requests in flight"),
+    ("p50 p99", "latency that half, or all but one in a hundred, of the requests keep to"),
+    ("GB TOOK fsync", "of an operation that has ended: size, seconds, and those of them in fsync"),
 )
 
 
@@ -94,7 +100,9 @@ def _page(frame: Frame) -> list[Line]:
     rows += _section(frame, "Keys", _KEYS)
     rows += [Line(" Signs", "title"), *(_sign(frame, *sign) for sign in signs), Line()]
     rows += _section(frame, "The box at the top", _TOP)
-    rows += _section(frame, "Phases", _PHASES)
+    rows += _section(frame, "Ranks, threads, history", _TABLE)
+    rows += _section(frame, "States", cells.STATE_WORDS)
+    rows += _section(frame, "What a rank waits for", cells.WAIT_WORDS)
     rows.append(Line(" GB is 10^9 bytes, MiB 2^20. A label in the graph is what the", "dim"))
     rows.append(Line(" upper edge of its line stands for.", "dim"))
     return rows
