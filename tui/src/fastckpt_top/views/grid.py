@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import Block
@@ -11,13 +11,10 @@ from fastckpt_top.views.paint import Frame, Line
 if TYPE_CHECKING:
     from fastckpt_top.rows import Row
 
-GAP: Final = 2
-"""Blanks between two cells."""
 
-
-def _cell(rank: int) -> int:
-    """Cells of one rank: mark, selection, name, level, percentage, fallback."""
-    return 2 + 1 + rank + 2 + 1 + cells.PERCENT + 1
+def cell(rank: int) -> int:
+    """Cells of one rank, whose longest name has so many: mark, selection, name, level, percentage, fallback."""
+    return 2 + 1 + rank + 2 + cells.PERCENT + 1
 
 
 def across(rank: int, width: int) -> int:
@@ -27,7 +24,7 @@ def across(rank: int, width: int) -> int:
         rank: Cells of the longest name.
         width: Cells of a line.
     """
-    return max((width + GAP) // (_cell(rank) + GAP), 1)
+    return max(width // cell(rank), 1)
 
 
 def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: int, height: int) -> tuple[Block, int]:
@@ -54,7 +51,7 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: i
     at = next((index for index, row in enumerate(rows) if row is chosen), 0)
     part = rows[at // page * page :][:page]
     made = Block()
-    size = _cell(rank)
+    size = cell(rank)
     for y in range(high):
         line = Line()
         for x in range(wide):
@@ -64,21 +61,20 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: i
             start = line.width
             line.extend(_rank(frame, row, rank, selected=row is chosen))
             made.actions.append((y, start, start + size - 1, f"select({row.key!r})"))
-            line.add(" " * GAP)
         made.lines.append(line.fill(width))
     return made, len(part)
 
 
 def _rank(frame: Frame, row: Row, rank: int, *, selected: bool) -> Line:
-    """`▼ r48 ▃  58%!`: its mark, its share of the target as a level and a number, and whether it fell back."""
+    """`▼>r48 ▃  58%!`: its mark, its share of the target as a level and a number, and whether it fell back."""
     found = cells.figure(frame, row)
     line = Line(frame.glyph(found.verdict), found.mark_style).add(frame.glyphs.select if selected else " ", "key")
     name = cells.name(row) if row.rank is None else f"r{row.rank}"
-    line.add(f"{name:>{rank + 1}}", "key" if selected else "strong" if row.straggler else "text").add(" ")
+    line.add(f"{name:>{rank + 1}}", "key" if selected else "strong" if row.straggler else "text")
     state = cells.state(row)
     if cells.STATE_STYLES.get(state) == "bad":
         line.add(f" {state:>{cells.PERCENT + 1}}", "bad")
     else:
-        line.add(cells.level(found.share, frame.glyphs), found.style)
-        line.add(" ").add(cells.percent(found.share), found.style)
+        line.add(" ").add(cells.level(found.share, frame.glyphs), found.style)
+        line.add(cells.percent(found.share), found.style)
     return line.add("!" if row.fallback else " ", "low")

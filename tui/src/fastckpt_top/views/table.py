@@ -27,6 +27,8 @@ LEAST_WAIT: Final = 4
 BORDERS: Final = 2
 LEAD: Final = 5
 """Rows above a grid, at least."""
+MOST: Final = 0.6
+"""Share of the screen's height that the ranks ask for at most, unless it takes more to show them all."""
 GPU: Final = 3
 PID: Final = 7
 ENGINE: Final = 8
@@ -86,7 +88,7 @@ def columns(rows: list[Row], width: int) -> Columns:
         width: Cells of a line.
     """
     tight = width < TIGHT
-    rank = max([1 if tight else 3, *(len(cells.name(row)) for row in rows)])
+    rank = max(1 if tight else 3, _named(rows))
     rate, percent = (cells.RATE - 1, cells.PERCENT - 1) if tight else (cells.RATE, cells.PERCENT)
     most = max((len(row.threads) for row in rows), default=0)
     per_thread = next((count for count in (4, 8) if most <= count), 16)
@@ -124,16 +126,20 @@ def columns(rows: list[Row], width: int) -> Columns:
 
 
 def wanted(frame: Frame, width: int) -> int:
-    """Lines that the ranks would like, borders included.
+    """Lines that the ranks would like, borders included: one each, or on a low screen as many as show them in a grid.
 
     Args:
         frame: What to paint.
         width: Cells.
     """
-    del width
     shown = frame.ui.shown(frame.model)
+    around = 1 + (BORDERS if boxed(frame) else 0)
     lines = sum(1 + (len(row.threads) if frame.ui.open(row) else 0) for row in shown)
-    return max(lines, 1) + 1 + (BORDERS if boxed(frame) else 0)
+    most = frame.height * MOST
+    if lines + around <= most or any(frame.ui.open(row) for row in shown):
+        return max(lines, 1) + around
+    across = grid.across(_named(shown), width - 4 if boxed(frame) else width)
+    return min(max(LEAD + -(-(len(shown) - LEAD) // across), int(most) - around), lines) + around
 
 
 def block(frame: Frame, width: int, height: int) -> Block:
@@ -155,7 +161,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     inner = width - 4 if framed else width
     room = height - BORDERS if framed else height
     cols = columns(_all(frame), inner)
-    if room >= TINY:
+    if room >= TINY or room > len(shown):
         made = _head(frame, cols)
     body, note = _body(frame, shown, cols, room - len(made.lines))
     above = len(made.lines)
@@ -176,6 +182,11 @@ def _all(frame: Frame) -> list[Row]:
     """The job's rows before any filter: they decide how wide the columns are."""
     job = frame.ui.job_of(frame.model)
     return [row for row in frame.model.rows if not job or row.job_key == job]
+
+
+def _named(rows: list[Row]) -> int:
+    """Cells of the longest name."""
+    return max((len(cells.name(row)) for row in rows), default=1)
 
 
 def _title(frame: Frame, shown: list[Row]) -> Line:
@@ -298,13 +309,14 @@ def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Blo
 
 
 def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns, room: int) -> tuple[Block, str]:
-    across = grid.across(cols.rank, cols.width)
+    name = _named(_all(frame))
+    across = grid.across(name, cols.width)
     lead = LEAD
     while lead + 1 + -(-(len(shown) - lead - 1) // across) <= room:
         lead += 1
     made = Block([rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]])
     made.rows = {line: row.key for line, row in enumerate(shown[:lead])}
-    below, count = grid.block(frame, shown[lead:], chosen, cols.rank, cols.width, room - lead)
+    below, count = grid.block(frame, shown[lead:], chosen, name, cols.width, room - lead)
     made.lines += below.lines
     made.actions += [(y + lead, start, end, what) for y, start, end, what in below.actions]
     hidden = len(shown) - lead - count

@@ -249,7 +249,7 @@ def _details(frame: Frame, row: Row, width: int) -> list[Line]:
     parts = [
         (f"average {text.rate(row.average)} of {text.rate(row.target)} GB/s", VERDICT_STYLES[row.verdict]),
         (f"{text.size(row.done)} of {text.size(row.total or None)} GB", "text"),
-        (f"{text.size(row.durable)} GB durable" if row.kind == "save" else "", "dim"),
+        (f"{text.size(row.durable)} GB durable" if row.durable else "", "dim"),
         (f"{row.files_done} of {text.count(row.files, 'file')}" if row.files else "", "dim"),
         (f"device {major}:{minor}" if row.st_dev else "", "dim"),
     ]
