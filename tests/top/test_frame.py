@@ -260,6 +260,17 @@ def test_keys_stand_whole_and_a_cut_is_shown(saving, live):
     assert len(whole) == len(every), "there is a width at which nothing is cut"
 
 
+@pytest.mark.parametrize(("size", "view"), [((80, 24), "live"), ((40, 8), "live"), ((80, 24), "history")])
+def test_another_jobs_trouble_and_a_notice_are_seen_on_each_screen(saving, size, view):
+    model = said(saving, None)
+    (job,) = saving.jobs
+    sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed", "rank 3 died"))
+    model.jobs = [job, replace(job, key="b", name="bert", sentence=sentence)]
+    assert "▼ bert: rank 3 died" in paint(frame(model, size, Ui(view=view))).plain
+    assert "bert: rank 3" not in paint(frame(model, size, Ui(view=view, job="b"))).plain
+    assert "saved x.svg" in paint(frame(model, size, Ui(view=view, notice="saved x.svg"))).plain
+
+
 # --- help ----------------------------------------------------------------------------------------------------------
 
 
