@@ -142,6 +142,17 @@ def test_what_matters_least_leaves_the_title_first(saving):
     assert all(list(words) == sorted(words, reverse=True) for words in seen)
 
 
+@pytest.mark.parametrize("size", [(60, 16), (80, 24), (120, 30)], ids=str)
+def test_a_border_stays_whole_whatever_the_names_are(saving, size):
+    model = said(saving, None)
+    model.node = replace(saving.node, host="h" * 150)
+    lines = paint(frame(model, size)).plain.splitlines()
+    assert lines[0][0] + lines[0][-1] == "╭╮"
+    assert len(lines[0]) == size[0]
+    assert "h" * 20 in lines[0]
+    assert {line[0] + line[-1] for line in lines[:-1]} == {"╭╮", "││", "╰╯"}
+
+
 # --- the graph -----------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +193,11 @@ def test_bars_end_where_their_value_is(saving):
     for column, value in enumerate((10e9, 20e9, 15e9)):
         eighths = sum(text.UNICODE.spark.index(line[column]) for line in lines)
         assert eighths / 32 * top == pytest.approx(value, abs=top / 64)
+
+
+def test_the_newest_stands_at_the_right(saving):
+    assert drawn(saving, [5e9], [], 0.0, 5, 2) == ["    █", "    █"]
+    assert drawn(saving, [5e9] * 9, [], 0.0, 5, 1) == ["█████"]
 
 
 @pytest.mark.parametrize("glyphs", [text.UNICODE, text.ASCII])
@@ -281,6 +297,7 @@ def test_all_of_the_help_can_be_read_at_each_size(saving, size):
     while True:
         shown = paint(frame(saving, size, ui))
         assert {line.width for line in shown.lines} == {size[0]}
+        assert len(shown.lines) == size[1]
         page = [line.plain for line in shown.lines[:-1]]
         if pages and page == pages[-1]:
             break

@@ -57,16 +57,9 @@ def load(file: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{file} is ignored: it is not JSON"
     if not isinstance(found, dict):
         return {}, f"{file} is ignored: it holds no JSON object"
-    known = {key: found[key] for key, valid in _VALID.items() if key in found and _holds(valid, found[key])}
+    known = {key: found[key] for key, valid in _VALID.items() if key in found and valid(found[key])}
     wrong = [key for key in _VALID if key in found and key not in known]
     return known, f"{file}: {', '.join(wrong)}: value ignored" if wrong else ""
-
-
-def _holds(valid: Callable[[Any], bool], value: object) -> bool:
-    try:
-        return valid(value)
-    except TypeError:  # a list where a word is wanted
-        return False
 
 
 def remember(file: Path, key: str, value: object) -> str:
