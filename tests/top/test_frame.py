@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -12,24 +13,26 @@ from fastckpt_top.model import Model
 from fastckpt_top.rows import Sentence, Verdict
 from fastckpt_top.views import cells, footer, graph, help, operation
 from fastckpt_top.views.live import paint, share_out
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, share
-from fastckpt_top.views.state import Ui
+from fastckpt_top.views.paint import STYLES, VERDICT_STYLES, Frame, share
+from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS, Ui
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conftest import demo
 
 
-def model_at(seconds):
-    """The demonstration, so many seconds after its start."""
+def looks():
+    """The demonstration's model after each look: a save, a pause, a load."""
     clock, session = demo()
-    for tick in range(round(seconds * 2) + 1):
+    for tick in range(110):
         clock.now = 100.0 + tick / 2
         session.tick()
-    return session.model
+        yield session.model
 
 
 @pytest.fixture(scope="module")
 def saving():
-    return model_at(9.0)
+    return next(itertools.islice(looks(), 18, None))
 
 
 def frame(model, size, ui=None, glyphs=text.UNICODE, **values):
@@ -49,14 +52,11 @@ def said(model, sentence):
 
 @pytest.mark.parametrize("size", [(40, 8), (60, 16), (80, 24), (120, 30), (200, 60)], ids=str)
 def test_nothing_moves_from_one_look_to_the_next(size):
-    clock, session = demo()
     places = {}
-    for tick in range(104):
-        clock.now = 100.0 + tick / 2
-        session.tick()
-        if session.model.main is None or not session.model.main.running:
+    for model in looks():
+        if model.main is None or not model.main.running:
             continue
-        lines = operation.lines(frame(session.model, size), size[0] - 4)
+        lines = operation.lines(frame(model, size), size[0] - 4)
         assert len(lines) == 3, "as many lines in each state"
         for number, line in enumerate(lines[:2]):
             for word in ("done", "speed", "of", "GB/s", "now", "peak", "gone", "ETA", "%", "│", "GB "):
@@ -83,8 +83,8 @@ def test_both_bars_stand_in_the_same_columns_and_the_target_at_four_fifths(savin
 def test_the_end_of_a_save_with_one_rank_left_is_not_red():
     model = next(
         model
-        for model in (model_at(seconds / 2) for seconds in range(90, 110))
-        if model.main.running and model.main.rate is not None and model.main.rate < 0.4 * model.main.target
+        for model in looks()
+        if model.main.kind == "load" and model.main.rate is not None and model.main.rate < 0.4 * model.main.target
     )
     assert model.main.verdict in (Verdict.GOOD, Verdict.LOW), "its average is good"
     speed = operation.lines(frame(model, (120, 30)), 116)[1]
@@ -260,6 +260,17 @@ def test_keys_stand_whole_and_a_cut_is_shown(saving, live):
     assert len(whole) == len(every), "there is a width at which nothing is cut"
 
 
+@pytest.mark.parametrize(("size", "view"), [((80, 24), "live"), ((40, 8), "live"), ((80, 24), "history")])
+def test_another_jobs_trouble_and_a_notice_are_seen_on_each_screen(saving, size, view):
+    model = said(saving, None)
+    (job,) = saving.jobs
+    sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed", "rank 3 died"))
+    model.jobs = [job, replace(job, key="b", name="bert", sentence=sentence)]
+    assert "▼ bert: rank 3 died" in paint(frame(model, size, Ui(view=view))).plain
+    assert "bert: rank 3" not in paint(frame(model, size, Ui(view=view, job="b"))).plain
+    assert "saved x.svg" in paint(frame(model, size, Ui(view=view, notice="saved x.svg"))).plain
+
+
 # --- help ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,3 +301,74 @@ def test_the_help_explains_each_key_of_the_last_line(saving):
     for key, _, _ in footer.KEYS:
         for one in key.split("/") if len(key) > 1 else [key]:
             assert f" {one} " in page.replace("Tab", " Tab "), key
+
+
+# --- any size, anything to show --------------------------------------------------------------------------------------
+
+FIGURES = st.one_of(st.none(), st.just(0.0), st.floats(0.0, 1e15), st.just(math.inf), st.just(math.nan))
+LABELS = st.text(max_size=40)
+OPERATIONS = st.fixed_dictionaries(
+    {
+        "running": st.booleans(),
+        "phase": st.sampled_from(["plan", "stage", "write", "read", "fsync", "commit", "done", "failed", "died"]),
+        "label": LABELS.map(text.clean),
+        "rate": FIGURES,
+        "average": FIGURES,
+        "peak": st.floats(0.0, 1e15),
+        "target": st.floats(0.0, 1e13),
+        "done": st.integers(0, 1 << 60),
+        "total": st.integers(0, 1 << 60),
+        "progress": st.one_of(st.none(), st.floats(0.0, 1.0)),
+        "eta_s": FIGURES,
+        "elapsed_s": st.floats(0.0, 1e9),
+        "verdict": st.sampled_from(list(Verdict)),
+        "sentence": st.one_of(
+            st.none(), st.builds(Sentence, st.sampled_from(["info", "warn", "bad"]), st.tuples(LABELS, LABELS))
+        ),
+    }
+)
+CHOICES = st.fixed_dictionaries(
+    {
+        "view": st.sampled_from(VIEWS),
+        "sort": st.sampled_from(SORTS),
+        "layout": st.sampled_from(LAYOUTS),
+        "zoom_s": st.sampled_from([0.0, *graph.ZOOMS]),
+        "all_threads": st.booleans(),
+        "help": st.sampled_from([False, False, False, True]),
+        "notice": st.sampled_from(["", "cannot write \u65e5\u672c"]),
+        "filter": st.sampled_from(["", "6", "nobody"]),
+        "scroll": st.dictionaries(st.sampled_from(["live", "help", *VIEWS]), st.integers(0, 999)),
+        "job": st.sampled_from(["", "b"]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(1, 210), st.integers(1, 70)),
+    operations=st.lists(OPERATIONS, max_size=4),
+    choices=CHOICES,
+    ascii=st.booleans(),
+    frozen=st.booleans(),
+    jobs=st.integers(0, 3),
+)
+def test_anything_at_any_size_fills_the_screen_exactly(saving, size, operations, choices, ascii, frozen, jobs):  # noqa: A002
+    glyphs = text.ASCII if ascii else text.UNICODE
+    model = said(saving, None)
+    model.jobs = [replace(saving.jobs[0], key=key, name=key) for key in "abc"[:jobs]]
+    keys = [job.key for job in model.jobs] or [""]
+    made = [replace(saving.ops[0], job_key=keys[number % len(keys)], **op) for number, op in enumerate(operations)]
+    model.ops = made
+    model.rows = [replace(row, job_key=keys[(row.rank or 0) % len(keys)]) for row in saving.rows]
+    model.jobs = [replace(job, sentence=made[0].sentence if made else None) for job in model.jobs]
+    shown = paint(frame(model, size, Ui(**choices), glyphs, frozen=frozen))
+    assert len(shown.lines) == size[1]
+    assert {line.width for line in shown.lines} == {size[0]}
+    assert all(text.width(line.plain) == size[0] for line in shown.lines)
+    assert {name for line in shown.lines for _, name in line.parts} <= {*STYLES, ""}
+    for y, start, end, _ in shown.actions:
+        assert 0 <= y < size[1]
+        assert 0 <= start <= end
+    assert all(0 <= y < size[1] for y in shown.rows)
+    if ascii:
+        assert shown.plain.isascii()

@@ -74,7 +74,10 @@ def test_jobs_that_run_come_first_and_a_job_that_is_gone_is_last_seen_by_its_ope
     assert [job.name for job in model.jobs] == ["busy", "idle"]
     assert [(op.job_key, op.running) for op in model.ops] == [("busy:8", True), ("idle:7", False)]
     idle.proc = replace(idle.proc, alive=False)
-    model = look(Model(), 5.0, idle)
+    busy.op(10 * GB, Phase.DONE, start=2.0, end=3.0)
+    busy.proc = replace(busy.proc, alive=False)
+    idle.op(10 * GB, Phase.DONE, end=3.5)
+    model = look(Model(), 5.0, busy, idle)
     assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False)]
     assert [op.job_key for op in model.ops] == ["idle:7"]
 
@@ -171,6 +174,25 @@ def test_equal_ranks_of_two_jobs_are_two_series():
         rank.proc = replace(rank.proc, alive=False)
     look(model, 6.0, *ranks)
     assert series("fastckpt_io_bytes_total")["same", "0", "0"] == 8 * GB, "who lives has the name"
+
+
+def test_the_gravest_of_a_jobs_sentences_is_its_own():
+    rank = Rank(0).of(pid=100)
+    model = Model(targets.tier("high", "option"))
+    for tick in range(1, 9):
+        moving(rank, tick / 2, 4.5 * GB, kind=3, phase=Phase.READ)
+        rank.op(int(tick / 2 * GB), start=0.25, slot=1)
+        look(model, tick / 2, rank)
+    assert [op.sentence.level for op in model.ops] == ["info", "warn"]
+    assert model.jobs[0].sentence == model.ops[1].sentence
+
+
+def test_a_user_has_a_name_or_a_number():
+    named, other = Rank(0).of(uid=1000), Rank(1).of(uid=4711)
+    named.proc = replace(named.proc, user="anna")
+    model = look(Model(), 1.0, named, other)
+    assert [row.user for row in model.rows] == ["anna", "4711"]
+    assert model.jobs[0].user == "anna"
 
 
 def test_json_names_the_job_of_all():

@@ -28,6 +28,9 @@ def said(model):
     sentence = model.main.sentence
     if sentence is None:
         return None
+    widths = [text.width(words) for words in sentence.words]
+    assert widths == sorted(set(widths), reverse=True), sentence.words
+    assert widths[-1] <= 36
     row = next((row.rank for row in model.rows if row.key == sentence.row), None)
     return sentence.level, sentence.words[0], row
 
@@ -70,8 +73,11 @@ def test_two_alike_stragglers_do_not_take_turns():
 
 
 def test_nothing_is_said_in_the_first_second():
-    model = watch(Model(HIGH), [Rank(0)], lambda _, rank, now: moving(rank, now, GB), end=0.5)
-    assert model.main.sentence is None
+    def each(number, rank, now):
+        return rank.op(0, Phase.STAGE) if number else moving(rank, now, GB)
+
+    assert said(watch(Model(HIGH), [Rank(0)], lambda _, rank, now: each(0, rank, now), end=0.5)) is None
+    assert said(watch(Model(HIGH), [Rank(0)], lambda _, rank, now: each(1, rank, now), end=0.5)) is None
 
 
 def test_a_killed_rank_is_said_while_the_others_go_on_and_after_the_end():
@@ -107,6 +113,16 @@ def test_a_stalled_rank_and_what_its_state_says(state, words):
     assert said(model) == ("bad", words, 1)
     stalled = max(model.rows, key=lambda row: row.worst)
     assert (stalled.rank, stalled.state, text.ago(stalled.stalled_s)) == (1, "STALL", "4s")
+
+
+def test_of_several_that_stalled_the_longest_time_is_said():
+    model, ranks = Model(HIGH), [Rank(index) for index in range(3)]
+    for tick in range(1, 15):
+        for rank, until in zip(ranks, (7.0, 4.0, 2.0), strict=True):
+            if tick / 2 <= until:
+                moving(rank, tick / 2, GB)
+        look(model, tick / 2, *ranks)
+    assert said(model) == ("bad", "rank 1, rank 2 have made no progress for 5 s", 2)
 
 
 def test_a_failure_between_two_looks():

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_percent,
         const=100.0,
         metavar="PCT",
-        help="exit 1 if the average is below PCT %% of the target",
+        help="exit 1 if the average of any job is below PCT %% of its target (default 100)",
     )
     add("--prometheus", metavar="FILE", help="also write a file for node_exporter's textfile collector at each look")
     add("--record", metavar="FILE", help="also record, as JSON lines (.gz: compressed)")

@@ -107,8 +107,7 @@ def _in_trouble(frame: Frame) -> list[Job]:
 
 
 def bottom(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
-    """The last line: the keys, and a notice in their place where no border can hold it."""
-    line, zones = keys(frame)
-    if frame.ui.notice and not (boxed(frame) and frame.ui.view == "live"):
-        return Line(" ").extend(urgent(frame)).fill(frame.width), zones
-    return line, zones
+    """The last line: the keys; where no border can hold it, a notice or another job's trouble in their place."""
+    if (frame.ui.notice or _in_trouble(frame)) and not (boxed(frame) and frame.ui.view == "live"):
+        return Line(" ").extend(urgent(frame)).fill(frame.width), []
+    return keys(frame)
