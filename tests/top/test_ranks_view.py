@@ -272,6 +272,7 @@ def test_a_bar_reaches_its_mark_if_and_only_if_the_target_is_reached(fraction, s
     assert made[at] == "│"
     assert (set(made[:at]) == {"█"}) == (fraction >= 1)
     assert ("█" in made) == (fraction > 0)
+    assert "░" not in made or fraction < 1.25
     assert abs(at / size - 0.8) <= 1 / size
 
 
@@ -435,6 +436,7 @@ def test_the_ranks_ask_for_a_line_each_or_for_what_shows_them_all_in_a_grid():
         if count:
             made = table.block(painted, width, lines)
             assert len(made.lines) == lines
+            assert "RK" in "".join(plain(made)[:2])
             assert "not shown" not in made.lines[0].plain
     whole = paint(frame([rank(number) for number in range(64)], (120, 30))).plain
     assert "64 of 64" in whole
@@ -499,6 +501,18 @@ def test_a_rank_with_one_thread_is_shown_in_full():
     assert "average 1.74 of 3.00 GB/s" in made[3]
     painted.ui.selected = row.key
     assert "Esc: the slowest" in plain(threads.block(painted, row, 120, 6))[0]
+
+
+def test_a_rank_without_threads_says_what_is_known():
+    row = rank(3, threads=(), kind="", engine="", block_size=0, path="", running=False, wait="")
+    painted = frame([row], (80, 24))
+    assert threads.wanted(painted, row) == 4
+    assert plain(threads.block(painted, row, 80, 4))[1].startswith("│ no operation yet ")
+    row = replace(row, kind="save", durable=10**9, st_dev=0x10301, files=8, files_done=3)
+    shown = plain(threads.block(painted, row, 120, 4))[1]
+    for words in ("20.0 of 40.0 GB", "1.00 GB durable", "3 of 8 files", "device 259:1"):
+        assert words in shown
+    assert "THR" not in shown
 
 
 def test_a_long_path_loses_its_beginning():

@@ -163,6 +163,15 @@ def test_a_fallback_is_said_where_all_is_on_target():
     assert said(model) == ("info", "on target: average 6.20 of 6.00 GB/s", None)
 
 
+def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
+    def each(number, rank, now):
+        moving(rank, now, 3.1 * GB)
+        changed(rank, **(FALLBACK | {"fallback_errno": (1, 12, 1)[number]}))
+
+    model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
+    assert said(model) == ("info", "rank 0, rank 2 run threads, not io_uring (EPERM)", 0)
+
+
 def test_direct_io_that_is_missing_is_no_missing_ring():
     def each(_, rank, now):
         changed(moving(rank, now, 3.1 * GB), flags=FLAG_FALLBACK, fallback_errno=22)

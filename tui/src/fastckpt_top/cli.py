@@ -199,7 +199,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _two_looks(session: Session, interval: float) -> None:
-    """Rates need two samples; a recording is taken as a whole."""
+    """Rates, and what ranks wait for, need two samples; a recording is taken as a whole."""
     if isinstance(session, Replay):
         session.run_through()
         return
@@ -227,14 +227,11 @@ def _once(args: argparse.Namespace, session: Session, interval: float) -> int:
 def _check(args: argparse.Namespace, session: Session, interval: float) -> int:
     from fastckpt_top import lines
 
-    if isinstance(session, Replay):
-        session.run_through()
-    else:
-        ends = time.monotonic() + (args.duration or 0.0)
+    _two_looks(session, interval)
+    ends = time.monotonic() + (args.duration or 0.0)
+    while not isinstance(session, Replay) and time.monotonic() < ends:
+        time.sleep(min(interval, max(ends - time.monotonic(), 0.0)))
         session.tick()
-        while time.monotonic() < ends:
-            time.sleep(min(interval, max(ends - time.monotonic(), 0.0)))
-            session.tick()
     good, words = lines.check(session.model, args.check)
     if args.json:
         from fastckpt_top.jsonout import JsonWriter

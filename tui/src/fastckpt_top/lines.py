@@ -210,7 +210,8 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
         target = f"target {op.target_name} x {text.count(op.gpus, 'GPU')}"
         name = f"{_named(op.job_key, model)} {op.kind} {op.label}".strip()
-        why = f"; {op.sentence.words[0]}" if op.sentence is not None and op.sentence.level != "info" else ""
+        told = op.sentence if op.running or op.failed else None
+        why = f"; {told.words[0]}" if told is not None and told.level != "info" else ""
         words.append(f"{result}: {name} ({state}): {figures}, {target}{why}")
     return good, "\n".join(words)
 

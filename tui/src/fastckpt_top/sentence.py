@@ -11,9 +11,9 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top import text
+from fastckpt_top import phrases, text
 from fastckpt_top.estimate import BEHIND, QUIET_S
-from fastckpt_top.rows import Sentence, Verdict, wait_text
+from fastckpt_top.rows import Sentence, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 
 SHORT: Final = 36
 """Cells that the shortest words have at most."""
-_NAMED: Final = 3
-"""Ranks that are called by name before they are only counted."""
 _MOST: Final = 0.5
 """Share of the ranks that makes what they wait for the operation's."""
-_WAITS: Final = {
-    "disk": "waits for the disk",
-    "source": "waits for the source",
-    "limit": "waits for bandwidth_limit",
-    "fsync": "is in fsync",
-}
 _WAIT: Final = {
     "disk": "wait for the disk",
     "source": "wait for the source",
@@ -92,20 +84,20 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     """A rank died or failed."""
     dead = [row for row in rows if row.state == "DEAD"]
     if dead:
-        who = _names(dead)
+        who = phrases.names(dead)
         end = {
             "save": ": this checkpoint cannot be completed" if op.running else ": this checkpoint was not completed",
             "load": ": it was not loaded whole",
             "verify": ": it was not verified whole",
         }.get(op.kind, "")
         short = {"save": ": no checkpoint", "load": " in load", "verify": " in verify"}.get(op.kind, "")
-        return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{_count(dead)} died")
+        return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{phrases.count(dead)} died")
     failed = [row for row in rows if row.error]
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
     stands = ": the old checkpoint stands" if op.kind == "save" else ""
-    by = f"{_names(failed)}: " if op.ranks > 1 and failed else ""
+    by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
     return _made(
@@ -120,27 +112,30 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
 def _stalled(rows: list[Row]) -> Sentence:
     """Ranks that give no sign of life, or move no byte."""
     row = max(rows, key=lambda row: row.stalled_s or 0.0)
-    seconds = _seconds(row.stalled_s or 0.0)
+    seconds = phrases.seconds(row.stalled_s or 0.0)
     state = row.process_state
     same = [other for other in rows if other.process_state == state]
-    who = _names(same)
+    who = phrases.names(same)
     words: tuple[str, ...]
     if state in ("T", "t"):
         signal = "SIGSTOP" if state == "T" else "debugger"
-        words = (f"{who} stopped ({signal}) for {seconds}", f"{_count(same)} stopped for {seconds}")
+        words = (f"{who} stopped ({signal}) for {seconds}", f"{phrases.count(same)} stopped for {seconds}")
     elif state == "D":
         words = (
             f"{who} in uninterruptible sleep (D) for {seconds}: the storage does not answer",
             f"{who}: the storage does not answer for {seconds}",
-            f"{_count(same)}: no answer for {seconds} (D)",
+            f"{phrases.count(same)}: no answer for {seconds} (D)",
         )
     else:
-        words = (f"{who} {_has(same)} made no progress for {seconds}", f"{_count(same)}: no progress for {seconds}")
+        words = (
+            f"{who} {_has(same)} made no progress for {seconds}",
+            f"{phrases.count(same)}: no progress for {seconds}",
+        )
     return _made("bad", row.key, *words)
 
 
 def _limited(op: NodeOp) -> Sentence:
-    now, target = _of(op.rate if op.rate is not None else op.average, op.target)
+    now, target = phrases.compared(op.rate if op.rate is not None else op.average, op.target)
     of = f" of {target}" if target else ""
     return _made(
         _level(op),
@@ -154,36 +149,31 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     """One rank for which the others wait."""
     waiting = sum(other.wait_kind == "peers" for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
-    tail = _fallback([row], named=False)
+    tail = phrases.fallback([row], named=False)
     more = f"; {tail}" if tail else ""
     return _made(
         _level(op),
         row.key,
-        f"Held back by {row.name}{others}{_colon(_speed(row), _why(row))}{more}",
-        f"Held back by {row.name}{_colon(_speed(row), _why(row))}{more}",
-        f"Held back by {row.name}{_colon(_speed(row), _why(row))}",
-        f"{row.name} holds it{_colon(_speed(row), _brief(row))}",
-        f"{row.name}{_colon(_speed(row, '/'), _brief(row))}",
+        f"Held back by {row.name}{others}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
+        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
+        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"{row.name} holds it{phrases.colon(phrases.speed(row), phrases.brief(row))}",
+        f"{row.name}{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
         f"held back by {row.name}",
     )
 
 
 def _left(op: NodeOp, row: Row) -> Sentence:
     """All ranks have ended but one."""
-    tail = _fallback([row], named=False)
+    tail = phrases.fallback([row], named=False)
     return _made(
         _level(op),
         row.key,
-        f"only {row.name} is left{_colon(_speed(row), _why(row))}" + (f"; {tail}" if tail else ""),
-        f"only {row.name} is left{_colon(_speed(row), _why(row))}",
-        f"{row.name} is left{_colon(_speed(row, '/'), _brief(row))}",
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
         f"only {row.name} is left",
     )
-
-
-def _colon(*parts: str) -> str:
-    words = ", ".join(part for part in parts if part)
-    return f": {words}" if words else ""
 
 
 def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
@@ -205,45 +195,45 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
     """Below the target, or without one: the slowest rank, else what most of them wait for."""
-    tail = _fallback(running)
+    tail = phrases.fallback(running)
     more = f"; {tail}" if tail else ""
     slow = _slowest(running)
     if slow is not None:
-        words = f"{slow.name}{_colon(_speed(slow), _why(slow))}"
+        words = f"{slow.name}{phrases.colon(phrases.speed(slow), phrases.why(slow))}"
         return _made(
             _level(op),
             slow.key,
             f"slowest is {words}{more}",
             f"slowest is {words}",
-            f"{slow.name}{_colon(_speed(slow, '/'), _brief(slow))}",
+            f"{slow.name}{phrases.colon(phrases.speed(slow, '/'), phrases.brief(slow))}",
             f"slowest is {slow.name}",
         )
-    average, target = _of(op.average, op.target)
+    average, target = phrases.compared(op.average, op.target)
     figures = f"average {average} of {target} GB/s" if target else f"average {average} GB/s"
     default = f" ({op.target_name}, the default target)" if op.target_source == "default" and target else ""
     if kind not in _WAIT:
         return _made(_level(op), "", f"{figures}{default}{more}", f"{figures}{more}", figures) if target else None
-    cause = f"{_all(those, op)} {(_WAITS if len(those) == 1 else _WAIT)[kind]}{_share(those)}"
-    who = "all" if 1 < len(those) == op.ranks else _count(those)
+    cause = f"{_all(those, op)} {(phrases.WAITS if len(those) == 1 else _WAIT)[kind]}{phrases.share(those)}"
+    who = "all" if 1 < len(those) == op.ranks else phrases.count(those)
     return _made(
         _level(op),
         running[0].key if len(running) == 1 else "",
-        f"{figures}{default}: {cause}{_hint(kind, op.kind)}{more}",
+        f"{figures}{default}: {cause}{phrases.hint(kind, op.kind)}{more}",
         f"{figures}: {cause}",
         f"{cause}{more}",
         cause,
-        f"{who}: {_brief(those[0]) if len(those) == 1 else f'{kind}{_share(those)}'}",
+        f"{who}: {phrases.brief(those[0]) if len(those) == 1 else f'{kind}{phrases.share(those)}'}",
     )
 
 
 def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
     """On target, or too early to say."""
-    if tail := _fallback(running):
+    if tail := phrases.fallback(running):
         row = next(row for row in running if row.fallback)
         return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
     if op.verdict is not Verdict.GOOD:
         return None
-    average, target = _of(op.average, op.target)
+    average, target = phrases.compared(op.average, op.target)
     return _made("info", "", f"on target: average {average} of {target} GB/s", f"on target: {average}/{target}")
 
 
@@ -251,9 +241,9 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
     """How it went."""
     if op.verdict is Verdict.QUIET:
         return None
-    average, target = _of(op.average, op.target)
+    average, target = phrases.compared(op.average, op.target)
     name = op.label or op.kind
-    tail = _fallback(rows, past=True)
+    tail = phrases.fallback(rows, past=True)
     more = f"; {tail}" if tail else ""
     if op.verdict is Verdict.GOOD:
         return _made(
@@ -278,11 +268,11 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
 def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
     """The words for ranks of which most are in fsync."""
     since = max(row.phase_s or 0.0 for row in those)
-    during = f" for {_seconds(since)}" if since >= 1.0 else ""
+    during = f" for {phrases.seconds(since)}" if since >= 1.0 else ""
     if len(running) == 1 < op.ranks:
         return (f"only {those[0].name} is left, in fsync{during}", f"{those[0].name} in fsync{during}")
     who = _all(those, op)
-    words = f"{who} {_WAITS['fsync'] if len(those) == 1 else _WAIT['fsync']}{during}"
+    words = f"{who} {phrases.WAITS['fsync'] if len(those) == 1 else _WAIT['fsync']}{during}"
     written = "all data is written; " if len(those) == len(running) else ""
     return (f"{written}{words}", words, f"fsync{during}")
 
@@ -291,13 +281,13 @@ def _peers(those: list[Row]) -> Sentence:
     """Ranks wait for one that is not here, or not at work."""
     name, _ = Counter(row.wait for row in those).most_common(1)[0]
     does = "waits" if len(those) == 1 else "wait"
-    who = _names(those)
+    who = phrases.names(those)
     return _made(
         "info",
         those[0].key,
         f"{who} {does} for {name}, which is at no work on this machine",
         f"{who} {does} for {name}",
-        f"{_count(those)} {does} for {name}",
+        f"{phrases.count(those)} {does} for {name}",
     )
 
 
@@ -317,76 +307,8 @@ def _shared(running: list[Row]) -> tuple[str, list[Row]]:
     return (kind, those) if kind and count > _MOST * len(running) else ("", [])
 
 
-def _why(row: Row) -> str:
-    """What a rank waits for, in words."""
-    idle = sum(thread.state == "IDLE" for thread in row.threads)
-    left = len(row.threads) - idle
-    if row.wait_kind == "fsync":
-        return f"in fsync for {_seconds(row.phase_s or 0.0)}"
-    wait = _WAITS.get(row.wait_kind, "")
-    share = "" if row.wait_share is None else f" {round(row.wait_share * 100)} %"
-    words = f"{wait}{share}" if wait else ""
-    if row.rate is not None and idle >= left > 0:
-        only = f"only {left} of {text.count(len(row.threads), 'thread')} {'has' if left == 1 else 'have'} work left"
-        return f"{only}, {words}" if words else only
-    slow = [thread for thread in row.threads if thread.slow]
-    if len(slow) == 1:
-        thread = f"thread w{slow[0].index} at {text.rate(slow[0].rate)}"
-        return f"{words}, {thread}" if words else thread
-    return words
-
-
-def _brief(row: Row) -> str:
-    return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
-
-
-def _hint(kind: str, op: str) -> str:
-    """What the source is."""
-    if kind != "source":
-        return ""
-    return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
-
-
-def _fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> str:
-    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons; empty without a fallback."""
-    rows = [row for row in rows if row.fallback]
-    if not rows:
-        return ""
-    row = rows[0]
-    without = row.engine == "uring" or (row.fallback == "EINVAL" and not row.direct)
-    wanted = "without direct I/O" if without else "not io_uring"
-    comma = "" if without else ","
-    verb = "ran" if past else "runs" if len(rows) == 1 else "run"
-    who = f"{_names(rows)} " if named else ""
-    return f"{who}{verb} {row.engine}{comma} {wanted} ({row.fallback})"
-
-
 def _level(op: NodeOp) -> str:
     return "warn" if op.verdict in (Verdict.LOW, Verdict.BAD) else "info"
-
-
-def _speed(row: Row, of: str = " of ") -> str:
-    """A rank's rate, which is its average where no byte moves at the moment, as its row shows it."""
-    now = row.rate if row.rate is not None else row.average
-    if now is None:
-        return ""
-    rate, target = _of(now, row.target)
-    return f"{rate}{of}{target} GB/s" if target else f"{rate} GB/s"
-
-
-def _of(rate: float | None, target: float) -> tuple[str, str]:
-    """Two rates that are compared; the second is empty where there is no target."""
-    return text.rates(rate, target) if target > 0 else (text.rate(rate), "")
-
-
-def _mean(rows: Sequence[Row]) -> float | None:
-    shares = [row.wait_share for row in rows if row.wait_share is not None]
-    return sum(shares) / len(shares) if shares else None
-
-
-def _share(rows: Sequence[Row]) -> str:
-    mean = _mean(rows)
-    return "" if mean is None else f" {round(mean * 100)} %"
 
 
 def _all(those: Sequence[Row], op: NodeOp) -> str:
@@ -395,27 +317,12 @@ def _all(those: Sequence[Row], op: NodeOp) -> str:
     return f"all {op.ranks} ranks" if len(those) == op.ranks else f"{len(those)} of {op.ranks} ranks"
 
 
-def _names(rows: Sequence[Row]) -> str:
-    """`rank 3`, `rank 1, rank 2`, `12 ranks`."""
-    return ", ".join(row.name for row in rows) if len(rows) <= _NAMED else f"{len(rows)} ranks"
-
-
-def _count(rows: Sequence[Row]) -> str:
-    return rows[0].name if len(rows) == 1 else f"{len(rows)} ranks"
-
-
 def _has(rows: Sequence[Row]) -> str:
     return "has" if len(rows) == 1 else "have"
 
 
 def _copies(rows: Sequence[Row]) -> str:
     return "copies" if len(rows) == 1 else "copy"
-
-
-def _seconds(seconds: float) -> str:
-    """`12 s`, cut as the rows cut it."""
-    words = text.ago(seconds)
-    return f"{words[:-1]} {'min' if words[-1] == 'm' else words[-1]}"
 
 
 def _made(level: str, row: str, *words: str) -> Sentence:
