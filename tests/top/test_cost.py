@@ -56,8 +56,7 @@ def test_less_than_a_tenth_of_a_core_for_64_ranks_of_8_threads():
         return used
 
     used = asyncio.run(go())
-    print("share of a core", used)
-    assert used < 0.10
+    assert used < 0.10, "a tenth of a core"
 
 
 def test_reading_8_segments_takes_little(place):
