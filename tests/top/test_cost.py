@@ -34,7 +34,8 @@ class Many(DemoSource):
     def times(proc, number):
         rank = proc.rank + 8 * number
         header = replace(proc.header, rank=rank, gpu=rank, pid=proc.header.pid + 1000 * number)
-        threads = proc.threads + tuple((slot + 4, thread) for slot, thread in proc.threads)
+        halves = [(slot, replace(thread, bytes_op=thread.bytes_op // 2)) for slot, thread in proc.threads]
+        threads = (*halves, *((slot + 4, thread) for slot, thread in halves))
         return replace(proc, key=f"{proc.key}-{number}", header=header, threads=threads)
 
 
