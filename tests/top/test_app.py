@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import textual.app
-from fastckpt_top import cli, targets, text
+from fastckpt_top import cli, config, targets, text
 from fastckpt_top.app import TopApp
 from fastckpt_top.model import Model
 from fastckpt_top.replay import Replay
+from fastckpt_top.rows import Sentence
+from fastckpt_top.views import colours
+from fastckpt_top.views.paint import STYLES
 from fastckpt_top.views.state import Ui
 
 from conftest import Clock, demo
@@ -23,7 +28,7 @@ KEYS = [
     "g", "G", "left", "right", "less_than_sign", "greater_than_sign", "s", "S", "enter", "t", "enter", "t", "o", "o",
     "a", "a", "a", "plus", "minus", "T", "e", "e", "2", "down", "end", "3", "down", "4", "pagedown", "1", "tab",
     "shift+tab", "slash", "6", "enter", "escape", "left_square_bracket", "right_square_bracket", "comma", "full_stop",
-    "space", "space",
+    "space", "space", "z", "z", "j", "c", "e", "e",
 ]  # fmt: skip
 
 
@@ -116,27 +121,31 @@ def test_views_help_and_threads():
     _, app = live()
 
     async def steps(pilot):
-        assert "└w0" in shown(app), "the selected rank's threads"
+        assert "rank 6 · pid 5345" in shown(app), "the threads of the slowest rank"
         for key, words in (
-            ("2", "THREADS"),
-            ("3", "HISTORY"),
-            ("4", "EVENTS"),
-            ("1", "of target"),
-            ("tab", "THREADS"),
-            ("shift+tab", "RANK GPU"),
+            ("2", "32 threads of 8 ranks"),
+            ("3", "history"),
+            ("4", "events"),
+            ("1", "slowest first"),
+            ("tab", "32 threads"),
+            ("shift+tab", "slowest first"),
         ):
             await pilot.press(key)
-            assert words in shown(app) or words.replace("of ", "") in shown(app), key
+            assert words in shown(app), key
         await pilot.press("question_mark")
-        assert "keys" in shown(app).splitlines()[0]
+        assert shown(app).startswith(" Keys\n")
+        await pilot.press("down", "pagedown")
+        assert app.ui.help, "these scroll"
+        assert not shown(app).startswith(" Keys\n")
         await pilot.press("t")
-        assert not app.ui.all_threads, "any key closes the help and does nothing else"
+        assert not app.ui.all_threads, "any other key closes the help and does nothing else"
+        assert not app.ui.help
         await pilot.press("t")
-        assert shown(app).count("└w0") > 1
+        assert shown(app).count(" w0 ") > 1
         await pilot.press("t", "down", "enter")
-        assert app.ui.expanded == {app.session.model.rows[1].proc_key}
+        assert app.ui.expanded == {next(row.proc_key for row in app.session.model.rows if row.rank == 5)}
 
-    drive(app, steps)
+    drive(app, steps, (120, 30))
 
 
 def test_the_filter_is_typed_with_letters_that_are_keys_elsewhere():
@@ -149,30 +158,34 @@ def test_the_filter_is_typed_with_letters_that_are_keys_elsewhere():
         assert not app.ui.all_threads
         await pilot.press("backspace", "backspace", "enter")
         assert app.ui.filter == "threads"
-        assert "5345" in shown(app)
-        assert "5327" not in shown(app)
+        assert "1 rank · slowest first" in shown(app)
         await pilot.press("escape")
-        assert "5327" in shown(app)
+        assert "8 ranks · slowest first" in shown(app)
         await pilot.press("t")
         assert app.ui.all_threads
 
     drive(app, steps, (100, 24))
 
 
-def test_selection_follows_the_keys_and_the_mouse():
+def test_selection_follows_the_slowest_then_the_keys_and_the_mouse():
     _, app = live()
 
     async def steps(pilot):
-        rows = app.session.model.rows
-        await pilot.press("j", "down", "k")
-        assert app.ui.selected == rows[1].key
+        def order():
+            return [row.key for row in app.ui.shown(app.session.model)]
+
+        assert not app.ui.selected
+        await pilot.press("down", "down", "up")
+        assert app.ui.selected == order()[1]
         await pilot.press("G")
-        assert app.ui.selected == rows[-1].key
+        assert app.ui.selected == order()[-1]
         await pilot.press("g")
-        assert app.ui.selected == rows[0].key
-        y = next(y for y, key in app.canvas.painted().rows.items() if key == rows[3].key)
+        assert app.ui.selected == order()[0]
+        y = next(y for y, key in app.canvas.painted().rows.items() if key == order()[3])
         await pilot.click(offset=(10, y))
-        assert app.ui.selected == rows[3].key
+        assert app.ui.selected == order()[3]
+        await pilot.press("escape")
+        assert not app.ui.selected
         y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == "help")
         await pilot.click(offset=(x + 1, y))
         await pilot.pause()
@@ -181,11 +194,24 @@ def test_selection_follows_the_keys_and_the_mouse():
     drive(app, steps)
 
 
+def test_heads_can_be_clicked():
+    _, app = live()
+
+    async def steps(pilot):
+        for wanted in (("rate", False), ("rate", True)):
+            y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == "sort_by('rate')")
+            await pilot.click(offset=(x + 1, y))
+            await pilot.pause()
+            assert (app.ui.sort, app.ui.reverse) == wanted
+
+    drive(app, steps)
+
+
 def test_sort_reverse_tier_mode_and_interval():
     _, app = live()
 
     async def steps(pilot):
-        await pilot.press("s")
+        await pilot.press("s", "s")
         assert app.ui.sort == "rate"
         await pilot.press("left", "S")
         assert (app.ui.sort, app.ui.reverse) == ("rank", True)
@@ -194,7 +220,7 @@ def test_sort_reverse_tier_mode_and_interval():
         await pilot.press("T", "T")
         assert "high 3.00" in shown(app)
         await pilot.press("S")
-        assert "sorted by rank" in shown(app)
+        assert "by rank" in shown(app).splitlines()[4], "said in the border"
         await pilot.press("a")
         assert " avg " in shown(app)
         await pilot.press("plus")
@@ -225,7 +251,7 @@ def test_only_running_ranks_are_said_to_be_only_those():
         assert "running only" not in shown(app)
         await pilot.press("o")
         await pilot.pause()
-        assert "running only" in shown(app).splitlines()[0]
+        assert "slowest first ▾ · running only" in shown(app)
 
     drive(app, steps, size=(120, 30))
 
@@ -236,20 +262,298 @@ def test_a_theme_that_is_not_there_is_an_error_that_lists_those_that_are(capsys,
     assert "textual-light" in capsys.readouterr().err
 
 
-def test_pause_lets_the_table_stand_and_the_header_live():
+@pytest.mark.parametrize("size", [(120, 30), (80, 24), (40, 8)], ids=str)
+def test_space_freezes_the_whole_screen_and_the_model_goes_on(size):
     clock, app = live()
 
     async def steps(pilot):
-        before = shown(app).splitlines()
         await pilot.press("space")
-        assert "PAUSED" in shown(app)
-        clock.now += 4
-        app.look()
-        after = shown(app).splitlines()
-        assert after[8] == before[8], "the table"
-        assert after[2] != before[2], "the header"
+        before = shown(app)
+        assert "FROZEN" in before
+        looks = app.session.model.mono
+        for _ in range(8):
+            clock.now += 0.5
+            app.look()
+        assert shown(app) == before
+        assert app.session.model.mono == looks + 4
+        await pilot.press("3", "1")
+        assert shown(app) == before, "one may look around in it"
         await pilot.press("space")
-        assert shown(app).splitlines()[8] != before[8]
+        after = shown(app)
+        assert "FROZEN" not in after
+        assert text.percent(app.session.model.main.progress) in after
+        assert text.percent(app.session.model.main.progress) not in before
+
+    drive(app, steps, size)
+
+
+def test_zoom_and_layout():
+    _, app = live()
+
+    async def steps(pilot):
+        assert "zoom 1 min" in shown(app)
+        for minutes in (2, 5, 10, 1):
+            await pilot.press("z")
+            assert f"zoom {minutes} min" in shown(app)
+        await pilot.press("e")
+        assert "written" not in shown(app)
+        assert "slowest first" in shown(app)
+        await pilot.press("e")
+        assert "written" in shown(app)
+        assert "slowest first" not in shown(app)
+        await pilot.press("e")
+        assert "written" in shown(app)
+        assert "slowest first" in shown(app)
+
+    drive(app, steps, (120, 30))
+
+
+def two_jobs(model):
+    """Put half of the ranks into a job of their own, which is in trouble."""
+    (job,) = model.jobs
+    sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed",))
+    model.jobs = [job, replace(job, key="b", name="bert", pid=77, sentence=sentence)]
+    model.ops = [*model.ops, replace(model.ops[0], job_key="b", label="step-7", sentence=sentence)]
+    model.rows = [replace(row, job_key="b") if (row.rank or 0) > 3 else row for row in model.rows]
+
+
+def test_j_goes_from_job_to_job_and_trouble_elsewhere_is_said():
+    _, app = live()
+    two_jobs(app.session.model)
+
+    async def steps(pilot):
+        two_jobs(app.session.model)
+        app.canvas.repaint()
+        first = shown(app)
+        assert "job 1 of 2 · j next" in first
+        assert "step-11800" in first
+        assert "▼ bert: rank 3 died: this checkpoint cannot be completed" in first
+        assert "4 ranks · slowest first" in first
+        await pilot.press("j")
+        second = shown(app)
+        assert "bert(77) · job 2 of 2 · j next" in second
+        assert "step-7 " in second
+        assert "▼ rank 3 died: this checkpoint cannot be completed" in second
+        assert "bert: rank 3" not in second
+        await pilot.press("j")
+        assert "job 1 of 2" in shown(app)
+
+    drive(app, steps, (120, 30))
+
+
+def test_with_one_job_j_says_so():
+    _, app = live()
+
+    async def steps(pilot):
+        await pilot.press("j")
+        assert "there is one job" in shown(app)
+        assert "j next" not in shown(app)
+
+    drive(app, steps)
+
+
+def colours_of(app):
+    return {name: app.canvas._style_of(name, selected=False) for name in STYLES if name != "select"}
+
+
+@pytest.mark.parametrize("theme", ["ansi-dark", "ansi-light"])
+def test_sixteen_colours_tell_apart_what_must_be(theme):
+    _, app = live(theme=theme)
+    if theme not in app.available_themes:
+        needs.missing(f"needs a textual that has the theme {theme}; this one has {', '.join(app.available_themes)}")
+
+    async def steps(pilot):
+        await pilot.pause()
+        found = colours_of(app)
+        chosen = [found[name].color.name for name in ("good", "low", "bad", "graph", "read", "target")]
+        assert len(set(chosen)) == len(chosen)
+        assert all(style.color.type.name in ("STANDARD", "DEFAULT") for style in found.values())
+        assert all(style.bgcolor.is_default for style in found.values())
+
+    drive(app, steps)
+
+
+def luminance(color):
+    parts = [value / 255 for value in color.triplet]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(factor * part for factor, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(style):
+    low, high = sorted((luminance(style.color), luminance(style.bgcolor)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord", "solarized-light"])
+def test_all_styles_can_be_read_on_dark_and_light(theme):
+    _, app = live(theme=theme)
+
+    async def steps(pilot):
+        await pilot.pause()
+        found = {name: contrast(style) for name, style in colours_of(app).items()}
+        assert {name: ratio for name, ratio in found.items() if ratio < 3.0} == {}
+
+    drive(app, steps)
+
+
+def test_without_colours_bad_stands_out_more_than_good(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, app = live()
+
+    async def steps(pilot):
+        await pilot.pause()
+        found = colours_of(app)
+        assert found["bad"].bold
+        assert not found["good"].bold
+        assert contrast(found["bad"]) >= contrast(found["good"]) > contrast(found["dim"])
+        await pilot.press("c")
+        assert "NO_COLOR" in shown(app)
+
+    drive(app, steps, (120, 30))
+
+
+def test_c_goes_through_the_themes_and_says_which():
+    _, app = live()
+
+    async def steps(pilot):
+        first = app.theme
+        seen = []
+        for _ in range(len(app.available_themes)):
+            await pilot.press("c")
+            await pilot.pause()
+            assert f"theme {app.theme}" in shown(app)
+            seen.append(app.theme)
+        assert sorted(seen) == sorted(app.available_themes)
+        assert seen[-1] == first
+
+    drive(app, steps, (120, 30))
+
+
+THEMES = ["textual-dark", "textual-light", "ansi-dark", "ansi-light", "nord"]
+
+
+@pytest.mark.parametrize(
+    ("themes", "environ", "sixteen", "wanted"),
+    [
+        (THEMES, {}, False, "textual-dark"),
+        (THEMES, {"COLORFGBG": "0;15"}, False, "textual-light"),
+        (THEMES, {"COLORFGBG": "15;0"}, True, "ansi-dark"),
+        (THEMES, {"COLORFGBG": "0;default;15"}, True, "ansi-light"),
+        (["textual-dark", "textual-ansi"], {}, True, "textual-ansi"),
+        (["textual-dark"], {}, True, "textual-dark"),
+        ([], {}, True, ""),
+    ],
+)
+def test_the_theme_for_a_terminal(themes, environ, sixteen, wanted):
+    assert colours.default(themes, environ, sixteen=sixteen) == wanted
+
+
+def test_a_terminal_of_sixteen_colours_is_offered_only_those():
+    assert colours.choices(THEMES, sixteen=True) == ["ansi-dark", "ansi-light"]
+    assert colours.choices(["nord"], sixteen=True) == ["nord"]
+    assert colours.choices(THEMES, sixteen=False) == sorted(THEMES)
+
+
+# --- what is remembered ----------------------------------------------------------------------------------------------
+
+
+def test_choices_are_remembered(tmp_path):
+    file = tmp_path / "config" / "fastckpt" / "top.json"
+    _, app = live(remembered=file)
+
+    async def steps(pilot):
+        assert not file.exists(), "nothing was chosen yet"
+        await pilot.press("c", "plus", "3", "s", "z", "e")
+        assert json.loads(file.read_text()) == {
+            "theme": app.theme, "interval": 1.0, "view": "history", "sort": "rank", "zoom": 120.0, "layout": "ranks",
+        }  # fmt: skip
+
+    drive(app, steps)
+    assert [path.name for path in file.parent.iterdir()] == ["top.json"], "nothing is left beside it"
+    found, problem = config.load(file)
+    assert found["zoom"] == 120.0
+    assert not problem
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_the_choice_holds(tmp_path):
+    (tmp_path / "fastckpt").write_text("a file where the directory should be")
+    _, app = live(remembered=tmp_path / "fastckpt" / "top.json")
+
+    async def steps(pilot):
+        await pilot.press("z")
+        await pilot.pause()
+        assert "cannot write" in shown(app)
+        assert app.ui.zoom_s == 120.0
+        await pilot.press("z")
+        await pilot.pause()
+        assert "cannot write" not in shown(app)
+
+    drive(app, steps, (120, 30))
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "words"),
+    [
+        (b"", {}, "it is not JSON"),
+        (b"\xff\xfe", {}, "it is not JSON"),
+        (b"[" * 60_000, {}, "it is not JSON"),
+        (b"[1]", {}, "no JSON object"),
+        (b'{"interval": true, "zoom": 60}', {"zoom": 60}, "interval: value ignored"),
+        (b'{"interval": NaN, "view": ["live"], "sort": "rank"}', {"sort": "rank"}, "interval, view: value ignored"),
+        (b'{"later": 1, "layout": "graph"}', {"layout": "graph"}, ""),
+    ],
+)
+def test_a_broken_file_is_told_of_and_the_rest_is_kept(tmp_path, content, kept, words):
+    file = tmp_path / "top.json"
+    file.write_bytes(content)
+    found, problem = config.load(file)
+    assert found == kept
+    assert words in problem
+    assert bool(words) == bool(problem)
+    assert config.remember(file, "sort", "eta") == ""
+    assert config.load(file) == ({**kept, "sort": "eta"}, problem if "value" not in problem and kept else "")
+
+
+def test_the_file_stands_where_the_environment_says(tmp_path):
+    assert config.path({"XDG_CONFIG_HOME": str(tmp_path)}) == tmp_path / "fastckpt" / "top.json"
+    home = Path("~/.config/fastckpt/top.json").expanduser()
+    assert config.path({}) == config.path({"XDG_CONFIG_HOME": "relative"}) == home
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), ("history", "rank", 2.0, "gruvbox", 300.0)),
+        (
+            ("--view", "live", "--sort", "eta", "-d", "0.2", "--theme", "dracula"),
+            ("live", "eta", 0.2, "dracula", 300.0),
+        ),
+        (("--no-config",), ("live", "worst", 0.5, "", 0.0)),
+    ],
+)
+def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    kept = {"view": "history", "sort": "rank", "interval": 2.0, "theme": "gruvbox", "zoom": 300.0, "layout": "all"}
+    (tmp_path / "fastckpt").mkdir()
+    (tmp_path / "fastckpt" / "top.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(cli, "_interactive", lambda: True)
+    seen = []
+
+    def run(self, **_):
+        seen.append((self.ui.view, self.ui.sort, self.ui.interval, self._theme_wanted, self.ui.zoom_s))
+        assert (self._remembered is None) == ("--no-config" in options)
+
+    monkeypatch.setattr(TopApp, "run", run)
+    assert cli.main(["--demo", *options]) == 0
+    assert seen == [wanted]
+
+
+def test_a_remembered_theme_that_is_gone_is_ignored(tmp_path):
+    _, app = live(theme="nosuch")
+
+    async def steps(pilot):
+        await pilot.pause()
+        assert app.theme == "textual-dark"
 
     drive(app, steps)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fastckpt_top import demo, jsonout, lines, prometheus
+from fastckpt_top import demo, jsonout, lines, prometheus, text
 from fastckpt_top.model import Model
+from fastckpt_top.rows import Verdict
 from fastckpt_top.segment import Phase
 from fastckpt_top.snapshot import Snapshot
 from hypothesis import given, settings
@@ -206,28 +207,73 @@ def check_now(world: World, model: Model, now: float, attached: float) -> None:
     shown = [(op.label, op.ranks, op.total, op.failed, op.done, op.average or 0.0) for op in model.ops if op.running]
     for one, other in zip(sorted(shown), sorted(wanted), strict=True):
         assert one == (*other[:-1], pytest.approx(other[-1])), (now, attached)
-    # All that judge the node say the same.
-    if wanted:
-        assert lines.check(model, 0.0)[0] is all(not bad for _, _, _, bad, *_ in wanted)
-    tick = jsonout.Ticks().next(model)
-    assert [(op["label"], op["done"], op["running"]) for op in tick["ops"]] == [
-        (op.label, op.done, op.running) for op in model.ops
+
+
+def check_jobs(world: World, model: Model, now: float) -> None:
+    """Jobs are what was launched together, and all that judge an operation say the same."""
+    launch = {f"process-{process.pid}": process.launch for process in world.processes}
+    there = {key: launch[key] for key in model.job_of}
+    keys = {job: {model.job_of[key] for key in there if there[key] == job} for job in there.values()}
+    assert all(len(one) == 1 for one in keys.values()), "one key a job"
+    assert len({one for (one,) in keys.values()}) == len(keys), "and no two jobs have the same"
+    number = {key: job for job, (key,) in keys.items()}
+    alive = [process.launch for process in world.processes if process.begin <= now < process.end]
+    shown = {number[job.key]: job for job in model.jobs}
+    assert set(alive) <= shown.keys()
+    assert {one: job.alive for one, job in shown.items()} == {one: alive.count(one) for one in shown}
+    assert {row.job_key for row in model.rows} <= {job.key for job in model.jobs}
+    good = []
+    for one in shown:
+        mine = [
+            begun for op in world.operations if (begun := [p for who, p in op if who.launch == one if p.start <= now])
+        ]
+        running = [parts for parts in mine if any(part.running(now) for part in parts)]
+        last = sorted(mine, key=lambda parts: max(part.end for part in parts))[-1:]
+        good += [all(part.fate == "done" or part.end > now for part in parts) for parts in running or last]
+    assert lines.check(model, 0.0)[0] == (all(good) if good else None), now
+    tick, table, page = jsonout.Ticks().next(model), lines.table(model), prometheus.render(model)
+    assert [job["key"] for job in tick["jobs"]] == [job.key for job in model.jobs]
+    for op, told in zip(model.ops, tick["ops"], strict=True):
+        assert (told["job"], told["label"], told["done"], told["running"]) == (
+            op.job_key,
+            op.label,
+            op.done,
+            op.running,
+        )
+        said = op.sentence
+        assert (told["sentence"] or {}).get("level") == (said.level if said else None)
+        assert (said is not None and said.level == "bad") == (op.failed > 0)
+        if said is not None:
+            assert f" {said.words[0]}\n" in table
+            assert text.width(said.words[-1]) <= 36
+            if said.level != "bad":
+                assert (said.level == "warn") == (op.verdict in (Verdict.LOW, Verdict.BAD))
+    levels = [
+        sample.labels["level"]
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "fastckpt_job_level" and sample.value
     ]
+    said_of = [job.sentence.level for job in model.jobs if job.sentence]
+    assert set(levels) <= set(said_of)
+    if len({job.name for job in model.jobs}) == len(model.jobs):
+        assert levels == said_of
 
 
 def check_series(world: World, model: Model, now: float) -> None:
-    """A series belongs to the process that lives, not to the one that had the rank before."""
+    """A series belongs to the process that lives, not to the one that had the rank before, and not to another job's."""
     living = [process for process in world.processes if process.begin <= now < process.end]
     moved = {
-        sample.labels["rank"]: sample.value
+        (sample.labels["job_name"], sample.labels["rank"]): sample.value
         for family in text_string_to_metric_families(prometheus.render(model))
         for sample in family.samples
         if sample.name == "fastckpt_io_bytes_total"
     }
     for process in living:
-        if sum(other.rank == process.rank for other in living) == 1:
-            wanted = sum(part.done(now) for part in process.parts if part.start <= now)
-            assert moved[str(process.rank)] == wanted, (process.pid, now)
+        alike = {other.launch for other in living if other.job == process.job}
+        name = process.job if len(alike) == 1 else model.job_of[f"process-{process.pid}"]
+        wanted = sum(part.done(now) for part in process.parts if part.start <= now)
+        assert moved[name, str(process.rank)] == wanted, (process.pid, now)
 
 
 def check_past(world: World, model: Model) -> None:
@@ -254,6 +300,7 @@ def test_what_is_shown_is_what_happened(jobs, late, interval):
     while True:
         model.update(world.seen(now))
         check_now(world, model, now, attached)
+        check_jobs(world, model, now)
         if int(now) % 5 == 0:
             check_series(world, model, now)
         if now >= world.end:

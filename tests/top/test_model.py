@@ -7,87 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from by_hand import GB, Rank, joined, look
 from fastckpt_top import demo as demonstration
 from fastckpt_top import targets, text
 from fastckpt_top.model import Model
 from fastckpt_top.rows import Verdict, judge
 from fastckpt_top.segment import Phase
-from fastckpt_top.snapshot import Snapshot
 from fastckpt_top.window import Sample, Window, percentile
 
 from conftest import demo
-
-GB = 10**9
-
-
-class Rank:
-    """One process whose state is set by hand."""
-
-    def __init__(self, rank=0, threads=2):
-        base = demonstration.DemoSource(lambda: 0.0, lambda: 0.0, 9.0).at(0.0).procs[rank]
-        self.proc = replace(
-            base, operations=(), threads=(), history=(), process=replace(base.process, target_save=0, target_load=0)
-        )
-        self.base = base
-        self.count = threads
-
-    def op(self, done=0, phase=Phase.WRITE, total=10 * GB, start=0.0, end=0.0, slot=0, **values):
-        op = replace(
-            self.base.operations[0],
-            op_id=slot + 1, phase=phase, bytes_total=total, t_start_mono_ns=int(start * 1e9),
-            t_phase_mono_ns=int(start * 1e9), t_end_mono_ns=int(end * 1e9),
-            flags=0, fallback_errno=0, target=0, label="step-1", step=1, **values,
-        )  # fmt: skip
-        others = tuple(o for o in self.proc.operations if o.op_id != op.op_id)
-        threads = tuple(t for t in self.proc.threads if t[1].op_id != op.op_id) + tuple(
-            (
-                slot * 8 + i,
-                replace(
-                    self.base.threads[0][1], op_id=op.op_id, bytes_op=done // self.count, requests=done // (4 << 20)
-                ),
-            )
-            for i in range(self.count)
-        )
-        self.proc = replace(self.proc, operations=(*others, op), threads=threads)
-        return self
-
-    def of(self, **values):
-        """Another process: values of its header."""
-        key = values.pop("key", None) or f"{self.proc.key}-{values.get('pid', '')}"
-        self.proc = replace(self.proc, key=key, header=replace(self.proc.header, **values))
-        return self
-
-    def named(self, label, step=-1):
-        """Its operations under another name."""
-        self.proc = replace(
-            self.proc, operations=tuple(replace(op, label=label, step=step) for op in self.proc.operations)
-        )
-        return self
-
-    def record(self, start, seconds, label="step-1", step=1, op_id=1, **values):
-        """A record of an ended operation in its history; the epoch is that of `look`."""
-        record = replace(
-            demonstration._past(0, 0)[0], op_id=op_id, kind=1, label=label, step=step, bytes=GB,
-            t_start_real_ns=int((1e9 + start) * 1e9), dur_ns=int(seconds * 1e9), **({"result": 1} | values),
-        )  # fmt: skip
-        self.proc = replace(self.proc, history=(*self.proc.history, record))
-        return self
-
-    def beat(self, heartbeat):
-        self.proc = replace(self.proc, process=replace(self.proc.process, heartbeat=heartbeat))
-        return self
-
-    def thread(self, index, **values):
-        slot, old = self.proc.threads[index]
-        changed = list(self.proc.threads)
-        changed[index] = (slot, replace(old, **values))
-        self.proc = replace(self.proc, threads=tuple(changed))
-        return self
-
-
-def look(model, now, *ranks):
-    model.update(Snapshot(now, 1e9 + now, "host", tuple(rank.proc for rank in ranks)))
-    return model
 
 
 def test_the_rate_is_that_of_the_last_second_and_the_average_that_of_the_operation():
@@ -425,7 +353,6 @@ def test_text_pieces():
     assert text.bar(9, 4, text.ASCII.bar) == "####"
     assert text.bar(math.nan, 4, text.UNICODE.bar) == "    "
     assert text.spark([0, 1, 2, 3], 6, 2.0) == "   ▄██"
-    assert text.columns([1.0, 2.0], 3, 2, 2.0) == ["  █", " ██"]
     assert text.fit("abcdef", 4) == "abc…"
     assert text.fit_front("/a/b/c", 4) == "…b/c"
     assert text.width(text.fit("日本語", 4)) == 4
@@ -440,14 +367,6 @@ def test_text_pieces():
     ]
     assert text.block(16 << 20) == "16 MiB"
     assert text.clean("a\x1bb\u202ec") == "a\ufffdb\ufffdc"
-
-
-def joined(rank, number, group=77, waits_for=None, size=3):
-    """A rank that saves with others."""
-    waits = 0 if waits_for is None else waits_for + 1
-    process = replace(rank.proc.process, group=group, group_rank=number, group_size=size, waits_for=waits)
-    rank.proc = replace(rank.proc, process=process)
-    return rank
 
 
 def test_a_rank_that_waits_for_another_is_neither_slow_nor_stalled():

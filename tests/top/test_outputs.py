@@ -315,7 +315,7 @@ def test_the_prometheus_option_writes_beside_any_mode(producer, top, tmp_path):
     producer()
     path = tmp_path / "x.prom"
     assert top("--once", "-d", "0.1", "--prometheus", path).returncode == 0
-    assert 'fastckpt_process_up{rank="0"' in path.read_text()
+    assert 'fastckpt_process_up{job_name="producer",rank="0"' in path.read_text()
     assert top("--once", "--prometheus", tmp_path / "none" / "x.prom").returncode == 4
 
 

@@ -30,8 +30,15 @@ class Terminal:
     def start(self, *args, env="", size=(100, 30)):
         program = " ".join([sys.executable, "-m", "fastckpt_top", *args])
         # readline, which pytest loads, leaves LINES and COLUMNS in the environment of its children.
-        command = f"env -u LINES -u COLUMNS FASTCKPT_TOP_DIR={self.place} {env} {program}; echo EXIT=$?; sleep 60"
+        dirs = f"FASTCKPT_TOP_DIR={self.place} XDG_CONFIG_HOME={self.place}/none"
+        command = f"env -u LINES -u COLUMNS {dirs} {env} {program}; echo EXIT=$?; sleep 60"
         self.tmux("-f", "/dev/null", "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), command)
+
+    def shell(self, *args):
+        """Start it from a shell that knows jobs, which a signal to stop needs."""
+        self.tmux("-f", "/dev/null", "new-session", "-d", "-x", "100", "-y", "30", "bash --norc -i")
+        program = " ".join([sys.executable, "-m", "fastckpt_top", "--no-config", *args])
+        self.keys(f"env -u LINES -u COLUMNS {program}", "Enter")
 
     def screen(self, *args):
         return self.tmux("capture-pane", "-p", *args)
@@ -42,10 +49,12 @@ class Terminal:
         return found
 
     def drawn(self, width, height):
-        """Whether the picture has the size of the window: the clock or the state is in its corner."""
-        lines = self.screen().splitlines()
-        fits = len(lines) <= height and lines[0].startswith(" fastckpt") and width - 1 <= len(lines[0]) <= width
-        return fits and (lines[0].endswith("live") or lines[0][-3] == ":")
+        """Whether the picture has the size of the window: the corners of the box, or the lines without one."""
+        lines = self.screen().rstrip("\n").splitlines()
+        if width >= 60:
+            return len(lines) == height and lines[0][0] + lines[0][width - 1 :] == "╭╮"
+        bar = "░" in lines[0]
+        return lines[0].startswith("WRITE ") and bar == (width >= 32) and max(map(len, lines)) <= width
 
     def keys(self, *keys):
         self.tmux("send-keys", *keys)
@@ -74,16 +83,16 @@ def test_a_live_rate_appears_and_resizing_and_quitting_work(terminal, producer):
     terminal.start()
     terminal.wait("No fastckpt process yet")
     producer("--rate", 2e9)
-    terminal.wait(r"SAVE +[1-9]\.\d+ / ")
+    terminal.wait(r"now +[1-9]\.\d+ ")
     terminal.wait(r"0 +\d+ WRITE +[12]\.\d\d")
     for width, height in ((40, 8), (20, 4), (160, 50), (80, 24)):
         terminal.tmux("resize-window", "-x", str(width), "-y", str(height))
         drawn = eventually(lambda w=width, h=height: terminal.drawn(w, h))
         assert drawn, f"{width}x{height}:\n{terminal.screen()}"
     terminal.keys("t", "s", "?")
-    terminal.wait("any key|fastckpt-top: keys")
+    terminal.wait("any other key closes")
     terminal.keys("x", "3")
-    terminal.wait("HISTORY")
+    terminal.wait("history")
     terminal.keys("q")
     terminal.wait("EXIT=0")
     assert terminal.restored()
@@ -114,6 +123,32 @@ def test_no_color_and_ascii_in_a_terminal(terminal):
     colors = {tuple(found) for found in re.findall(r"[34]8;2;(\d+);(\d+);(\d+)", terminal.screen("-e"))}
     assert all(len(set(color)) == 1 for color in colors), "grey"
     terminal.keys("q")
+    terminal.wait("EXIT=0")
+
+
+def test_sixteen_colours_are_the_terminals_own(terminal):
+    terminal.start("--demo", env="TERM=xterm COLORTERM=")
+    terminal.wait("step-11800")
+    shown = terminal.screen("-e")
+    assert not re.findall(r"\x1b\[[0-9;]*[34]8;[25];", shown), "no colours that it does not have"
+    for style, sign in (("32", "●"), ("35|95", "[⡀⠄⠂⠁]"), ("34|94", "█")):
+        assert re.search(rf"\x1b\[[0-9;]*({style})m[^\x1b]*({sign})", shown), (style, sign)
+    terminal.keys("c")
+    terminal.wait("theme ansi-light")
+    terminal.keys("q")
+    terminal.wait("EXIT=0")
+
+
+def test_it_stops_and_goes_on(terminal):
+    terminal.shell("--demo")
+    terminal.wait("step-11800")
+    terminal.keys("C-z")
+    terminal.wait("Stopped|suspended")
+    terminal.keys("fg", "Enter")
+    terminal.wait("slowest first")
+    terminal.keys("q")
+    assert terminal.restored()
+    terminal.keys("echo EXIT=$?", "Enter")
     terminal.wait("EXIT=0")
 
 

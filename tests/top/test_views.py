@@ -14,15 +14,14 @@ from fastckpt_top import text
 from fastckpt_top.model import Model
 from fastckpt_top.replay import Replay
 from fastckpt_top.snapshot import Snapshot
-from fastckpt_top.views.header import axis
 from fastckpt_top.views.live import paint
 from fastckpt_top.views.paint import STYLES, Frame
-from fastckpt_top.views.state import VIEWS, Ui
+from fastckpt_top.views.state import LAYOUTS, VIEWS, Ui
 
 from conftest import HERE, demo
 
 GOLDEN = HERE / "golden"
-SIZES = [(80, 24), (60, 14), (40, 8), (20, 4), (160, 50), (200, 60), (30, 1), (100, 30)]
+SIZES = [(80, 24), (60, 16), (60, 14), (40, 8), (20, 4), (10, 2), (160, 50), (200, 60), (30, 1), (120, 30)]
 MOMENTS = {"begin": 0.0, "save": 9.0, "fsync": 14.5, "idle": 30.0, "load": 46.0}
 """Seconds into the recording."""
 
@@ -93,39 +92,11 @@ def test_help(replay):
 @pytest.mark.parametrize("moment", [*MOMENTS, "empty"])
 def test_each_line_is_as_wide_as_the_screen_at_every_size(replay, moment):
     model = Model() if moment == "empty" else at(replay, MOMENTS[moment])
-    widths = [
-        1,
-        2,
-        5,
-        10,
-        19,
-        20,
-        21,
-        29,
-        33,
-        40,
-        47,
-        48,
-        59,
-        60,
-        61,
-        79,
-        80,
-        81,
-        99,
-        100,
-        109,
-        110,
-        139,
-        140,
-        141,
-        200,
-        300,
-    ]
-    for width, height in itertools.product(widths, (1, 2, 3, 4, 7, 8, 11, 12, 19, 20, 24, 33, 60)):
+    widths = [1, 10, 19, 20, 31, 32, 45, 46, 59, 60, 63, 67, 68, 80, 103, 104, 119, 120, 160, 200, 300]
+    for width, height in itertools.product(widths, (1, 2, 5, 6, 9, 10, 15, 16, 24, 60)):
         for ui in (
             Ui(),
-            Ui(all_threads=True, full=height == 24),
+            Ui(all_threads=True, layout=LAYOUTS[(width + height) % 3]),
             Ui(view=VIEWS[1 + (width + height) % 3]),
             Ui(help=True),
         ):
@@ -151,17 +122,18 @@ def test_sorting_and_filters(replay):
     def ranks(**values):
         return [row.rank for row in Ui(**values).rows(model.rows)]
 
-    assert ranks() == list(range(8))
-    assert ranks(reverse=True) == list(range(7, -1, -1))
+    assert ranks()[:2] == [6, 5], "the worst first"
+    assert ranks(sort="rank") == list(range(8))
+    assert ranks(sort="rank", reverse=True) == list(range(7, -1, -1))
     assert ranks(sort="eta")[0] == 6
     assert ranks(sort="rate")[-1] == 6
     assert ranks(sort="pid") == list(range(8))
     assert ranks(filter="6") == [6]
     assert ranks(filter="threads") == [6]
-    assert ranks(filter="LLAMA") == list(range(8))
+    assert sorted(ranks(filter="LLAMA")) == list(range(8))
     assert ranks(filter="nobody") == []
     assert "no rank matches 'nobody'" in screen(model, (80, 24), Ui(filter="nobody")).plain
-    assert ranks(active_only=True) == list(range(8))
+    assert sorted(ranks(active_only=True)) == list(range(8))
     assert Ui(active_only=True).rows(at(replay, MOMENTS["idle"]).rows) == []
 
 
@@ -226,19 +198,6 @@ def test_going_back_shows_what_was_shown(recording):
     for tick in (count - 2, 40, 39, 3, 0):
         step_to(replay, tick)
         assert screen(replay.model, (120, 40)).plain == forward[tick]
-
-
-@pytest.mark.parametrize(("top", "height"), [(26.4e9, 4), (26.4e9, 6), (26.4e9, 20), (3.3e9, 5), (0.22e9, 6), (1e6, 3)])
-def test_the_axis_is_linear_in_round_numbers(top, height):
-    labels = axis(top, height)
-    known = [(height - 1 - row, float(label) * 1e9) for row, label in enumerate(labels) if label]
-    assert known[-1] == (0, 0.0)
-    assert len(known) >= min(height, 3) - 1
-    for line, level in known:
-        assert line - 1e-6 <= level / top * height <= line + 1 + 1e-6, "in the line that its height falls into"
-    steps = {round(a - b) for (_, a), (_, b) in itertools.pairwise(known)}
-    assert len(steps) == 1
-    assert f"{steps.pop():.0e}"[0] in "125"
 
 
 def test_shares_durations_and_counts_keep_to_their_cells():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 import select
 import signal
 import sys
@@ -16,19 +18,22 @@ from textual.app import App
 from textual.binding import Binding
 from textual.widgets import Input
 
-from fastckpt_top import picture, targets, text
+from fastckpt_top import config, picture, targets, text
 from fastckpt_top.record import Recorder
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
+from fastckpt_top.views import colours
 from fastckpt_top.views.canvas import Canvas
+from fastckpt_top.views.graph import ZOOMS
 from fastckpt_top.views.paint import Frame
-from fastckpt_top.views.state import MODES, SORTS, VIEWS, Ui
+from fastckpt_top.views.state import LAYOUTS, MODES, SORT_WORDS, SORTS, VIEWS, Ui
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from textual.app import ComposeResult
 
+    from fastckpt_top.model import Model
     from fastckpt_top.session import Session
 
 SHORTEST_S: Final = 0.1
@@ -38,6 +43,19 @@ IDLE_S: Final = 1.0
 NOTICE_S: Final = 4.0
 """How long a message stays, seconds."""
 PAGE: Final = 10
+SCROLLING: Final = {
+    "up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -1_000_000, "end": 1_000_000,
+}  # fmt: skip
+"""Keys that scroll the help, and by how many lines."""
+
+
+def frozen(model: Model) -> Model:
+    """What a model shows now, as a model of its own that stands still."""
+    kept = copy.copy(model)
+    for name, value in vars(model).items():
+        if isinstance(value, list) or name in ("past", "_events", "_series"):
+            setattr(kept, name, copy.deepcopy(value))
+    return kept
 
 
 def _hung_up() -> bool:
@@ -54,8 +72,10 @@ class TopApp(App[None]):
         session: What to show.
         ui: The first choice of view, sorting and so on.
         glyphs: Characters.
-        theme: Name of a Textual theme; empty for its default.
+        theme: Name of a Textual theme; empty for one that suits the terminal.
         duration: Quit after so many seconds; None never.
+        remembered: File that takes what the user chooses; None to forget it.
+        notice: What to say first.
         clock: Monotonic clock, seconds.
     """
 
@@ -70,8 +90,8 @@ class TopApp(App[None]):
         Binding("q", "quit", "Quit"),
         Binding("ctrl+z", "suspend_process", "Suspend"),
         Binding("question_mark,h,f1", "help", "Help"),
-        Binding("up,k", "move(-1)", "Up"),
-        Binding("down,j", "move(1)", "Down"),
+        Binding("up", "move(-1)", "Up"),
+        Binding("down", "move(1)", "Down"),
         Binding("pageup", f"move({-PAGE})", "Page up"),
         Binding("pagedown", f"move({PAGE})", "Page down"),
         Binding("home,g", "first", "First"),
@@ -86,12 +106,15 @@ class TopApp(App[None]):
         Binding("slash", "filter", "Filter"),
         Binding("escape", "clear", "Clear"),
         Binding("o", "active", "Active only"),
-        Binding("space", "pause", "Pause"),
+        Binding("space", "pause", "Freeze"),
+        Binding("j", "job", "Next job"),
+        Binding("z", "zoom", "Zoom"),
+        Binding("c", "theme", "Colours"),
         Binding("plus,equals_sign", "slower", "Longer interval"),
         Binding("minus", "quicker", "Shorter interval"),
         Binding("T", "tier", "Tier"),
         Binding("a", "mode", "Average"),
-        Binding("e", "full", "Graph"),
+        Binding("e", "layout", "Layout"),
         Binding("tab", "next_view", "Next view", priority=True),
         Binding("shift+tab", "next_view(-1)", "View before", priority=True),
         *(Binding(str(index + 1), f"view('{name}')", name) for index, name in enumerate(VIEWS)),
@@ -111,6 +134,8 @@ class TopApp(App[None]):
         glyphs: text.Glyphs = text.UNICODE,
         theme: str = "",
         duration: float | None = None,
+        remembered: Path | None = None,
+        notice: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -118,6 +143,9 @@ class TopApp(App[None]):
         self.ui = ui or Ui()
         self.glyphs = glyphs
         self._theme_wanted = theme
+        self._remembered = remembered
+        self._first_notice = notice
+        self._frozen: Model | None = None
         self._duration = duration
         self._clock = clock
         self._next = float("-inf")
@@ -138,13 +166,16 @@ class TopApp(App[None]):
     def on_mount(self) -> None:
         """Start the timer; take care that the terminal is restored when we are told to stop."""
         self.theme_changed_signal.subscribe(self, lambda _: self.canvas.restyle())
-        if self._theme_wanted in self.available_themes:
-            self.theme = self._theme_wanted
+        themes = self.available_themes
+        wanted = self._theme_wanted if self._theme_wanted in themes else ""
+        self.theme = wanted or colours.default(themes, os.environ, sixteen=self._sixteen) or self.theme
         if not self.is_headless:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, self.exit)
         self.set_focus(None)
+        if self._first_notice:
+            self._say(self._first_notice)
         self.look()
         self._timer = self.set_interval(SHORTEST_S, self._tick)
         if self._duration is not None:
@@ -185,15 +216,25 @@ class TopApp(App[None]):
 
     def _frame(self, width: int, height: int) -> Frame:
         session = self.session
-        return Frame(session.model, self.ui, self.glyphs, width, height, session.status(), session.live)
+        model = self._frozen or session.model
+        frozen = self._frozen is not None
+        return Frame(model, self.ui, self.glyphs, width, height, session.status(), session.live, frozen)
+
+    @property
+    def _sixteen(self) -> bool:
+        """Whether the terminal has 16 colours or fewer."""
+        return not self.is_headless and self.console.color_system not in ("256", "truecolor")
 
     # --- what the user does ----------------------------------------------------------------------------------------
 
     async def on_event(self, event: events.Event) -> None:
-        """While the help is shown, any key closes it and does nothing else."""
-        if isinstance(event, events.Key) and self.ui.help and event.key not in ("ctrl+c", "ctrl+q"):
-            self.ui.help = False
-            self.canvas.repaint()
+        """While the help is shown, keys that do not scroll it close it, and do nothing else."""
+        if isinstance(event, events.Key) and self.ui.help and event.key not in ("ctrl+c", "ctrl+q", "ctrl+z"):
+            if event.key in SCROLLING:
+                self.action_move(SCROLLING[event.key])
+            else:
+                self.ui.help = False
+                self.canvas.repaint()
             return
         await super().on_event(event)
 
@@ -210,15 +251,18 @@ class TopApp(App[None]):
             self.call_later(self.run_action, value)
 
     def action_help(self) -> None:
-        """Show the keys."""
+        """Show the keys, and what the screen's signs and words mean."""
         self.ui.help = True
+        self.ui.scroll["help"] = 0
         self.canvas.repaint()
 
     def action_move(self, lines: int) -> None:
         """Select another row, or scroll a list."""
         ui = self.ui
-        if ui.view == "live":
-            rows = ui.rows(self.session.model.rows)
+        if ui.help:
+            ui.scroll["help"] = max(ui.scroll.get("help", 0) + lines, 0)
+        elif ui.view == "live":
+            rows = ui.shown(self._model)
             chosen = ui.selection(rows)
             if chosen is not None:
                 index = rows.index(chosen) + lines
@@ -262,16 +306,28 @@ class TopApp(App[None]):
     def action_sort(self, by: int = 1) -> None:
         """Sort by another column."""
         self.ui.sort = SORTS[(SORTS.index(self.ui.sort) + by) % len(SORTS)]
-        self._say(f"sorted by {self.ui.sort}")
+        self._remember("sort", self.ui.sort)
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
+
+    def action_sort_by(self, column: str) -> None:
+        """Sort by the column whose head was clicked, or the other way round."""
+        self.ui.sort_by(column)
+        self._remember("sort", self.ui.sort)
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
+
+    def action_select(self, key: str) -> None:
+        """Select the rank whose cell was clicked."""
+        self.ui.selected = key
+        self.canvas.repaint()
 
     def action_reverse(self) -> None:
         """Sort the other way round."""
         self.ui.reverse = not self.ui.reverse
-        self._say(f"sorted by {self.ui.sort}{', reversed' if self.ui.reverse else ''}")
+        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
 
     def action_expand(self) -> None:
         """Show or hide the threads of the selected rank."""
-        row = self.ui.selection(self.ui.rows(self.session.model.rows))
+        row = self.ui.selection(self.ui.shown(self._model))
         if row is not None:
             self.ui.selected = row.key
             self.ui.expanded ^= {row.proc_key}
@@ -289,13 +345,38 @@ class TopApp(App[None]):
         self._say("only running operations" if self.ui.active_only else "all ranks")
 
     def action_pause(self) -> None:
-        """Let the table stand still, or play and pause a recording."""
+        """Let the screen stand still while the model goes on, or play and pause a recording."""
         if isinstance(self.session, Replay):
             self.session.toggle()
         else:
-            self.ui.paused = not self.ui.paused
-            self.ui.frozen = list(self.session.model.rows)
+            self._frozen = None if self._frozen is not None else frozen(self.session.model)
         self.canvas.repaint()
+
+    def action_job(self) -> None:
+        """Show the next job."""
+        jobs = self._model.jobs
+        if len(jobs) < 2:  # noqa: PLR2004
+            self._say("there is one job" if jobs else "there is no job")
+            return
+        keys = [job.key for job in jobs]
+        now = keys.index(self.ui.job) if self.ui.job in keys else 0
+        chosen = jobs[(now + 1) % len(jobs)]
+        self.ui.job, self.ui.selected = chosen.key, ""
+        self._say(f"job {text.clean(chosen.name or str(chosen.pid))}")
+
+    def action_zoom(self) -> None:
+        """Let the graph show more time, or begin again."""
+        now = self.ui.zoom_s if self.ui.zoom_s in ZOOMS else ZOOMS[0]
+        self.ui.zoom_s = ZOOMS[(ZOOMS.index(now) + 1) % len(ZOOMS)]
+        self._remember("zoom", self.ui.zoom_s)
+        self._say(f"graph of {self.ui.zoom_s / 60:.0f} min")
+
+    def action_theme(self) -> None:
+        """Show the next theme."""
+        names = colours.choices(self.available_themes, sixteen=self._sixteen)
+        self.theme = names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0]
+        self._remember("theme", self.theme)
+        self._say(f"theme {self.theme}{', without its colours: NO_COLOR' if self.no_color else ''}")
 
     def action_slower(self) -> None:
         """Look half as often."""
@@ -308,6 +389,7 @@ class TopApp(App[None]):
     def _set_interval(self, interval: float) -> None:
         self.ui.interval = min(max(interval, SHORTEST_S), LONGEST_S)
         self._next = self._clock() + self.ui.interval
+        self._remember("interval", self.ui.interval)
         self._say(f"every {self.ui.interval:g} s")
 
     def action_tier(self) -> None:
@@ -322,14 +404,16 @@ class TopApp(App[None]):
         self.ui.mode = MODES[(MODES.index(self.ui.mode) + 1) % len(MODES)]
         self._say({"current": "rate now", "average": "average of the operation", "total": "GB done"}[self.ui.mode])
 
-    def action_full(self) -> None:
-        """Give the graph the whole screen, or not."""
-        self.ui.full = not self.ui.full
-        self.canvas.repaint()
+    def action_layout(self) -> None:
+        """Show everything, no graph, or the graph alone."""
+        self.ui.layout = LAYOUTS[(LAYOUTS.index(self.ui.layout) + 1) % len(LAYOUTS)]
+        self._remember("layout", self.ui.layout)
+        self._say({"all": "everything", "ranks": "without the graph", "graph": "the graph alone"}[self.ui.layout])
 
     def action_view(self, name: str) -> None:
         """Change the view."""
         self.ui.view = name
+        self._remember("view", name)
         self.canvas.repaint()
 
     def action_next_view(self, by: int = 1) -> None:
@@ -399,8 +483,8 @@ class TopApp(App[None]):
             self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
-        """Leave what is being typed; clear the filter."""
-        self.ui.filter = ""
+        """Leave what is being typed; clear the filter; follow the slowest rank again."""
+        self.ui.clear()
         self.prompt.value = ""
         self._answered()
 
@@ -446,6 +530,20 @@ class TopApp(App[None]):
             self._say(f"cannot write {path}: {error.strerror}")
         else:
             self._say(f"saved {path} and .txt")
+
+    @property
+    def _model(self) -> Model:
+        """What is on the screen."""
+        return self._frozen or self.session.model
+
+    def _remember(self, key: str, value: object) -> None:
+        """Keep a choice for the next time; where that fails, say so once and keep none."""
+        if self._remembered is None:
+            return
+        problem = config.remember(self._remembered, key, value)
+        if problem:
+            self._remembered = None
+            self.call_later(self._say, problem)
 
     def _say(self, notice: str) -> None:
         self.ui.notice = notice

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
     add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
+    add("--job", default="", metavar="NAME", help="only the job of this name or key (--once and --json show both)")
     add("--target", type=_target, metavar="T", help="light, medium, high, GB/s per GPU, or save=X,load=Y")
     add(
         "--gpus",
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_percent,
         const=100.0,
         metavar="PCT",
-        help="exit 1 if the average is below PCT %% of the target",
+        help="exit 1 if the average of any job is below PCT %% of its target (default 100)",
     )
     add("--prometheus", metavar="FILE", help="also write a file for node_exporter's textfile collector at each look")
     add("--record", metavar="FILE", help="also record, as JSON lines (.gz: compressed)")
@@ -108,9 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
     add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
     add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
-    add("--view", choices=VIEWS, default="live", help="first view")
-    add("--sort", choices=SORTS, default="rank", help="first sort column")
-    add("--theme", default="", metavar="NAME", help="a Textual theme, such as textual-light or nord")
+    add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
+    add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
+    add(
+        "--theme",
+        default="",
+        metavar="NAME",
+        help="a Textual theme, such as textual-light or nord; c goes through them",
+    )
+    add("--no-config", action="store_true", help="neither read nor write ~/.config/fastckpt/top.json")
     add("--ascii", action="store_true", help="ASCII characters only")
     add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
     add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
@@ -152,7 +159,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
             print(f"fastckpt-top: FASTCKPT_TOP_TARGET: {error}", file=sys.stderr)
             raise SystemExit(USAGE) from None
     if args.replay is not None:
-        return Replay(args.replay, target, args.gpus, args.speed)
+        return Replay(args.replay, target, args.gpus, args.speed, job=args.job)
     sinks: list[Sink] = []
     if args.record is not None:
         from fastckpt_top.record import Recorder
@@ -162,7 +169,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
         from fastckpt_top.prometheus import Prometheus
 
         sinks.append(Prometheus(args.prometheus))
-    model = Model(target, args.gpus)
+    model = Model(target, args.gpus, args.job)
     source: Source
     if args.demo:
         from fastckpt_top.demo import DemoSource
@@ -192,7 +199,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _two_looks(session: Session, interval: float) -> None:
-    """Rates need two samples; a recording is taken as a whole."""
+    """Rates, and what ranks wait for, need two samples; a recording is taken as a whole."""
     if isinstance(session, Replay):
         session.run_through()
         return
@@ -220,14 +227,11 @@ def _once(args: argparse.Namespace, session: Session, interval: float) -> int:
 def _check(args: argparse.Namespace, session: Session, interval: float) -> int:
     from fastckpt_top import lines
 
-    if isinstance(session, Replay):
-        session.run_through()
-    else:
-        ends = time.monotonic() + (args.duration or 0.0)
+    _two_looks(session, interval)
+    ends = time.monotonic() + (args.duration or 0.0)
+    while not isinstance(session, Replay) and time.monotonic() < ends:
+        time.sleep(min(interval, max(ends - time.monotonic(), 0.0)))
         session.tick()
-        while time.monotonic() < ends:
-            time.sleep(min(interval, max(ends - time.monotonic(), 0.0)))
-            session.tick()
     good, words = lines.check(session.model, args.check)
     if args.json:
         from fastckpt_top.jsonout import JsonWriter
@@ -276,10 +280,17 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     if args.no_color:
         os.environ["NO_COLOR"] = "1"
     os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
+    from fastckpt_top import config
     from fastckpt_top.app import TopApp
 
-    ui = Ui(view=args.view, sort=args.sort, interval=interval, recording=args.record or "")
-    app = TopApp(session, ui, _glyphs(args), args.theme, args.duration)
+    file = None if args.no_config else config.path(os.environ)
+    kept, problem = config.load(file) if file is not None else ({}, "")
+    ui = Ui(interval=args.interval or kept.get("interval", interval), recording=args.record or "")
+    ui.view = args.view or kept.get("view", ui.view)
+    ui.sort = args.sort or kept.get("sort", ui.sort)
+    ui.zoom_s, ui.layout = kept.get("zoom", ui.zoom_s), kept.get("layout", ui.layout)
+    theme = args.theme or kept.get("theme", "")
+    app = TopApp(session, ui, _glyphs(args), theme, args.duration, file, text.clean(problem))
     if args.theme and args.theme not in app.available_themes:
         _complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
         return USAGE

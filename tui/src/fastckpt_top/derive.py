@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.groups import errno_name
-from fastckpt_top.rows import Row, ThreadRow, wait_text
+from fastckpt_top.rows import Row, ThreadRow, bottleneck
 from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 from fastckpt_top.window import percentile
 
@@ -37,6 +37,7 @@ def thread_row(
         busy = ratio(new.busy_ns - old.busy_ns, span * 1e9)
         source = ratio(new.source_ns - old.source_ns, span * 1e9)
         limit = ratio(new.limit_ms - old.limit_ms, span * 1e3)
+    histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
         index=index,
         slot=slot,
@@ -47,7 +48,7 @@ def thread_row(
         done=last.bytes_op,
         in_flight=last.in_flight,
         latency_s=latency,
-        latency_max_s=last.latency_max_ns / 1e9,
+        latency_max_s=largest,
         busy=busy,
         source=source,
         limit=limit,
@@ -57,6 +58,8 @@ def thread_row(
         shorts=last.shorts,
         errors=last.errors,
         spark=tuple(track.spark)[-SPARK:],
+        p50_s=measured(percentile(histogram, 0.5), largest),
+        p99_s=measured(percentile(histogram, 0.99), largest),
     )
 
 
@@ -80,24 +83,25 @@ def share(part: float | None, whole: float) -> float | None:
 
 
 def latency(histogram: tuple[int, ...], share: float, threads: tuple[ThreadRow, ...]) -> float | None:
-    """A percentile of the latency, seconds: estimated within a bucket, and not above the largest that was measured."""
-    estimate = percentile(histogram, share)
-    largest = max((thread.latency_max_s for thread in threads), default=0.0)
+    """A percentile of a rank's latency, seconds."""
+    return measured(percentile(histogram, share), max((thread.latency_max_s for thread in threads), default=0.0))
+
+
+def measured(estimate: float | None, largest: float) -> float | None:
+    """A percentile that was estimated within a bucket, and is not above the largest that was measured, seconds."""
     return min(estimate, largest) if estimate is not None and largest > 0 else estimate
 
 
-def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> str:
-    """What holds a rank up, from the mean of its threads."""
-    if state in ("FSYNC", "COMMIT"):
-        return "fsync"
+def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
+    """What holds a rank up, as `bottleneck` says it, from the mean of its threads."""
     known = [thread for thread in threads if thread.busy is not None]
     if not known:
-        return ""
+        return bottleneck(state, None, None, None)
     busy, source, limit = (
         sum(values) / len(known)
         for values in zip(*((t.busy or 0.0, t.source or 0.0, t.limit or 0.0) for t in known), strict=True)
     )
-    return wait_text(state, busy, source, limit)
+    return bottleneck(state, busy, source, limit)
 
 
 def progress(track: OpTrack) -> float | None:
@@ -192,4 +196,6 @@ def bare(proc: Proc) -> Row:
         job=header.job,
         version=header.version,
         alive=proc.alive,
+        user=proc.user or str(header.uid),
+        process_state=proc.state if proc.alive else "",
     )

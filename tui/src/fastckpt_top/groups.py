@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Checkpoint
@@ -11,6 +12,7 @@ from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from fastckpt_top.rows import NodeOp, Sentence
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack
 
@@ -53,6 +55,9 @@ class Group:
         straggler: The rank that the node waits for; None if none is clearly behind.
         told_end: Whether the event was given.
         was_running: Whether it was ever seen running.
+        job: Key of its job.
+        causes: How often each thing was seen to hold it back.
+        said: The sentence about it, and what it was made of.
     """
 
     def __init__(self, track: OpTrack) -> None:
@@ -68,6 +73,9 @@ class Group:
         self.straggler: OpTrack | None = None
         self.told_end = False
         self.was_running = False
+        self.job = ""
+        self.causes: Counter[str] = Counter()
+        self.said: tuple[NodeOp, Sentence | None] | None = None
 
     @property
     def running(self) -> bool:

@@ -1,8 +1,8 @@
 """JSON lines: one schema (schema.json) for --json, --record and --replay.
 
-A line is a `header` or a `tick`. A tick has what people want (`node`, `ops`, `ranks`, `events`: figures in base units,
-unknown is null) and what a replay needs (`procs`: the counters as they stood in the segments, as arrays in the order of
-docs/telemetry.md).
+A line is a `header` or a `tick`. A tick has what people want (`node`, `jobs`, `ops`, `ranks`, `events`: figures in base
+units, unknown is null) and what a replay needs (`procs`: the counters as they stood in the segments, as arrays in the
+order of docs/telemetry.md).
 Within `fastckpt-top/1` keys and array elements are only ever added.
 """
 
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from fastckpt_top import __version__
 from fastckpt_top.groups import remembered
-from fastckpt_top.rows import Event, NodeOp, Row, ThreadRow, Verdict
+from fastckpt_top.rows import Event, Job, NodeOp, Row, Sentence, ThreadRow, Verdict
 from fastckpt_top.segment import HISTOGRAM_BUCKETS, Header, History, Operation, Process, Thread
 from fastckpt_top.text import clean
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
     from fastckpt_top.snapshot import Proc
+    from fastckpt_top.targets import Target
 
 SCHEMA: Final = "fastckpt-top/1"
 Json = dict[str, Any]
@@ -42,9 +43,7 @@ def header_line(model: Model) -> Json:
         "host": model.node.host,
         "t": model.real,
         "gpus": model.gpus,
-        "target": None
-        if target is None
-        else {"save_Bps": target.save, "load_Bps": target.load, "name": target.name, "source": target.source},
+        "target": None if target is None else _target(target),
     }
 
 
@@ -91,13 +90,9 @@ class Ticks:
                 "job": node.job,
                 "save_Bps": _number(node.save_rate),
                 "load_Bps": _number(node.load_rate),
-                "target": {
-                    "save_Bps": node.target.save,
-                    "load_Bps": node.target.load,
-                    "name": node.target.name,
-                    "source": node.target.source,
-                },
+                "target": _target(node.target),
             },
+            "jobs": [_job(job) for job in model.jobs],
             "ops": [_node_op(op) for op in model.ops],
             "ranks": [_rank(row) for row in model.rows],
             "events": [_event(event) for event in list(model.events)[len(model.events) - new :]],
@@ -225,8 +220,32 @@ def _proc(proc: Proc, sent: _Sent) -> Json:
     }
 
 
+def _target(target: Target) -> Json:
+    return {"save_Bps": target.save, "load_Bps": target.load, "name": target.name, "source": target.source}
+
+
+def _sentence(sentence: Sentence | None) -> Json | None:
+    return None if sentence is None else {"level": sentence.level, "text": sentence.words[0]}
+
+
+def _job(job: Job) -> Json:
+    return {
+        "key": job.key,
+        "name": job.name,
+        "pid": job.pid,
+        "user": job.user,
+        "ranks": job.ranks,
+        "alive": job.alive,
+        "gpus": job.gpus,
+        "target": _target(job.target),
+        "active": job.active,
+        "sentence": _sentence(job.sentence),
+    }
+
+
 def _node_op(op: NodeOp) -> Json:
     return {
+        "job": op.job_key,
         "op": op.kind,
         "label": op.label,
         "step": op.step,
@@ -248,11 +267,15 @@ def _node_op(op: NodeOp) -> Json:
         "last": op.last or None,
         "verdict": _verdict(op.verdict),
         "failed": op.failed,
+        "sentence": _sentence(op.sentence),
     }
 
 
 def _rank(row: Row) -> Json:
     return {
+        "job": row.job_key,
+        "user": row.user,
+        "process_state": row.process_state or None,
         "rank": row.rank,
         "gpu": row.gpu,
         "pid": row.pid,
@@ -280,6 +303,8 @@ def _rank(row: Row) -> Json:
         "verdict": _verdict(row.verdict),
         "straggler": row.straggler,
         "wait": row.wait or None,
+        "wait_kind": row.wait_kind or None,
+        "wait_share": _number(row.wait_share, 4),
         "error": row.error or None,
         "lat_p50_us": _number(None if row.p50_s is None else row.p50_s * 1e6),
         "lat_p99_us": _number(None if row.p99_s is None else row.p99_s * 1e6),

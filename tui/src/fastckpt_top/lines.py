@@ -10,6 +10,7 @@ from fastckpt_top.rows import NodeOp, Row, ThreadRow, Verdict
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
+    from fastckpt_top.targets import Target
 
 HEAD_EVERY: Final = 20
 IDLE_EVERY_S: Final = 60.0
@@ -40,7 +41,7 @@ class LineWriter:
         running = [op for op in model.ops if op.running]
         if running:
             self._idle_since = None
-            lines += [op_line(op, model.real) for op in running]
+            lines += [op_line(op, model.real, _named(op.job_key, model)) for op in running]
         elif self._idle_since is None or model.mono - self._idle_since >= IDLE_EVERY_S:
             self._idle_since = model.mono
             lines.append(f"{_time(model.real)} {idle_text(model)}")
@@ -64,14 +65,15 @@ class LineWriter:
         ]
 
 
-def op_line(op: NodeOp, real: float) -> str:
+def op_line(op: NodeOp, real: float, job: str = "") -> str:
     """One line on a running operation.
 
     Args:
         op: The operation.
         real: Seconds since the epoch.
+        job: What to call its job; empty where that need not be said.
     """
-    name = f"{op.kind} {op.label}".strip()
+    name = f"{job} {op.kind} {op.label}".strip()
     now = op.rate if op.rate is not None else op.average
     target = f"{text.rate(now)}/{text.rate(op.target)}GB/s {text.percent(_share(now, op.target))}"
     amount = f"{text.percent(op.progress)} {text.size(op.done)}/{text.size(op.total)}GB"
@@ -93,7 +95,8 @@ def idle_text(model: Model) -> str:
 
 def empty_text(model: Model) -> str:
     """What to say when there is no process."""
-    return f"no fastckpt process in {', '.join(model.places) or 'any directory'}"
+    what = f"process of job {model.job}" if model.job else "fastckpt process"
+    return f"no {what} in {', '.join(model.places) or 'any directory'}"
 
 
 def ended_text(op: NodeOp) -> str:
@@ -105,26 +108,47 @@ def ended_text(op: NodeOp) -> str:
 
 
 def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
-    """The table of `--once`.
+    """The table of `--once`: a block a job.
 
     Returns:
         Lines with their final newline; no escape sequences.
     """
-    node, target = model.node, model.node.target
+    node = model.node
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(model.real))
-    per_gpu = f"{text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU"
     alive = f"{node.alive} of {node.ranks} processes alive"
-    lines = [
-        f"fastckpt-top  {node.host}  {when}  {alive}  target {target.name}: {per_gpu}, {text.count(node.gpus, 'GPU')}"
-    ]
-    lines += [_op_sentence(op) for op in model.ops]
-    lines += ["", _TABLE_HEAD]
-    for row in model.rows:
-        lines.append(_row_line(row))
-        lines += [_thread_line(thread) for thread in row.threads if row.running]
+    several = len(model.jobs) > 1
+    targets = "" if several else f"  {_target(node.target, node.gpus)}"
+    lines = [f"fastckpt-top  {node.host}  {when}  {alive}{targets}"]
+    for job in model.jobs:
+        if several:
+            alive = f"{job.alive} of {job.ranks} processes alive"
+            lines += ["", f"job {job.key}  user {job.user}  {alive}  {_target(job.target, job.gpus)}"]
+        for op in model.ops:
+            if op.job_key == job.key:
+                lines.append(_op_summary(op))
+                lines += [f"{_MARKS[op.sentence.level]} {op.sentence.words[0]}"] if op.sentence is not None else []
+        lines += ["", _TABLE_HEAD]
+        for row in model.rows:
+            if row.job_key == job.key:
+                lines.append(_row_line(row))
+                lines += [_thread_line(thread) for thread in row.threads if row.running]
     lines += [f"! {name}" for name in node.fallbacks]
     lines += [f"! {path}: {reason}" for path, reason in model.problems]
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
+
+
+_MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
+"""What stands before a sentence."""
+
+
+def _target(target: Target, gpus: int) -> str:
+    per_gpu = f"{text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU"
+    return f"target {target.name}: {per_gpu}, {text.count(gpus, 'GPU')}"
+
+
+def _named(key: str, model: Model) -> str:
+    """What to call a job: nothing where it is the only one."""
+    return key if len(model.jobs) > 1 else ""
 
 
 _TABLE_HEAD: Final = (
@@ -132,7 +156,7 @@ _TABLE_HEAD: Final = (
 )
 
 
-def _op_sentence(op: NodeOp) -> str:
+def _op_summary(op: NodeOp) -> str:
     now = text.rate(op.rate if op.rate is not None else op.average)
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
@@ -161,17 +185,17 @@ def _thread_line(thread: ThreadRow) -> str:
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:
-    """Judge the running operations, or else the last that ended.
+    """Judge the running operations of each job, or else its last that ended.
 
     Args:
         model: The model.
         percent: Of the target, that the average must reach.
 
     Returns:
-        Whether it does (None if there is no operation), and a sentence.
+        Whether all do (None if there is no operation), and a line an operation.
     """
-    running = [op for op in model.ops if op.running]
-    judged = running or model.ops[:1]
+    running = {op.job_key for op in model.ops if op.running}
+    judged = [op for op in model.ops if op.running or op.job_key not in running]
     if not judged:
         last = model.past.checkpoints[-1] if model.past.checkpoints else None
         return None, empty_text(model) if last is None and not model.node.ranks else "no operation to judge"
@@ -185,7 +209,10 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
         figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
         target = f"target {op.target_name} x {text.count(op.gpus, 'GPU')}"
-        words.append(f"{result}: {op.kind} {op.label} ({state}): {figures}, {target}")
+        name = f"{_named(op.job_key, model)} {op.kind} {op.label}".strip()
+        told = op.sentence if op.running or op.failed else None
+        why = f"; {told.words[0]}" if told is not None and told.level != "info" else ""
+        words.append(f"{result}: {name} ({state}): {figures}, {target}{why}")
     return good, "\n".join(words)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.groups import errno_name
+from fastckpt_top.rows import LEVELS
 from fastckpt_top.segment import (
     ENGINES,
     FLAG_FALLBACK,
@@ -21,7 +22,10 @@ from fastckpt_top.segment import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.model import Model
+    from fastckpt_top.rows import Job
     from fastckpt_top.segment import History, Operation
     from fastckpt_top.snapshot import Proc, Snapshot
 
@@ -44,8 +48,12 @@ _FAMILIES: Final = {
     "fastckpt_last_operation_bytes": ("gauge", "Bytes of the last operation ended."),
     "fastckpt_last_operation_timestamp_seconds": ("gauge", "When the last operation ended."),
     "fastckpt_last_operation_ok": ("gauge", "1 if the last operation ended well."),
-    "fastckpt_target_bytes_per_second": ("gauge", "What the node should reach: per GPU, times its GPUs."),
+    "fastckpt_target_bytes_per_second": ("gauge", "What a job should reach: per GPU, times its GPUs."),
     "fastckpt_engine_fallback": ("gauge", "1 while an operation runs on another engine than was wanted."),
+    "fastckpt_job_level": (
+        "gauge",
+        "1 for what a job's sentence is (info, warn: slow, bad: broken), 0 for the others.",
+    ),
 }
 _PHASES: Final = tuple(
     PHASES[phase] for phase in (Phase.PLAN, Phase.STAGE, Phase.WRITE, Phase.READ, Phase.FSYNC, Phase.COMMIT)
@@ -119,42 +127,68 @@ def render(model: Model) -> str:
     """
     page = _Page()
     snapshot = model.snapshot
-    if snapshot is not None:
-        for proc in _one_per_rank(snapshot):
-            _process(page, proc)
-    for kind, value in ((Kind.SAVE, model.node.target.save), (Kind.LOAD, model.node.target.load)):
-        labels = {"op": KINDS[kind], "tier": model.node.target.name}
-        page.put("fastckpt_target_bytes_per_second", labels, value * model.node.gpus)
+    if snapshot is None:
+        return page.text()
+    names = _names(snapshot, model.job_of)
+    for proc in _one_per_rank(snapshot, names):
+        _process(page, proc, _who(proc, names[proc.key]))
+    for job in model.jobs:
+        _job(page, job, next((names[key] for key, other in model.job_of.items() if other == job.key), job.name))
     return page.text()
 
 
-def _one_per_rank(snapshot: Snapshot) -> list[Proc]:
+def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
+    """What the label says of each process's job: its name, or its key where another job of the name lives too."""
+    living: dict[str, set[str]] = defaultdict(set)
+    for proc in snapshot.procs:
+        if proc.alive:
+            living[proc.header.job].add(job_of[proc.key])
+    return {
+        proc.key: job_of[proc.key] if len(living[proc.header.job]) > 1 else proc.header.job for proc in snapshot.procs
+    }
+
+
+def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str]) -> list[Proc]:
     """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two.
 
-    A place is what the labels of the series tell apart. A restarted job is another team, with the same labels.
+    A place is what the labels of the series tell apart. A restarted job is another job, with the same labels.
     """
+
+    def place(proc: Proc) -> tuple[str, int, int]:
+        return names[proc.key], proc.rank, proc.header.gpu
+
     living = [proc for proc in snapshot.procs if proc.alive]
-    places = {(proc.rank, proc.header.gpu) for proc in living}
-    dead: dict[tuple[int, int], Proc] = {}
+    places = {place(proc) for proc in living}
+    dead: dict[tuple[str, int, int], Proc] = {}
     for proc in snapshot.procs:
-        place = (proc.rank, proc.header.gpu)
-        if not proc.alive and proc.rank >= 0 and place not in places:
-            other = dead.get(place)
+        if not proc.alive and proc.rank >= 0 and place(proc) not in places:
+            other = dead.get(place(proc))
             if other is None or other.header.mono0_ns < proc.header.mono0_ns:
-                dead[place] = proc
+                dead[place(proc)] = proc
     return sorted([*living, *dead.values()], key=lambda proc: (proc.rank, proc.header.pid))
 
 
-def _who(proc: Proc) -> dict[str, str]:
+def _who(proc: Proc, job: str) -> dict[str, str]:
+    """The labels of a process's series. `job` is taken: Prometheus gives that label to what it scrapes."""
     header = proc.header
+    labels = {"job_name": job}
     if proc.rank < 0:  # nothing else tells such processes apart
-        return {"rank": "", "gpu": str(header.gpu) if header.gpu >= 0 else "", "pid": str(header.pid)}
-    return {"rank": str(proc.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
+        return labels | {"rank": "", "gpu": str(header.gpu) if header.gpu >= 0 else "", "pid": str(header.pid)}
+    return labels | {"rank": str(proc.rank), "gpu": str(header.gpu) if header.gpu >= 0 else ""}
 
 
-def _process(page: _Page, proc: Proc) -> None:
+def _job(page: _Page, job: Job, name: str) -> None:
+    labels = {"job_name": name}
+    for kind, value in ((Kind.SAVE, job.target.save), (Kind.LOAD, job.target.load)):
+        wanted = {**labels, "op": KINDS[kind], "tier": job.target.name}
+        page.put("fastckpt_target_bytes_per_second", wanted, value * job.gpus)
+    if job.sentence is not None:
+        for level in LEVELS:
+            page.put("fastckpt_job_level", {**labels, "level": level}, int(level == job.sentence.level))
+
+
+def _process(page: _Page, proc: Proc, who: dict[str, str]) -> None:
     header, process = proc.header, proc.process
-    who = _who(proc)
     page.put("fastckpt_build_info", {"version": header.version, "layout": f"{header.major}.{header.minor}"}, 1)
     page.put("fastckpt_process_up", {**who, "pid": str(header.pid)}, int(proc.alive))
     counts = {

@@ -152,6 +152,7 @@ class Replay:
         gpus: Likewise.
         speed: Times real time.
         now: Monotonic clock, seconds.
+        job: Name or key of the only job that is looked at; empty for all.
 
     Attributes:
         model: As it was at the present position.
@@ -171,6 +172,8 @@ class Replay:
         gpus: int | None = None,
         speed: float = 1.0,
         now: Callable[[], float] = time.monotonic,
+        *,
+        job: str = "",
     ) -> None:
         self.recording = Recording(path)
         header = self.recording.header
@@ -184,7 +187,7 @@ class Replay:
                 gpus = int(header["gpus"])
         except _BROKEN as error:
             raise ReplayError(f"{path}: header: {error!r}") from None
-        self._target, self._gpus = target, gpus
+        self._target, self._gpus, self._job = target, gpus, job
         self._now = now
         self._then = now()
         self._copies: dict[int, Model] = {}
@@ -282,7 +285,7 @@ class Replay:
         """Nothing is open."""
 
     def _fresh(self) -> Model:
-        return Model(self._target, self._gpus)
+        return Model(self._target, self._gpus, self._job)
 
     def _seek_time(self) -> None:
         times = self.recording.times

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
+LEVELS: Final = ("info", "warn", "bad")
+"""Of a sentence: all is well, slow, broken."""
 
 
 class Verdict(Enum):
@@ -42,7 +44,7 @@ class Sentence:
     """What matters most about an operation now, in words.
 
     Attributes:
-        level: `info`, `warn` or `bad`.
+        level: One of `LEVELS`.
         words: The same said at several lengths, the longest first; the last has at most 36 cells.
         row: Key of the row that it speaks of; empty if of none.
     """
@@ -67,6 +69,8 @@ class ThreadRow:
         in_flight: Requests.
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
+        p50_s: Median of this operation as far as it was watched; None unknown.
+        p99_s: 99th percentile, likewise.
         busy: Share of the last second with a request in flight; None unknown.
         source: Share spent waiting for the source.
         limit: Share spent waiting for the bandwidth limit.
@@ -97,24 +101,35 @@ class ThreadRow:
     shorts: int
     errors: int
     spark: tuple[float, ...]
+    p50_s: float | None = None
+    p99_s: float | None = None
 
     @property
     def wait(self) -> str:
         """What holds the thread up: `source 42%`, `limit 80%`, `fsync`, `disk 97%`, or nothing."""
-        return wait_text(self.state, self.busy, self.source, self.limit)
+        return wait_text(*bottleneck(self.state, self.busy, self.source, self.limit))
 
 
-def wait_text(state: str, busy: float | None, source: float | None, limit: float | None) -> str:
-    """Name the bottleneck of a thread or rank from the shares of the last second."""
+def bottleneck(state: str, busy: float | None, source: float | None, limit: float | None) -> tuple[str, float | None]:
+    """What holds a thread or rank up, from the shares of the last second.
+
+    Returns:
+        `fsync`, `limit`, `source`, `disk` or nothing, and the share of the time spent with it, None where it has none.
+    """
     if state in ("FSYNC", "COMMIT"):
-        return "fsync"
+        return "fsync", None
     if limit is not None and limit > 0.3:  # noqa: PLR2004
-        return f"limit {round(limit * 100)}%"
+        return "limit", limit
     if source is not None and source > 0.3:  # noqa: PLR2004
-        return f"source {round(source * 100)}%"
+        return "source", source
     if busy is not None and busy > 0.02:  # noqa: PLR2004
-        return f"disk {round(busy * 100)}%"
-    return ""
+        return "disk", busy
+    return "", None
+
+
+def wait_text(kind: str, share: float | None) -> str:
+    """`disk 97%`, or the kind alone where it has no share."""
+    return kind if share is None else f"{kind} {round(share * 100)}%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +277,7 @@ class NodeOp:
         verdict: The average against the target.
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
+        target_source: Who asked for the target, as `Target.source`.
         sentence: What matters most about it; None where there is nothing to say.
     """
 
@@ -289,6 +305,7 @@ class NodeOp:
     verdict: Verdict
     failed: int
     job_key: str = ""
+    target_source: str = "default"
     sentence: Sentence | None = None
 
 

@@ -27,8 +27,14 @@ class Glyphs:
     """The same for the thinner bars of table rows, which would run into one another if they were as high as a line."""
     spark: str
     """Parts of a full cell from empty to full, for columns."""
-    left: str
-    right: str
+    dotted: str
+    """Like `spark`, for a second series in the same graph."""
+    level: str
+    """A dotted line in the lowest to the highest quarter of a cell."""
+    track: str
+    """The part of a bar that is not filled."""
+    mark: str
+    """Where a bar's target is."""
     good: str
     low: str
     bad: str
@@ -40,22 +46,25 @@ class Glyphs:
     column: str
     corners: str
     """Of a box: upper left and right, lower left and right."""
-    dots: str
-    axis: str
+    falling: str
+    rising: str
     ellipsis: str
     live: str
     pause: str
     warn: str
     arrow: str
     middot: str
+    times: str
 
 
 UNICODE: Final = Glyphs(
     bar=" ▏▎▍▌▋▊▉█",
     thin=" ╸━",
     spark=" ▁▂▃▄▅▆▇█",
-    left="▕",
-    right="▏",
+    dotted=" ⣀⣤⣶⣿",
+    level="⡀⠄⠂⠁",
+    track="░",
+    mark="│",
     good="●",
     low="◐",
     bad="▼",
@@ -66,21 +75,24 @@ UNICODE: Final = Glyphs(
     rule="─",
     column="│",
     corners="╭╮╰╯",
-    dots="┈",
-    axis="┤",
+    falling="▾",
+    rising="▴",
     ellipsis="…",
     live="●",
     pause="■",
     warn="!",
     arrow="→",
     middot="·",
+    times="\N{MULTIPLICATION SIGN}",
 )
 ASCII: Final = Glyphs(
     bar=" #",
     thin=" -=",
     spark=" .:-=+*#",
-    left="[",
-    right="]",
+    dotted=" ,o0",
+    level="_~~^",
+    track=".",
+    mark="|",
     good="*",
     low="o",
     bad="v",
@@ -91,14 +103,15 @@ ASCII: Final = Glyphs(
     rule="-",
     column="|",
     corners="++++",
-    dots=".",
-    axis="|",
+    falling="v",
+    rising="^",
     ellipsis="~",
     live="*",
     pause="=",
     warn="!",
     arrow="->",
     middot="-",
+    times="x",
 )
 
 
@@ -233,30 +246,6 @@ def _level(value: float, top: float, levels: int) -> int:
     return min(levels, max(1, round(value / top * levels)))
 
 
-def columns(values: Sequence[float], cells: int, rows: int, top: float, glyphs: Glyphs = UNICODE) -> list[str]:
-    """A graph of columns on the fixed scale 0..`top`, newest at the right.
-
-    Args:
-        values: Samples, oldest first.
-        cells: Width.
-        rows: Height.
-        top: Value of the full height.
-        glyphs: The characters.
-
-    Returns:
-        `rows` strings of exactly `cells` characters, the top one first.
-    """
-    levels = len(glyphs.spark) - 1
-    shown = values[-cells:] if cells > 0 else []
-    heights = [_level(value, top, levels * rows) for value in shown]
-    lines = []
-    for row in range(rows - 1, -1, -1):
-        base = row * levels
-        text = "".join(glyphs.spark[min(max(height - base, 0), levels)] for height in heights)
-        lines.append(text.rjust(max(cells, 0)))
-    return lines
-
-
 def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
     """GB/s without the unit; '-' for unknown. Large values have fewer decimals and small ones more."""
     if bytes_per_second is None or not math.isfinite(bytes_per_second):
@@ -281,13 +270,11 @@ def rates(average: float | None, target: float) -> tuple[str, str]:
 
 
 def size(count: float | None) -> str:
-    """GB without the unit, one decimal from 10 GB on; '-' for unknown."""
+    """GB without the unit, one decimal from 10 GB on, none from 1000 GB on; '-' for unknown."""
     if count is None or not math.isfinite(count):
         return "-"
     value = count / GB
-    if value >= 9.95:  # noqa: PLR2004
-        return f"{value:.1f}"
-    return f"{value:.2f}"
+    return f"{value:.0f}" if value >= 999.95 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"  # noqa: PLR2004
 
 
 def percent(fraction: float | None) -> str:

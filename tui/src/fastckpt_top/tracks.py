@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from operator import sub
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.segment import FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Thread, ThreadState
@@ -105,7 +106,8 @@ class ThreadTrack:
 
     def histogram(self) -> tuple[int, ...]:
         """Requests by latency since this track began."""
-        return tuple(max(now - then, 0) for now, then in zip(self.last.latency_hist, self.base, strict=True))
+        found = tuple(map(sub, self.last.latency_hist, self.base))
+        return found if min(found) >= 0 else tuple(max(count, 0) for count in found)
 
 
 class OpTrack:

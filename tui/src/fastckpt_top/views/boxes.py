@@ -36,7 +36,9 @@ def boxed(frame: Frame) -> bool:
     return frame.width >= BOXED_WIDTH and frame.height >= BOXED_HEIGHT
 
 
-def box(frame: Frame, block: Block, title: Line, note: Line, width: int, height: int) -> Block:
+def box(
+    frame: Frame, block: Block, title: Line, note: Line, width: int, height: int, foot: tuple[Line, Line] | None = None
+) -> Block:
     """Draw a box around a block.
 
     Args:
@@ -46,20 +48,10 @@ def box(frame: Frame, block: Block, title: Line, note: Line, width: int, height:
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells of the box, borders included; at least 4.
         height: Lines of the box, borders included; at least 2.
+        foot: What stands in the lower border at the left and at the right, by the same rules.
     """
     glyphs = frame.glyphs
-    room = width - 6
-    top = Line(glyphs.corners[0] + glyphs.rule, "dim")
-    if title.width > room - 2:
-        title = Line().extend(title).fill(max(room - 2, 0))
-    if title.width:
-        top.add(" ", "dim").extend(title).add(" ", "dim")
-    space = width - top.width - 2
-    if note.width and note.width + 3 <= space:
-        top.add(glyphs.rule * (space - note.width - 2), "dim").add(" ", "dim").extend(note).add(" ", "dim")
-        space = 0
-    top.add(glyphs.rule * (space + 1), "dim").add(glyphs.corners[1], "dim")
-    made = Block([top])
+    made = Block([_border(frame, glyphs.corners[:2], title, note, width)])
     for index in range(height - 2):
         inner = block.lines[index] if index < len(block.lines) else Line()
         line = Line(glyphs.column + " ", "dim")
@@ -67,10 +59,25 @@ def box(frame: Frame, block: Block, title: Line, note: Line, width: int, height:
         line.extend(inner.fill(width - 4)).add(" " + glyphs.column, "dim")
         line.selected = width if chosen else 0
         made.lines.append(line)
-    made.lines.append(Line(glyphs.corners[2] + glyphs.rule * (width - 2) + glyphs.corners[3], "dim"))
+    made.lines.append(_border(frame, glyphs.corners[2:], *(foot or (Line(), Line())), width))
     made.rows = {line + 1: key for line, key in block.rows.items() if line < height - 2}
     made.actions = [(y + 1, start + 2, end + 2, what) for y, start, end, what in block.actions if y < height - 2]
     return made
+
+
+def _border(frame: Frame, corners: str, title: Line, note: Line, width: int) -> Line:
+    rule = frame.glyphs.rule
+    room = width - 8
+    line = Line(corners[0] + rule, "dim")
+    if title.width > room:
+        title = Line().extend(title).fill(max(room, 0))
+    if title.width:
+        line.add(" ", "dim").extend(title).add(" ", "dim")
+    space = width - line.width - 2
+    if note.width and note.width + 3 <= space:
+        line.add(rule * (space - note.width - 2), "dim").add(" ", "dim").extend(note).add(" ", "dim")
+        space = 0
+    return line.add(rule * (space + 1), "dim").add(corners[1], "dim")
 
 
 def stack(*blocks: Block) -> Block:
@@ -95,6 +102,27 @@ def beside(left: Block, right: Block) -> Block:
     made.rows |= {line: key for line, key in right.rows.items() if line not in made.rows}
     made.actions += [(y, start + offset, end + offset, what) for y, start, end, what in right.actions]
     return made
+
+
+def by_rank(pieces: list[tuple[int, Line]], room: int, between: Line) -> Line:
+    """The pieces that fit, in their order; from the first that does not fit on, those of lower rank are left out.
+
+    Args:
+        pieces: The lower the number, the more it matters; empty ones are left out.
+        room: Cells.
+        between: Stands between two pieces.
+    """
+    kept = []
+    for rank, piece in sorted((pair for pair in pieces if pair[1].width), key=lambda pair: pair[0]):
+        room -= piece.width + between.width
+        if room + between.width < 0:
+            break
+        kept.append(rank)
+    line = Line()
+    for rank, piece in pieces:
+        if rank in kept and piece.width:
+            line.extend(between if line.width else Line()).extend(piece)
+    return line
 
 
 def words(variants: tuple[str, ...], width: int) -> str:

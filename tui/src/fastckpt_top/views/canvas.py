@@ -10,6 +10,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from fastckpt_top.text import width as width_of
+from fastckpt_top.views import colours
 from fastckpt_top.views.live import paint
 from fastckpt_top.views.paint import STYLES, Frame, Line, Screen
 
@@ -34,7 +35,7 @@ class Canvas(Widget):
     DEFAULT_CSS = """
     Canvas { width: 1fr; height: 1fr; color: $foreground; background: $background; }
     Canvas > .canvas--text { color: $foreground; }
-    Canvas > .canvas--dim { color: $foreground 62%; }
+    Canvas > .canvas--dim { color: $foreground 75%; }
     Canvas > .canvas--strong { color: $foreground; text-style: bold; }
     Canvas > .canvas--title { color: $text-primary; text-style: bold; }
     Canvas > .canvas--head { color: $text-primary; }
@@ -42,6 +43,7 @@ class Canvas(Widget):
     Canvas > .canvas--low { color: $text-warning; }
     Canvas > .canvas--bad { color: $text-error; }
     Canvas > .canvas--graph { color: $text-primary; }
+    Canvas > .canvas--read { color: $foreground 80%; }
     Canvas > .canvas--target { color: $text-warning; }
     Canvas > .canvas--key { color: $text-primary; text-style: bold; }
     Canvas > .canvas--select { background: $foreground 14%; }
@@ -62,6 +64,13 @@ class Canvas(Widget):
     def screen_text(self) -> str:
         """The text that is shown."""
         return self.painted().plain
+
+    @property
+    def _palette(self) -> dict[str, str] | None:
+        """Rich styles that stand for the theme's; None where the theme's are shown."""
+        if not colours.ansi(self.app.theme):
+            return None
+        return colours.ANSI_DARK if self.app.current_theme.dark else colours.ANSI_LIGHT
 
     def painted(self) -> Screen:
         """The screen as last painted, painted now if nothing is."""
@@ -120,17 +129,22 @@ class Canvas(Widget):
         style = self._style_cache.get(key)
         if style is None:
             # Always a style with both colours: Textual's monochrome filter cannot do without.
-            background = self.background_colors[1]
-            styles = self.get_component_styles(_PREFIX + name)
-            color = styles.color
-            if background.ansi is not None or color.ansi is not None:  # the terminal's own colours cannot be mixed
-                style = Style(color=color.rich_color, bgcolor=background.rich_color, bold=selected) + styles.text_style
+            palette = self._palette
+            if palette is not None:  # the terminal's own colours cannot be mixed
+                style = Style(bgcolor="default") + Style.parse(palette[name]) + Style(underline=selected)
             else:
-                if selected:
-                    background += self.get_component_styles(_PREFIX + "select").background
-                style = Style(color=(background + color).rich_color, bgcolor=background.rich_color) + styles.text_style
+                style = self._theme_style(name, selected=selected)
             self._style_cache[key] = style
         return style
+
+    def _theme_style(self, name: str, *, selected: bool) -> Style:
+        background = self.background_colors[1]
+        mono = self.app.no_color and name != "dim"
+        styles = self.get_component_styles(_PREFIX + ("text" if mono else name))
+        if selected:
+            background += self.get_component_styles(_PREFIX + "select").background
+        style = Style(color=(background + styles.color).rich_color, bgcolor=background.rich_color) + styles.text_style
+        return style + Style.parse(colours.MONO.get(name, "")) if mono else style
 
 
 def _parts(line: Line) -> list[tuple[str, str, bool]]:

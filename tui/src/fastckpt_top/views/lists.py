@@ -1,17 +1,20 @@
-"""The other views: all threads, the history of checkpoints, events."""
+"""The other views: all threads, the history of operations, events."""
 
 from __future__ import annotations
 
-import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Checkpoint, judge
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, scrolled
-from fastckpt_top.views.side import checkpoint_target, event_line
-from fastckpt_top.views.table import columns, thread_line
+from fastckpt_top.views import cells, history, threads
+from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.paint import Frame, Line, scrolled
 
-_WIDE: Final = 110
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BORDERS: Final = 2
+TINY: Final = 4
+"""Of fewer lines none is a head."""
 
 
 def paint(frame: Frame, room: int) -> list[Line]:
@@ -21,86 +24,50 @@ def paint(frame: Frame, room: int) -> list[Line]:
         frame: What to paint.
         room: Lines.
     """
+    if room <= 0:
+        return []
     view = frame.ui.view
-    top, lines = {"threads": _threads, "history": _history, "events": _events}[view](frame)
-    if frame.height < 8:  # noqa: PLR2004
-        top = []
-    part, first = scrolled(lines, frame.ui.scroll.get(view, 0), room - len(top))
+    framed = boxed(frame) and room > BORDERS
+    inner = frame.width - 4 if framed else frame.width
+    views: dict[str, Callable[[Frame, int], tuple[Line, Line, list[Line]]]] = {
+        "threads": _threads,
+        "history": _history,
+        "events": _events,
+    }
+    title, head, lines = views[view](frame, inner)
+    height = room - BORDERS if framed else room
+    top = [head] if head.width and height >= TINY else []
+    if not framed and height > TINY:
+        top.insert(0, title)
+    part, first = scrolled(lines, frame.ui.scroll.get(view, 0), height - len(top))
     frame.ui.scroll[view] = first
-    return [*top, *part][:room]
+    body = [*top, *(part or [Line(" nothing yet", "dim")])][:height]
+    if not framed:
+        return body
+    dash = "-" if frame.glyphs is text.ASCII else "\N{EN DASH}"
+    note = f"{first + 1}{dash}{first + len(part)} of {len(lines)}" if part else ""
+    return box(frame, Block(body), title, Line(note, "dim"), frame.width, room).lines
 
 
-def _threads(frame: Frame) -> tuple[list[Line], list[Line]]:
-    cols = columns(frame.width)
-    rows = frame.ui.rows(frame.model.rows)
-    lines = [thread_line(frame, row, thread, cols, named=True) for row in rows for thread in row.threads]
+def _threads(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
+    rows = frame.ui.shown(frame.model)
+    cols = threads.columns(width, max([3, *(len(cells.name(row)) for row in rows)]))
+    lines = [threads.thread_line(frame, row, thread, cols) for row in rows for thread in row.threads]
+    title = Line(f"{text.count(len(lines), 'thread')} of {text.count(len(rows), 'rank')}", "title")
     busy = sum(row.running for row in rows)
-    name = Line(f" THREADS  {len(lines)} of {text.count(len(rows), 'rank')} ({busy} busy)", "head")
-    if not cols.pid:
-        return [name], lines or [Line(" no threads yet", "dim")]
-    mode = "GB" if frame.ui.mode == "total" else "GB/s"
-    head = (
-        Line("  RANK THR       TID STATE ", "head")
-        .add(f"{mode:>8}", "head")
-        .add(" " + text.fit("of target", cols.bar, frame.glyphs), "head")
-    )
-    head.add("    %", "head").add(" " + " " * cols.spark)
-    if cols.eta:
-        head.add("    q latency", "head").add("           WAITS FOR" if cols.wait else " WAITS FOR", "head")
-    return [name, head], lines or [Line(" no threads yet", "dim")]
+    title.add(f" {frame.glyphs.middot} {busy} busy", "dim")
+    targets = {thread.target for row in rows for thread in row.threads}
+    return title, threads.head(frame, cols, targets.pop() if len(targets) == 1 else None), lines
 
 
-def _history(frame: Frame) -> tuple[list[Line], list[Line]]:
+def _history(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
     past = list(reversed(frame.model.past.checkpoints))
-    width = frame.width
-    name = Line(f" HISTORY  {text.count(len(past), 'operation')}", "head")
-    head = Line("  WHEN    " if width >= 60 else " ", "head")  # noqa: PLR2004
-    label = _label_width(width)
-    head.add(f" OP     {text.fit('CHECKPOINT', label, frame.glyphs)}", "head")
-    if width >= 50:  # noqa: PLR2004
-        head.add("      GB   secs", "head")
-    head.add("   GB/s     %", "head")
-    if width >= _WIDE:
-        head.add("   /GPU   peak  fsync  p99 ms  of target", "head")
-    return [name, head], [_checkpoint_line(frame, one, label) for one in past] or [Line(" nothing yet", "dim")]
+    cols = history.columns(width)
+    title = Line("history", "title").add(f" {frame.glyphs.middot} {text.count(len(past), 'operation')}", "dim")
+    return title, history.head(frame, cols), [history.line(frame, one, cols) for one in past]
 
 
-def _label_width(width: int) -> int:
-    if width >= _WIDE:
-        return max(14, min(28, width - 100))
-    return max(6, min(28, width - (51 if width >= 60 else 40 if width >= 50 else 24)))  # noqa: PLR2004
-
-
-def _checkpoint_line(frame: Frame, past: Checkpoint, label: int) -> Line:
-    width = frame.width
-    target = checkpoint_target(frame, past)
-    verdict = judge(past.average, target)
-    style = VERDICT_STYLES[verdict]
-    line = Line(frame.glyphs.dead if past.error else frame.glyph(verdict), "bad" if past.error else style)
-    if width >= 60:  # noqa: PLR2004
-        line.add(time.strftime(" %H:%M:%S", time.localtime(past.end)), "dim")
-    line.add(f" {past.kind:<6} ").add(text.fit(frame.say(past.label), label, frame.glyphs), "strong")
-    if past.error:
-        return line.add(f"  failed: {past.error}", "bad")
-    if width >= 50:  # noqa: PLR2004
-        line.add(f" {text.size(past.bytes):>7} {past.seconds:>6.1f}")
-    fraction = past.average / target if target else None
-    line.add(f" {text.rate(past.average):>6} {text.percent(fraction):>5}", style)
-    if width >= _WIDE:
-        gpus = frame.model.gpus or past.gpus or len(past.members)
-        p99 = f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-"
-        peak = text.rate(past.peak or None)
-        line.add(f" {text.rate(past.average / max(gpus, 1)):>6} {peak:>6} {text.brief(past.sync_s):>6} {p99:>7}", "dim")
-        engines = ",".join(sorted(past.engines)) + (f" ({past.fallback})" if past.fallback else "")
-        room = width - line.width - 24
-        line.add("  ").add(text.bar(fraction, min(max(room, 8), 40), frame.glyphs.thin), style)
-        line.add(f"  {engines}", "low" if past.fallback else "dim")
-    return line
-
-
-def _events(frame: Frame) -> tuple[list[Line], list[Line]]:
-    events = list(frame.model.events)
-    name = Line(f" EVENTS  {frame.model.event_count}, newest first", "head")
-    return [name], [event_line(frame, event, frame.width) for event in reversed(events)] or [
-        Line(" nothing yet", "dim")
-    ]
+def _events(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
+    events = [history.event_line(frame, event, width) for event in reversed(frame.model.events)]
+    count = text.count(frame.model.event_count, "event")
+    return Line("events", "title").add(f" {frame.glyphs.middot} {count}, newest first", "dim"), Line(), events

@@ -1,27 +1,27 @@
-"""The live view, and the frame that all views share: title above, message and keys below."""
+"""The live view, and the frame that all views share: what runs above, keys below."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fastckpt_top import text
+from fastckpt_top.views import footer, graph, history, lists, operation, table, threads
 from fastckpt_top.views import help as help_view
-from fastckpt_top.views import lists
-from fastckpt_top.views.header import graph, keys, message, one_line, op_lines, title
+from fastckpt_top.views.boxes import Block, beside, boxed, stack
 from fastckpt_top.views.paint import Frame, Line, Screen
-from fastckpt_top.views.side import pane, panel
-from fastckpt_top.views.table import Columns, columns, head, rows
 
-if TYPE_CHECKING:
-    from fastckpt_top.rows import Row
-
-WIDE: Final = 140
-"""From this width on there is a panel at the right."""
-PANEL: Final = 48
-LOW: Final = 20
-"""Below this height there is no graph and no pane."""
-TINY: Final = 8
-"""Below this height there are no keys and no table head."""
+WIDE: Final = 120
+"""From this width on the history stands beside the ranks."""
+HISTORY: Final = (34, 48)
+"""Its cells: at least, and on the widest screens."""
+GRAPH: Final = 6
+"""Lines of the graph, borders included, where it must make room for the ranks."""
+THREADS: Final = 4
+"""With fewer lines the threads of the selected rank are not shown: a head, a thread, and the box."""
+RANKS: Final = 8
+"""The ranks have so many lines before the graph has any."""
+TINY: Final = 6
+"""Below this height there are no keys."""
 
 
 def paint(frame: Frame) -> Screen:
@@ -41,91 +41,73 @@ def paint(frame: Frame) -> Screen:
         screen.lines = help_view.lines(frame)
         return screen
     if height == 1:
-        screen.lines = [one_line(frame)]
+        screen.lines = [operation.one_line(frame)]
         return screen
-    top = [title(frame)] if height > 2 else []  # noqa: PLR2004
     bottom: list[Line] = []
     if height >= TINY:
-        line, zones = keys(frame)
+        line, zones = footer.bottom(frame)
+        bottom = [line]
         screen.actions = [(height - 1, start, end, action) for start, end, action in zones]
-        bottom = [message(frame), line]
-        if height < 12 and not bottom[0].plain.strip():  # noqa: PLR2004
-            bottom = [line]
-    room = height - len(top) - len(bottom)
-    body = _live(frame, screen, len(top), room) if frame.ui.view == "live" else lists.paint(frame, room)
-    body = body[:room] + [Line().fill(width) for _ in range(room - len(body))]
-    screen.lines = [line.fill(width) for line in (*top, *body, *bottom)]
+    room = height - len(bottom)
+    if not frame.model.node.ranks and not frame.model.rows and frame.ui.view == "live":
+        body = Block([operation.title(frame), *empty(frame)] if height > 2 else empty(frame))  # noqa: PLR2004
+    elif frame.ui.view == "live":
+        body = _live(frame, room)
+    else:
+        body = stack(Block([operation.title(frame)]), Block(lists.paint(frame, room - 1)))
+    lines = [*body.lines[:room], *(Line() for _ in range(room - len(body.lines))), *bottom]
+    screen.lines = [line.fill(width) for line in lines]
+    screen.rows = {line: key for line, key in body.rows.items() if line < room}
+    screen.actions += [action for action in body.actions if action[0] < room]
     return screen
 
 
-def _live(frame: Frame, screen: Screen, above: int, room: int) -> list[Line]:
-    if not frame.model.node.ranks and not frame.model.rows:
-        return empty(frame)[:room]
-    lines = op_lines(frame)[:room]
-    if frame.ui.full:
-        return [*lines, *graph(frame, room - len(lines))]
-    if frame.height >= LOW:
-        lines += graph(frame, 4 if frame.height < 32 else 6)  # noqa: PLR2004
-    wide = frame.width >= WIDE
-    cols = columns(frame.width - PANEL - 1 if wide else frame.width)
-    shown = frame.ui.rows(frame.model.rows)
-    table: list[Line] = []
-    if frame.height >= TINY:
-        table.append(head(frame, cols))
-    left = room - len(lines) - len(table)
-    selected = frame.ui.selection(shown)
-    below = _pane(frame, selected, cols, shown, left)
-    left -= len(below)
-    body = rows(frame, shown, cols)
-    first = _first(frame, body, selected, left)
-    for index, (line, key) in enumerate(body[first : first + max(left, 0)]):
-        screen.rows[above + len(lines) + len(table) + index] = key
-        table.append(line)
-    if not body and left > 0:
-        table.append(
-            Line(
-                f"  no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "  no running operation",
-                "dim",
-            )
-        )
-    if below:
-        table += [Line() for _ in range(room - len(lines) - len(table) - len(below))]
-        table += below
-    if wide:
-        table = _beside(frame, table, selected, room - len(lines), cols.width)
-    return [*lines, *table]
+def _live(frame: Frame, room: int) -> Block:
+    """What runs, the graph, the ranks with the history beside them, the threads of the selected rank."""
+    width = frame.width
+    top = operation.block(frame, width)
+    left = room - len(top.lines)
+    if not boxed(frame):
+        if frame.ui.layout == "graph":
+            return stack(top, graph.block(frame, width, left))
+        return stack(top, table.block(frame, width, left)) if left > 0 else top
+    if frame.ui.layout == "graph":
+        return stack(top, graph.block(frame, width, left))
+    row = frame.ui.selection(frame.ui.shown(frame.model))
+    side = min(max(HISTORY[0], width // 4), HISTORY[1]) if width >= WIDE else 0
+    high_graph, high_ranks, high_threads = share_out(
+        left,
+        table.wanted(frame, width - side),
+        0 if row is None else threads.wanted(frame, row),
+        graph=frame.ui.layout == "all",
+    )
+    parts = [top]
+    if high_graph:
+        parts.append(graph.block(frame, width, high_graph))
+    body = table.block(frame, width - side, high_ranks)
+    parts.append(beside(body, history.block(frame, side, high_ranks)) if side else body)
+    if high_threads and row is not None:
+        parts.append(threads.block(frame, row, width, high_threads))
+    return stack(*parts)
 
 
-def _pane(frame: Frame, row: Row | None, cols: Columns, shown: list[Row], left: int) -> list[Line]:
-    """The selected rank's threads, if there is room left by the table and it does not show them itself."""
-    if row is None or not row.threads or frame.height < LOW or frame.width < 60 or frame.ui.open(row):  # noqa: PLR2004
-        return []
-    table = sum(1 + (len(r.threads) if frame.ui.open(r) else 0) for r in shown)
-    height = min(len(row.threads) + 1, max(left - table, left // 3))
-    return pane(frame, row, cols, height) if height >= 3 else []  # noqa: PLR2004
+def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int, int, int]:
+    """Lines of the graph, the ranks and the threads, borders included; together always `room`.
 
-
-def _first(frame: Frame, body: list[tuple[Line, str]], selected: Row | None, height: int) -> int:
-    """First line of the table, so that the selected row is to be seen; it moves no more than it must."""
-    first = frame.ui.scroll.get("live", 0)
-    at = next((index for index, (line, _) in enumerate(body) if line.selected), 0)
-    last = at
-    if selected is not None and frame.ui.open(selected):
-        last = min(at + len(selected.threads), at + height - 1)
-    first = max(min(first, at), last - height + 1, 0)
-    first = max(0, min(first, len(body) - height))
-    frame.ui.scroll["live"] = first
-    return first
-
-
-def _beside(frame: Frame, table: list[Line], selected: Row | None, height: int, width: int) -> list[Line]:
-    right = panel(frame, selected, PANEL, height)
-    joined = []
-    for index in range(height):
-        left = table[index] if index < len(table) else Line()
-        line = left.fill(width)
-        joined.append(line.add(frame.glyphs.column, "dim").extend(right[index]))
-    return joined
+    Args:
+        room: Lines.
+        ranks: Lines that the ranks would like.
+        threads: Lines that the selected rank's threads would like; 0 for none.
+        graph: Whether there is a graph, which takes what is left over; without it the ranks do.
+    """
+    high = min(GRAPH, room - RANKS) if graph and room >= RANKS + GRAPH - 1 else 0
+    room -= high
+    # Where not all ranks fit, the threads have a third of what there is.
+    rows = ranks if ranks <= room else room - (min(threads, room // 3) if room >= 2 * RANKS else 0)
+    below = min(threads, room - rows)
+    below = below if below >= THREADS else 0
+    spare = room - rows - below
+    return (high + spare, rows, below) if high else (0, rows + spare, below)
 
 
 def empty(frame: Frame) -> list[Line]:

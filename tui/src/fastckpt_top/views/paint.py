@@ -10,6 +10,7 @@ from fastckpt_top.rows import GOOD_FROM, LOW_FROM, Verdict
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
+    from fastckpt_top.rows import Job, NodeOp
     from fastckpt_top.views.state import Ui
 
 STYLES: Final = (
@@ -22,6 +23,7 @@ STYLES: Final = (
     "low",
     "bad",
     "graph",
+    "read",
     "target",
     "key",
     "select",
@@ -121,6 +123,7 @@ class Frame:
         height: Lines.
         status: `live`, or where a replay stands.
         live: Whether processes are being watched, and not a recording.
+        frozen: Whether it stands still while the processes go on.
     """
 
     model: Model
@@ -130,6 +133,24 @@ class Frame:
     height: int
     status: str = "live"
     live: bool = True
+    frozen: bool = False
+
+    @property
+    def job(self) -> Job | None:
+        """The job that is shown: the chosen one while it is there, else the first; None where none is known."""
+        key = self.ui.job_of(self.model)
+        return next((job for job in self.model.jobs if job.key == key), None)
+
+    @property
+    def ops(self) -> list[NodeOp]:
+        """Its operations: the running ones, then the last that ended."""
+        job = self.job
+        return [op for op in self.model.ops if job is None or op.job_key == job.key]
+
+    @property
+    def main(self) -> NodeOp | None:
+        """Its operation that matters most now."""
+        return next(iter(self.ops), None)
 
     def glyph(self, verdict: Verdict) -> str:
         """The mark of a verdict."""

@@ -1,4 +1,4 @@
-"""What the user chose: view, selection, sorting, filter. Pure."""
+"""What the user chose: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,36 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastckpt_top.model import Model
     from fastckpt_top.rows import Row
 
 VIEWS: Final = ("live", "threads", "history", "events")
-SORTS: Final = ("rank", "rate", "target", "done", "eta", "state", "pid")
+SORTS: Final = ("worst", "rank", "rate", "target", "done", "eta", "state", "pid")
+SORT_WORDS: Final = {
+    "worst": ("slowest first", "slowest last"),
+    "rank": ("by rank", "by rank, last first"),
+    "rate": ("fastest first", "least GB/s first"),
+    "target": ("most of target first", "least of target first"),
+    "done": ("most done first", "least done first"),
+    "eta": ("last to end first", "first to end first"),
+    "state": ("by state", "by state, backwards"),
+    "pid": ("by pid", "by pid, last first"),
+}
+"""What each of them is called, and its reverse."""
+RISING: Final = ("rank", "state", "pid")
+"""Those that begin with the least."""
 MODES: Final = ("current", "average", "total")
+LAYOUTS: Final = ("all", "ranks", "graph")
+"""Everything; without the graph; the graph alone."""
 
 
 def _last(value: float | None) -> float:
     return float("-inf") if value is None else value
 
+
+PINNED: Final = 40.0
+"""Rows change places when `Row.worst` of one is so much above that of another over it: a tenth of a target, or of the
+time left, is noise."""
 
 _KEYS: Final[dict[str, Callable[[Row], tuple[float | str, ...]]]] = {
     "rank": lambda row: (_last(row.rank) if row.rank is not None else float("inf"),),
@@ -36,7 +56,7 @@ class Ui:
 
     Attributes:
         view: One of `VIEWS`.
-        selected: Key of the selected row; empty for the first.
+        selected: Key of the selected row; empty to follow the worst.
         sort: One of `SORTS`.
         reverse: Sort the other way round.
         filter: Only rows whose rank, pid, job, label, state or engine contains this.
@@ -44,30 +64,27 @@ class Ui:
         expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
         mode: What the GB/s column shows, one of `MODES`.
-        full: The graph alone.
-        paused: The table stands still.
-        frozen: The rows it stands still with.
+        layout: What the live view shows: one of `LAYOUTS`.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
         interval: Seconds between two looks.
         scroll: First line shown, by view.
         job: Key of the job that is shown; empty for the one that matters most.
-        zoom_s: Seconds that the graph shows; 0 for as many as it has columns.
+        zoom_s: Seconds that the graph shows; 0 until the user chooses.
+        order: Keys of the rows, the worst first, as they were last put in order.
     """
 
     view: str = "live"
     selected: str = ""
-    sort: str = "rank"
+    sort: str = "worst"
     reverse: bool = False
     filter: str = ""
     all_threads: bool = False
     expanded: set[str] = field(default_factory=set)
     active_only: bool = False
     mode: str = "current"
-    full: bool = False
-    paused: bool = False
-    frozen: list[Row] = field(default_factory=list)
+    layout: str = "all"
     help: bool = False
     recording: str = ""
     notice: str = ""
@@ -75,6 +92,17 @@ class Ui:
     scroll: dict[str, int] = field(default_factory=dict)
     job: str = ""
     zoom_s: float = 0.0
+    order: list[str] = field(default_factory=list)
+
+    def job_of(self, model: Model) -> str:
+        """Key of the job that is shown: the chosen one while it is there, else the first; empty without any."""
+        keys = [job.key for job in model.jobs]
+        return self.job if self.job in keys else keys[0] if keys else ""
+
+    def shown(self, model: Model) -> list[Row]:
+        """The rows of the job that is shown, filtered and sorted."""
+        job = self.job_of(model)
+        return self.rows([row for row in model.rows if not job or row.job_key == job])
 
     def rows(self, rows: list[Row]) -> list[Row]:
         """Filter and sort.
@@ -82,18 +110,37 @@ class Ui:
         Args:
             rows: All rows, in order of rank.
         """
-        if self.paused:
-            rows = self.frozen
-        shown = [row for row in rows if self._matches(row) and (row.running or not self.active_only)]
-        return sorted(shown, key=_KEYS[self.sort], reverse=self.reverse)
+        pinned = pin(rows, self.order)
+        self.order = [row.key for row in pinned]
+        shown = [row for row in pinned if self._matches(row) and (row.running or not self.active_only)]
+        if self.sort == "worst":
+            return shown[::-1] if self.reverse else shown
+        inside = sorted(shown, key=_KEYS["rank"])
+        return sorted(inside, key=_KEYS[self.sort], reverse=self.reverse)
 
     def selection(self, rows: list[Row]) -> Row | None:
-        """The selected row of those shown; the same process's where its operation has ended; else the first."""
+        """The selected row of those shown.
+
+        The same process's where its operation has ended; the worst where none was chosen or the chosen one is gone.
+        """
+        process = self.selected.partition("/")[0]
         for row in rows:
             if row.key == self.selected:
                 return row
-        process = self.selected.partition("/")[0]
-        return next((row for row in rows if row.proc_key == process), rows[0] if rows else None)
+        for row in rows:
+            if process and row.proc_key == process:
+                return row
+        places = {key: place for place, key in enumerate(self.order)}
+        return min(rows, key=lambda row: places.get(row.key, len(places)), default=None)
+
+    def sort_by(self, column: str) -> None:
+        """Sort by a column, or the other way round where it is the one already."""
+        if column in SORTS:
+            self.sort, self.reverse = column, column == self.sort and not self.reverse
+
+    def clear(self) -> None:
+        """Show all rows, and follow the worst again."""
+        self.filter = self.selected = ""
 
     def open(self, row: Row) -> bool:
         """Whether a row's threads are shown."""
@@ -107,3 +154,39 @@ class Ui:
             return int(wanted) == row.rank or wanted in row.label.lower()
         words = (row.name, str(row.pid), row.job, row.label, row.state, row.engine, row.kind)
         return any(wanted in word.lower() for word in words)
+
+
+def pin(rows: list[Row], order: list[str]) -> list[Row]:
+    """Put rows in order, the worst first, and move as few of them as possible.
+
+    Args:
+        rows: Rows, in order of rank.
+        order: Keys of the order so far.
+
+    Returns:
+        The rows. None stands above one that is worse by more than `PINNED`; a row moves only where that asks for it.
+        What is new, of ended operations too, stands above what was faster.
+    """
+    places = {key: place for place, key in enumerate(order)}
+    known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])
+    made: list[Row] = []
+    least = float("inf")
+    for row in known:
+        if row.worst > least + PINNED:
+            at = next(index for index, above in enumerate(made) if row.worst > above.worst + PINNED)
+            made.insert(at, row)
+        else:
+            made.append(row)
+        least = min(least, row.worst)
+    for row in (row for row in rows if row.key not in places):
+        made.insert(next((index for index, above in enumerate(made) if _behind(row, above)), len(made)), row)
+    return made
+
+
+def _behind(row: Row, above: Row) -> bool:
+    """Whether a new row belongs above another: it is worse, or as bad and was slower."""
+    return (row.worst, -_reached(row)) > (above.worst, -_reached(above))
+
+
+def _reached(row: Row) -> float:
+    return row.average / row.target if row.average is not None and row.target else float("inf")

@@ -1,4 +1,4 @@
-"""Rows of ranks and threads. Columns are left out as the screen gets narrower."""
+"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit stand in a grid below."""
 
 from __future__ import annotations
 
@@ -6,213 +6,334 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Row, ThreadRow, Verdict
 from fastckpt_top.tracks import COLUMN_S
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style, share
+from fastckpt_top.views import cells, grid
+from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.paint import Frame, Line
+from fastckpt_top.views.state import RISING, SORT_WORDS
+from fastckpt_top.views.threads import lines as thread_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from fastckpt_top.rows import Row
 
-STATE_STYLES: Final = {
-    "STALL": "bad",
-    "DEAD": "bad",
-    "FAILED": "bad",
-    "FSYNC": "low",
-    "COMMIT": "low",
-    "IDLE": "dim",
-    "EXIT": "dim",
-    "DONE": "dim",
-    "PLAN": "dim",
-    "WAIT": "dim",
-    "STAGE": "low",
-    "SOURCE": "low",
-    "LIMIT": "low",
-    "ERROR": "bad",
-}
-SPARK_TOP: Final = 1.5
-"""A full column stands for so many times the target: with less, rows at their target would be one solid block."""
+TINY: Final = 4
+"""Of fewer lines none is a head."""
+TIGHT: Final = 24
+"""On narrower screens a cell is taken from the rate and from its percentage."""
+WIDE: Final = 56
+"""From this width on (60 with a box) what holds a rank up has its share beside it."""
+LEAST_WAIT: Final = 4
+"""It is said in so many cells, or not at all."""
+BORDERS: Final = 2
+LEAD: Final = 5
+"""Rows above a grid, at least."""
+MOST: Final = 0.6
+"""Share of the screen's height that the ranks ask for at most, unless it takes more to show them all."""
+GPU: Final = 3
+PID: Final = 7
+ENGINE: Final = 8
+SHORT_BAR: Final = 8
+LONG_BAR: Final = 40
+SHORT_SPARK: Final = 6
+LONG_SPARK: Final = 60
+OPTIONAL: Final = ("state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
+"""Columns that may be missing, the most important first. Rank, rate, percentage and wait never are from 24 cells on."""
+MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns fit, and how wide the elastic ones are."""
+    """How wide each column is, without the blank before it; 0 where it is left out.
+
+    Attributes:
+        width: Cells of a line.
+        rank: Rank, or pid where there is none.
+        rate: Rate of now, average, or GB done.
+        percent: The rate's share of its target.
+        state: State.
+        bar: Bar of the rate.
+        spark: The last rates.
+        threads: A cell a thread.
+        done: Progress.
+        eta: Time left.
+        engine: Engine.
+        wait: What holds it up.
+        gpu: Index of the GPU.
+        pid: Process.
+        target: Bytes/s of a rank where all have the same; else None.
+    """
 
     width: int
-    pid: bool
-    gpu: bool
-    state: bool
+    rank: int
+    rate: int
+    percent: int
+    state: int
     bar: int
     spark: int
-    done: bool
-    eta: bool
-    engine: bool
-    wait: bool
+    threads: int
+    done: int
+    eta: int
+    engine: int
+    wait: int
+    gpu: int
+    pid: int
+    target: float | None
 
 
-def columns(width: int) -> Columns:
-    """Choose the columns for a table.
+def columns(rows: list[Row], width: int) -> Columns:
+    """Choose the columns. They depend on the ranks that there are, never on what these do at the moment.
 
     Args:
-        width: Cells of the table.
+        rows: All ranks of the job, also those that a filter hides.
+        width: Cells of a line.
     """
-    if width < 60:  # noqa: PLR2004
-        fixed = 2 + 5 + 7 + 6
-        return Columns(width, False, False, False, max(0, width - fixed), 0, False, False, False, False)
-    if width < 80:  # noqa: PLR2004
-        fixed = 2 + 5 + 4 + 8 + 7 + 8 + 6 + 5
-        spark = 6
-        return Columns(width, True, True, True, max(4, width - fixed - spark - 1), spark, True, False, False, False)
-    wait = width >= 100  # noqa: PLR2004
-    fixed = 2 + 5 + 4 + 8 + 7 + 8 + 6 + 5 + 6 + 12 + (13 if wait else 0)
-    free = width - fixed - 2
-    bar = min(max(7, free // 2), 32)
-    spark = min(max(7, free - bar), 48)
-    return Columns(width, True, True, True, bar, spark, True, True, True, wait)
+    tight = width < TIGHT
+    rank = max(1 if tight else 3, _named(rows))
+    rate, percent = (cells.RATE - 1, cells.PERCENT - 1) if tight else (cells.RATE, cells.PERCENT)
+    most = max((len(row.threads) for row in rows), default=0)
+    per_thread = next((count for count in (4, 8) if most <= count), 16)
+    wanted = {
+        "state": cells.STATE,
+        "done": 4,
+        "eta": 5,
+        "bar": SHORT_BAR,
+        "engine": ENGINE,
+        "threads": per_thread,
+        "spark": SHORT_SPARK,
+        "gpu": GPU,
+        "pid": PID,
+    }
+    left = width - 2 - rank - 1 - rate - 1 - percent
+    wait = min(cells.WAIT if width >= WIDE else cells.SHORT_WAIT, left - 1) if left > LEAST_WAIT else 0
+    left -= wait + 1
+    chosen = dict.fromkeys(wanted, 0)
+    for column in OPTIONAL:
+        size = wanted[column]
+        if column == "threads" and size + 1 > left >= 5:  # noqa: PLR2004  (grouped by the worst)
+            size = 8 if left > 8 else 4  # noqa: PLR2004
+        if size + 1 > left:
+            break
+        chosen[column] = size
+        left -= size + 1
+    if chosen["bar"]:
+        share = left if not chosen["spark"] else left // 2
+        more = min(share, LONG_BAR - chosen["bar"])
+        chosen["bar"] += more
+        if chosen["spark"]:
+            chosen["spark"] += min(left - more, LONG_SPARK - chosen["spark"])
+    targets = {row.target for row in rows if row.target}
+    return Columns(width, rank, rate, percent, wait=wait, target=targets.pop() if len(targets) == 1 else None, **chosen)
 
 
-def head(frame: Frame, cols: Columns) -> Line:
-    """The table's head."""
-    mode = {"current": "GB/s", "average": "avg", "total": "GB"}[frame.ui.mode]
-    last = f"last {cols.spark * COLUMN_S:.0f}s"
-    target = "of target" if cols.bar >= len("of target") else "target"
-    words = [
-        (" RANK", "rank", True),
-        (" GPU", "", cols.gpu),
-        ("     PID", "pid", cols.pid),
-        (" STATE ", "state", cols.state),
-    ]
-    words += [
-        (f"{mode:>{8 if cols.state else 6}}", "rate", True),
-        (" " + text.fit(target, cols.bar, frame.glyphs), "target", cols.bar > 0),
-        ("    %", "target", True),
-        (" " + text.fit(last if cols.spark > len(last) else "trend", cols.spark, frame.glyphs), "", cols.spark > 0),
-        (" DONE", "done", cols.done),
-        ("   ETA", "eta", cols.eta),
-        ("  ENGINE    ", "", cols.engine),
-        ("  WAITS FOR  ", "", cols.wait),
-    ]
-    line = Line("  ")
-    for word, column, shown in words:
-        if shown:
-            line.add(word, "key" if column == frame.ui.sort else "head")
-    return line.fill(cols.width)
-
-
-def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
-    """One rank's line. In fsync, commit and after the end the average stands where the rate was, dim."""
-    glyphs = frame.glyphs
-    current = row.rate is not None and frame.ui.mode == "current"
-    shown = row.rate if current else row.average
-    fraction = share(shown, row.target)
-    style = rate_style(fraction) if current else "dim"
-    line = Line(frame.glyph(row.verdict), VERDICT_STYLES[row.verdict])
-    line.add(glyphs.select if selected else " ", "key")
-    line.add(
-        f"{_int(row.rank):>4}" if row.rank is not None or cols.pid else f"{row.pid:>4}"[-5:],
-        "strong" if row.straggler else "text",
-    )
-    line.add(glyphs.warn if row.straggler and not cols.wait else " ", "low")
-    if cols.gpu:
-        line.add(f" {_int(row.gpu):>3}")
-    if cols.pid:
-        line.add(f"{row.pid:>8}")
-    if cols.state:
-        line.add(f" {row.state:<6}", STATE_STYLES.get(row.state, "strong"))
-    amount = text.size(row.done if row.total else None) if frame.ui.mode == "total" else text.rate(shown)
-    line.add(f"{amount:>{8 if cols.state else 6}}", style if shown is not None else "dim")
-    if cols.bar:
-        line.add(" ").add(text.bar(fraction, cols.bar, glyphs.thin), style)
-    line.add(f" {text.percent(fraction):>4}", style)
-    if cols.spark:
-        line.add(" ").add(
-            text.spark(row.spark, cols.spark, SPARK_TOP * row.target, glyphs), "graph" if current else "dim"
-        )
-    if cols.done:
-        line.add(f" {text.percent(row.progress):>4}")
-    if cols.eta:
-        line.add(f" {_eta(row):>5}", "low" if row.straggler else "text")
-    if cols.engine:
-        line.add(f"  {engine(row):<10}", "low" if row.fallback else "dim")
-    if cols.wait:
-        wait = "the last" if row.straggler and not row.wait else row.wait
-        line.add("  ").add(
-            text.fit(wait, 11, glyphs), "low" if wait.startswith(("source", "limit")) or row.straggler else "dim"
-        )
-    line.selected = cols.width if selected else 0
-    return line.fill(cols.width)
-
-
-def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns, *, named: bool = False) -> Line:
-    """One thread's line, its figures under the rank's.
+def wanted(frame: Frame, width: int) -> int:
+    """Lines that the ranks would like, borders included: one each, or on a low screen as many as show them in a grid.
 
     Args:
         frame: What to paint.
-        row: Its rank.
-        thread: The thread.
-        cols: The table's columns.
-        named: Whether to name the rank, where no line of the rank stands above.
+        width: Cells.
     """
-    glyphs = frame.glyphs
-    fraction = share(thread.rate, thread.target)
-    style = "dim" if not row.running else rate_style(fraction)
-    line = Line(glyphs.bad if thread.slow else " ", "bad").add(" ")
-    name = f"w{thread.index}"
-    if not cols.pid:
-        line.add(f"{f'{_int(row.rank)}.{thread.index}' if named else name:>4} ", "dim")
-    elif named:
-        line.add(f"{_int(row.rank):>4} ").add(f"{name:<4}", "dim").add(f"{thread.tid:>8}", "dim")
-    else:
-        line.add(f"   {glyphs.branch}{name:<5}", "dim").add(f"{thread.tid:>8}", "dim")
-    if cols.state:
-        line.add(f" {thread.state:<6}", STATE_STYLES.get(thread.state, "text"))
-    amount = text.size(thread.done) if frame.ui.mode == "total" else text.rate(thread.rate)
-    line.add(f"{amount:>{8 if cols.state else 6}}", style)
+    shown = frame.ui.shown(frame.model)
+    around = 1 + (BORDERS if boxed(frame) else 0)
+    lines = sum(1 + (len(row.threads) if frame.ui.open(row) else 0) for row in shown)
+    most = frame.height * MOST
+    if lines + around <= most or any(frame.ui.open(row) for row in shown):
+        return max(lines, 1) + around
+    across = grid.across(_named(shown), width - 4 if boxed(frame) else width)
+    return min(max(LEAD + -(-(len(shown) - LEAD) // across), int(most) - around), lines) + around
+
+
+def block(frame: Frame, width: int, height: int) -> Block:
+    """The ranks of the job that is shown.
+
+    Args:
+        frame: What to paint.
+        width: Cells.
+        height: Lines.
+
+    Returns:
+        Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
+    """
+    if height <= 0 or width <= 0:
+        return Block()
+    shown = frame.ui.shown(frame.model)
+    framed = boxed(frame) and height > BORDERS
+    made = Block()
+    inner = width - 4 if framed else width
+    room = height - BORDERS if framed else height
+    cols = columns(_all(frame), inner)
+    if room >= TINY or room > len(shown):
+        made = _head(frame, cols)
+    body, note = _body(frame, shown, cols, room - len(made.lines))
+    above = len(made.lines)
+    made.lines += body.lines
+    made.rows |= {line + above: key for line, key in body.rows.items()}
+    made.actions += [(y + above, start, end, what) for y, start, end, what in body.actions]
+    if framed:
+        return box(frame, made, _title(frame, shown), Line(note, "dim"), width, height)
+    made.lines += [Line() for _ in range(height - len(made.lines))]
+    for line in made.lines:
+        chosen = line.selected
+        line.fill(width)
+        line.selected = width if chosen else 0
+    return made
+
+
+def _all(frame: Frame) -> list[Row]:
+    """The job's rows before any filter: they decide how wide the columns are."""
+    job = frame.ui.job_of(frame.model)
+    return [row for row in frame.model.rows if not job or row.job_key == job]
+
+
+def _named(rows: list[Row]) -> int:
+    """Cells of the longest name."""
+    return max((len(cells.name(row)) for row in rows), default=1)
+
+
+def _title(frame: Frame, shown: list[Row]) -> Line:
+    """`8 ranks`, how they are sorted, and what hides some."""
+    ui, glyphs = frame.ui, frame.glyphs
+    line = Line(text.count(len({row.proc_key for row in shown}), "rank"), "title")
+    sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
+    line.add(f" {glyphs.middot} ", "dim").add(f"{SORT_WORDS[ui.sort][ui.reverse]} {sign}", "head")
+    if ui.mode != "current":
+        line.add(f" {glyphs.middot} ", "dim").add({"average": "averages", "total": "GB done"}[ui.mode], "low")
+    if ui.active_only:
+        line.add(f" {glyphs.middot} ", "dim").add("running only", "low")
+    if ui.filter:
+        line.add(f" {glyphs.middot} ", "dim").add(f"filter {frame.say(text.cut(ui.filter, 20))}", "low")
+    return line
+
+
+def _head(frame: Frame, cols: Columns) -> Block:
+    """The head; a click on a word sorts by its column."""
+    made = Block()
+    ui, glyphs = frame.ui, frame.glyphs
+    sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
+    line = Line(sign if ui.sort == "worst" else " ", "key")
+    made.actions.append((0, 0, 0, "sort_by('worst')"))
+
+    def add(word: str, size: int, sort: str, *, right: bool = False) -> None:
+        if not size:
+            return
+        start = line.width
+        marked = word + sign if sort == ui.sort else word
+        words = f"{marked:>{size + 1}}" if right else f" {marked:<{size}}"
+        line.add(text.cut(words, size + 1), "key" if sort == ui.sort else "head")
+        if sort:
+            made.actions.append((0, start, line.width - 1, f"sort_by({sort!r})"))
+
+    add("RK", cols.rank, "rank", right=True)
+    add("GPU", cols.gpu, "", right=True)
+    add("PID", cols.pid, "pid", right=True)
+    add("STATE", cols.state, "state")
+    add(MODES[ui.mode], cols.rate, "rate", right=True)
     if cols.bar:
-        line.add(" ").add(text.bar(fraction, cols.bar, glyphs.thin), style)
-    line.add(f" {text.percent(fraction):>4}", style)
+        line.add(" ").extend(cells.gauge_head(cols.bar, cols.target, glyphs))
+    add("%", cols.percent, "target", right=True)
+    seconds = f"last {cols.spark * COLUMN_S:.0f} s"
+    add(seconds if len(seconds) <= cols.spark else "trend", cols.spark, "")
+    add("THRD", cols.threads, "")
+    add("DONE", cols.done, "done", right=True)
+    add("ETA", cols.eta, "eta", right=True)
+    add("ENGINE", cols.engine, "")
+    add("WAITS"[: cols.wait], cols.wait, "")
+    made.lines.append(line.fill(cols.width))
+    return made
+
+
+def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
+    """One rank's line."""
+    glyphs = frame.glyphs
+    found = cells.figure(frame, row)
+    line = Line(frame.glyph(found.verdict), found.mark_style).add(glyphs.select if selected else " ", "key")
+    _who(line, row, cols)
+    known = bool(row.total) if frame.ui.mode == "total" else found.rate is not None
+    line.add(" ").add(
+        cells.amount(frame, found.rate, row.done, cols.rate, known=known), found.style if known else "dim"
+    )
+    if cols.bar:
+        line.add(" ").extend(cells.gauge(found.share, cols.bar, found.style, glyphs))
+    line.add(" ").add(cells.percent(found.share, cols.percent), found.style)
     if cols.spark:
-        line.add(" ").add(
-            text.spark(thread.spark, cols.spark, SPARK_TOP * thread.target, glyphs), "graph" if row.running else "dim"
-        )
+        line.add(" ").add(cells.spark(row.spark, cols.spark, row.target, glyphs), "graph" if found.live else "dim")
+    if cols.threads:
+        line.add(" ").extend(cells.threads(row, cols.threads, glyphs))
+    if cols.done:
+        line.add(f" {text.percent(row.progress):>{cols.done}}")
     if cols.eta:
-        latency = f"{thread.latency_s * 1e3:.1f}ms" if thread.latency_s is not None else "-"
-        line.add(f" {thread.in_flight:>3}q {latency:>7}", "dim")
-        wait = thread.wait if cols.wait else thread.wait.replace("source", "src")
-        line.add(" " * (12 if cols.wait else 1))
-        line.add(text.fit(wait, 11 if cols.wait else 9, glyphs), _wait_style(thread.wait))
-    return line.fill(cols.width)
+        line.add(" ").add(cells.eta(row), "low" if row.straggler else "text")
+    if cols.engine:
+        line.add(" ").add(f"{cells.engine(row):<{cols.engine}}", "low" if row.fallback else "dim")
+    if cols.wait:
+        line.add(" ").extend(cells.wait(row, room=cols.wait, stated=cols.state > 0, flag=not cols.engine))
+    line.fill(cols.width)
+    line.selected = cols.width if selected else 0
+    return line
 
 
-def rows(frame: Frame, shown: Sequence[Row], cols: Columns) -> list[tuple[Line, str]]:
-    """All lines of the live table, each with its row's key."""
-    chosen = frame.ui.selection(list(shown))
-    lines = []
+def _who(line: Line, row: Row, cols: Columns) -> None:
+    """Rank, GPU, process and state."""
+    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
+    if cols.gpu:
+        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
+    if cols.pid:
+        line.add(f" {row.pid:>{cols.pid}}", "dim")
+    if cols.state:
+        state = cells.state(row)
+        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
+
+
+def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:
+    """Rows, or rows and a grid, in so many lines; and which of them are shown, in words."""
+    if not shown:
+        words = f"no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "no running operation"
+        return Block([Line(f"  {words}", "dim")] if room > 0 else []), "0 of 0"
+    count = len(shown)
+    chosen = frame.ui.selection(shown)
+    opened = any(frame.ui.open(row) for row in shown)
+    if count > room >= LEAD + 2 and not opened:
+        return _with_grid(frame, shown, chosen, cols, room)
+    lines: list[tuple[Line, str]] = []
     for row in shown:
         lines.append((rank_line(frame, row, cols, selected=row is chosen), row.key))
         if frame.ui.open(row):
-            lines.extend((thread_line(frame, row, thread, cols), row.key) for thread in row.threads)
-    return lines
+            lines += [(line, row.key) for line in thread_lines(frame, row, cols.width)]
+    first = _first(frame, [line for line, _ in lines], chosen, room)
+    part = lines[first : first + max(room, 0)]
+    seen = [key for _, key in part]
+    keys = [row.key for row in shown]
+    note = f"{keys.index(seen[0]) + 1}\N{EN DASH}{keys.index(seen[-1]) + 1} of {count}" if seen else f"0 of {count}"
+    made = Block([line for line, _ in part])
+    made.rows = dict(enumerate(seen))
+    return made, note if frame.glyphs is not text.ASCII else note.replace("\N{EN DASH}", "-")
 
 
-def engine(row: Row) -> str:
-    """`uring+D`: engine, `+D` with O_DIRECT, `!` after a fallback."""
-    if not row.engine or row.engine == "unknown":
-        return "-"
-    name = {"buffered": "buffer"}.get(row.engine, row.engine) if row.direct or row.fallback else row.engine
-    return name + ("+D" if row.direct else "") + ("!" if row.fallback and len(name) < 8 else "")  # noqa: PLR2004
+def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns, room: int) -> tuple[Block, str]:
+    name = _named(_all(frame))
+    across = grid.across(name, cols.width)
+    lead = LEAD
+    while lead + 1 + -(-(len(shown) - lead - 1) // across) <= room:
+        lead += 1
+    made = Block([rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]])
+    made.rows = {line: row.key for line, row in enumerate(shown[:lead])}
+    below, count = grid.block(frame, shown[lead:], chosen, name, cols.width, room - lead)
+    made.lines += below.lines
+    made.actions += [(y + lead, start, end, what) for y, start, end, what in below.actions]
+    hidden = len(shown) - lead - count
+    return (
+        made,
+        f"{len(shown)} of {len(shown)}" if not hidden else f"{lead + count} of {len(shown)}, {hidden} not shown",
+    )
 
 
-def _eta(row: Row) -> str:
-    if row.stalled_s is not None:
-        return text.ago(row.stalled_s)
-    if row.verdict is Verdict.FAILED:
-        return row.error[:5] or "-"
-    return text.clock(row.eta_s) if row.running else "-"
-
-
-def _wait_style(wait: str) -> str:
-    return "low" if wait.startswith(("source", "limit")) else "dim"
-
-
-def _int(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _first(frame: Frame, lines: list[Line], chosen: Row | None, room: int) -> int:
+    """First line that is shown, so that the selected row is to be seen; it moves no more than it must."""
+    first = frame.ui.scroll.get("live", 0)
+    at = next((index for index, line in enumerate(lines) if line.selected), 0)
+    last = at
+    if chosen is not None and frame.ui.open(chosen):
+        last = min(at + len(chosen.threads), at + room - 1)
+    first = max(min(first, at), last - room + 1, 0)
+    first = max(0, min(first, len(lines) - room))
+    frame.ui.scroll["live"] = first
+    return first

@@ -1,0 +1,202 @@
+"""Jobs: which processes are one, what is counted by job, and how one is chosen."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from by_hand import GB, Rank, joined, look, moving
+from fastckpt_top import jsonout, lines, prometheus, targets
+from fastckpt_top.lines import LineWriter
+from fastckpt_top.model import Model
+from fastckpt_top.segment import Phase
+from producer import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from conftest import demo
+
+
+def two_jobs(model, now=4.0, names=("a", "b")):
+    """Two ranks each of two jobs that save the same step."""
+    ranks = [
+        Rank(index).of(job=names[index // 2], launch=1 + index // 2, rank=index % 2, pid=100 + index, gpu=index % 2)
+        for index in range(4)
+    ]
+    for at in (now - 1.0, now - 0.5, now):
+        look(model, at, *(moving(rank, at, (1 + index // 2) * GB) for index, rank in enumerate(ranks)))
+    return ranks
+
+
+def test_two_jobs_of_the_same_step_are_shown_apart_with_their_own_targets():
+    two_jobs(model := Model(targets.tier("high", "option")))
+    assert [(job.name, job.ranks, job.alive, job.gpus, job.active) for job in model.jobs] == [
+        ("a", 2, 2, 2, True),
+        ("b", 2, 2, 2, True),
+    ]
+    assert [(op.job_key, op.target, op.done) for op in model.ops] == [
+        ("a:100", 6 * GB, 8 * GB),
+        ("b:102", 6 * GB, 16 * GB),
+    ]
+    assert [row.job_key for row in model.rows] == ["a:100", "b:102", "a:100", "b:102"]
+    assert model.node.gpus == 4
+
+
+def test_a_process_group_and_a_launcher_each_make_a_job_and_both_together_one():
+    ranks = [Rank(index).of(launch=index // 2, pid=100 + index) for index in range(4)]
+    model = look(Model(), 1.0, *ranks)
+    assert [job.ranks for job in model.jobs] == [2, 2]
+    joined(ranks[1], 1, group=7)
+    joined(ranks[2], 2, group=7)
+    together = look(model, 2.0, *ranks).jobs
+    assert sorted(job.ranks for job in together) == [1, 3], "launch 0 is unknown, and nobody's mark"
+    for index, rank in enumerate(ranks):
+        joined(rank.of(launch=5 + index, key=rank.proc.key), index, group=7)
+    assert [job.ranks for job in look(model, 3.0, *ranks).jobs] == [4]
+
+
+def test_a_job_keeps_its_key_when_its_first_rank_has_gone_and_another_job_gets_another():
+    ranks = [Rank(index).of(pid=100 + index) for index in range(2)]
+    model = look(Model(), 1.0, *ranks)
+    assert [job.key for job in model.jobs] == ["llama70b:100"]
+    look(model, 2.0, ranks[1])
+    assert [job.key for job in model.jobs] == ["llama70b:100"]
+    other = Rank(0).of(launch=2, pid=100, key="in another container")
+    look(model, 3.0, ranks[1], other)
+    assert sorted(job.key for job in model.jobs) == ["llama70b:100", "llama70b:100.2"]
+
+
+def test_jobs_that_run_come_first_and_a_job_that_is_gone_is_last_seen_by_its_operation():
+    idle, busy = Rank(0).of(job="idle", launch=1, pid=7), Rank(1).of(job="busy", launch=2, pid=8)
+    idle.op(10 * GB, Phase.DONE, end=1.0)
+    model = look(Model(), 4.0, idle, moving(busy, 4.0, GB, start=2.0))
+    assert [job.name for job in model.jobs] == ["busy", "idle"]
+    assert [(op.job_key, op.running) for op in model.ops] == [("busy:8", True), ("idle:7", False)]
+    idle.proc = replace(idle.proc, alive=False)
+    busy.op(10 * GB, Phase.DONE, start=2.0, end=3.0)
+    busy.proc = replace(busy.proc, alive=False)
+    idle.op(10 * GB, Phase.DONE, end=3.5)
+    model = look(Model(), 5.0, busy, idle)
+    assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False)]
+    assert [op.job_key for op in model.ops] == ["idle:7"]
+
+
+def test_check_judges_each_job_and_one_that_fails_fails_all():
+    ranks = two_jobs(model := Model(targets.parse("1.5", "option")))
+    good, words = lines.check(model, 100)
+    assert good is False
+    assert [line.split(" (")[0] for line in words.splitlines()] == [
+        "BELOW TARGET: a:100 save step-1",
+        "ok: b:102 save step-1",
+    ]
+    for rank in ranks[2:]:
+        rank.op(10 * GB, Phase.DONE, end=4.0)
+    for rank in ranks[:2]:
+        moving(rank, 5.0, 2 * GB)
+    assert lines.check(look(model, 5.0, *ranks), 80)[0] is True
+    ranks[3].op(0, Phase.FAILED, start=5.0, end=5.1, slot=1, error=28).named("step-2", 2)
+    assert lines.check(look(model, 5.5, *ranks), 80)[0] is False, "the last one of the job that is idle"
+
+
+@pytest.mark.parametrize("wanted", ["b", "b:102"])
+def test_one_job_alone_by_its_name_or_key(wanted):
+    model = Model(targets.tier("high", "option"), job=wanted)
+    two_jobs(model)
+    assert [job.key for job in model.jobs] == ["b:102"]
+    assert {row.job for row in model.rows} == {"b"}
+    assert (model.node.alive, model.node.gpus, len(model.ops)) == (2, 2, 1)
+    assert "a:100" not in lines.table(model)
+    assert "fastckpt_process_up" in prometheus.render(model)
+    assert 'job_name="a"' not in prometheus.render(model)
+
+
+def test_a_job_that_is_not_there():
+    two_jobs(model := Model(job="c"))
+    assert (model.jobs, model.rows) == ([], [])
+    assert lines.check(model, 100) == (None, "no process of job c in any directory")
+
+
+def test_the_option_in_all_modes(place, top, tmp_path):
+    for number, name in enumerate(("one", "two")):
+        made = Image(rank=0, job=name.encode(), pid=100 + number, launch=1 + number)
+        now = made.get("header", 0, "mono0_ns")
+        made.operation(phase=6, t_start_mono_ns=now - 4 * 10**9, t_end_mono_ns=now, bytes_total=(1 + number) * 10**9)
+        made.record(0, bytes=(1 + number) * 10**9)
+        made.write(place, f"{100 + number}-1.seg")
+    assert top("--check", "--job", "one", "--target", "0.3").returncode == 1
+    assert top("--check", "--job", "two", "--target", "0.3").returncode == 0
+    missing = top("--once", "--job", "three")
+    assert (missing.returncode, "no process of job three" in missing.stderr) == (3, True)
+    (line,) = top("--once", "--json", "--job", "two:101").stdout.splitlines()
+    assert [op["bytes"] for op in json.loads(line)["ops"]] == [2 * 10**9]
+    record = tmp_path / "r.jsonl"
+    assert top("--count", 1, "--record", record).returncode == 0
+    assert top("--replay", record, "--check", "--job", "one", "--target", "0.3").returncode == 1
+    assert top("--replay", record, "--check", "--job", "two", "--target", "0.3").returncode == 0
+
+
+def test_the_table_has_a_block_a_job_and_lines_name_theirs():
+    two_jobs(model := Model())
+    shown = lines.table(model)
+    assert [line.split("  ")[0] for line in shown.splitlines() if line.startswith("job ")] == ["job a:100", "job b:102"]
+    assert shown.count("RANK GPU") == 2
+    LineWriter(out := io.StringIO()).write(model)
+    assert sum(" a:100 save step-1 [W(2)]" in line for line in out.getvalue().splitlines()) == 1
+    _, session = demo(4.0)
+    session.tick()
+    assert "\njob " not in lines.table(session.model), "one job needs no name"
+
+
+def test_equal_ranks_of_two_jobs_are_two_series():
+    ranks = two_jobs(model := Model(targets.tier("high", "option")))
+
+    def series(name):
+        return {
+            tuple(sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(prometheus.render(model))
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    moved = series("fastckpt_io_bytes_total")
+    assert moved == {("a", "0", "0"): 4 * GB, ("b", "0", "0"): 8 * GB, ("a", "1", "1"): 4 * GB, ("b", "1", "1"): 8 * GB}
+    assert series("fastckpt_target_bytes_per_second")["a", "save", "high"] == 6 * GB
+    assert {key: value for key, value in series("fastckpt_job_level").items() if value} == {
+        ("a", "warn"): 1,
+        ("b", "warn"): 1,
+    }
+    for rank in ranks:
+        rank.of(job="same", key=rank.proc.key)
+    look(model := Model(), 5.0, *ranks)
+    assert len(series("fastckpt_io_bytes_total")) == 4
+    for rank in ranks[:2]:
+        rank.proc = replace(rank.proc, alive=False)
+    look(model, 6.0, *ranks)
+    assert series("fastckpt_io_bytes_total")["same", "0", "0"] == 8 * GB, "who lives has the name"
+
+
+def test_the_gravest_of_a_jobs_sentences_is_its_own():
+    rank = Rank(0).of(pid=100)
+    model = Model(targets.tier("high", "option"))
+    for tick in range(1, 9):
+        moving(rank, tick / 2, 4.5 * GB, kind=3, phase=Phase.READ)
+        rank.op(int(tick / 2 * GB), start=0.25, slot=1)
+        look(model, tick / 2, rank)
+    assert [op.sentence.level for op in model.ops] == ["info", "warn"]
+    assert model.jobs[0].sentence == model.ops[1].sentence
+
+
+def test_a_user_has_a_name_or_a_number():
+    named, other = Rank(0).of(uid=1000), Rank(1).of(uid=4711)
+    named.proc = replace(named.proc, user="anna")
+    model = look(Model(), 1.0, named, other)
+    assert [row.user for row in model.rows] == ["anna", "4711"]
+    assert model.jobs[0].user == "anna"
+
+
+def test_json_names_the_job_of_all():
+    two_jobs(model := Model())
+    tick = jsonout.Ticks().next(model)
+    assert [job["key"] for job in tick["jobs"]] == ["a:100", "b:102"]
+    assert {rank["job"] for rank in tick["ranks"]} == {op["job"] for op in tick["ops"]} == {"a:100", "b:102"}

@@ -1,0 +1,221 @@
+"""Many ranks in a grid, the selected one in full, and clicks on both."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from dataclasses import replace
+
+import pytest
+from fastckpt_top.app import TopApp
+from fastckpt_top.rows import Verdict
+from fastckpt_top.views import grid, lists, table, threads
+from fastckpt_top.views.live import paint
+from fastckpt_top.views.state import Ui
+from painted import frame, plain, rank, thread
+
+# --- many ranks ------------------------------------------------------------------------------------------------------
+
+
+def named(number):
+    return f"r{number}"
+
+
+@pytest.mark.parametrize("count", [5, 6, 17, 64, 500])
+@pytest.mark.parametrize("size", [(80, 13), (120, 24), (200, 50)])
+def test_ranks_that_do_not_fit_stand_in_a_grid_and_none_is_lost(count, size):
+    rows = [rank(number, 0.9 + number / 10_000) for number in range(count)]
+    rows[-1] = rank(count - 1, 0.4)
+    painted = frame(rows, (size[0], 60))
+    made = table.block(painted, *size)
+    assert len(made.lines) == size[1]
+    assert {line.width for line in made.lines} == {size[0]}
+    keys = {
+        ast.literal_eval(what[7:-1]): (y, start, end) for y, start, end, what in made.actions if what[:6] == "select"
+    }
+    listed = list(made.rows.values())
+    assert not set(listed) & set(keys)
+    assert len(listed) == len(set(listed))
+    assert listed[0] == f"p{count - 1}/1"
+    if count <= size[1] - 3:
+        assert not keys
+        assert len(listed) == count
+    else:
+        assert len(listed) >= 5
+    for key, (y, start, end) in keys.items():
+        assert named(key[1:-2]) in re.split("[ >]+", made.lines[y].plain[start : end + 1])
+    hidden = count - len(listed) - len(keys)
+    if keys and not hidden:
+        across = grid.across(len(str(count - 1)), size[0] - 4)
+        assert len(listed) + 1 - (1 - len(keys)) // across > size[1] - 3, "as many rows as leave room for the others"
+    assert (f"{hidden} not shown" in made.lines[0].plain) == (hidden > 0)
+    assert hidden == 0 or count > 60
+    best = {row.key for row in sorted(rows, key=lambda row: row.worst)[:hidden]}
+    assert not best & (set(listed) | set(keys)), "what is hidden is the best"
+
+
+def test_sixty_four_ranks_are_all_seen_on_a_screen_of_80_columns():
+    rows = [rank(number) for number in range(64)]
+    rows[48] = rank(48, 0.58, engine="threads", fallback="EPERM")
+    made = plain(table.block(frame(rows, (80, 40)), 80, 20))
+    assert made[2].startswith("│ ▼> 48 WRITE")
+    whole = "\n".join(made)
+    assert len(set(re.findall(r"\br\d+", whole))) == 64 - 5
+    assert "64 of 64" in made[0]
+
+
+def test_the_ranks_ask_for_a_line_each_or_for_what_shows_them_all_in_a_grid():
+    wanted = (
+        (8, (80, 24), 11), (1, (80, 24), 4), (64, (120, 30), 18), (64, (200, 60), 36), (16, (120, 30), 18),
+        (500, (80, 24), 107), (3, (40, 8), 4), (0, (80, 24), 4),
+    )  # fmt: skip
+    for count, size, lines in wanted:
+        painted = frame([rank(number) for number in range(count)], size)
+        width = 86 if size[0] == 120 else size[0]
+        assert table.wanted(painted, width) == lines, (count, size)
+        if count:
+            made = table.block(painted, width, lines)
+            assert len(made.lines) == lines
+            assert "RK" in "".join(plain(made)[:2])
+            assert "not shown" not in made.lines[0].plain
+    whole = paint(frame([rank(number) for number in range(64)], (120, 30))).plain
+    assert "64 of 64" in whole
+
+
+@pytest.mark.parametrize("count", [17, 64, 500])
+def test_the_selection_moves_through_rows_and_grid_and_is_always_seen(count):
+    painted = frame([rank(number, 0.9 + number / 10_000) for number in range(count)], (80, 24))
+    for row in painted.ui.shown(painted.model):
+        painted.ui.selected = row.key
+        made = plain(table.block(painted, 80, 13))[2:-1]
+        chosen = [line for line in made if ">" in line]
+        assert len(chosen) == 1
+        assert chosen[0].split(">")[1].split()[0] in (str(row.rank), named(row.rank))
+
+
+def test_a_grid_says_who_failed_and_who_fell_back():
+    rows = [rank(number) for number in range(20)]
+    rows[3] = rank(3, state="FAILED", running=False, error="EIO", verdict=Verdict.FAILED, worst=0.0)
+    rows[4] = rank(4, fallback="EPERM", engine="threads")
+    made, shown = grid.block(frame(rows), rows, None, 3, 76, 6)
+    whole = "\n".join(plain(made))
+    assert shown == 20
+    assert "x   r3 FAILED" in whole
+    assert "r4 ▆ 100%!" in whole
+
+
+def test_opened_rows_show_their_threads_and_scroll():
+    rows = [rank(number) for number in range(12)]
+    painted = frame(rows, (80, 24), Ui(all_threads=True))
+    assert table.wanted(painted, 80) == 12 * 5 + 3
+    for row in rows:
+        painted.ui.selected = row.key
+        made = table.block(painted, 80, 13)
+        assert sum(line.selected > 0 for line in made.lines) == 1
+        assert [key for line, key in made.rows.items() if made.lines[line].selected] == [row.key]
+        assert list(made.rows.values()).count(row.key) == 5, "with all of its threads"
+
+
+# --- the selected rank -----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_with_one_thread_is_shown_in_full():
+    row = rank(6, 0.58, 1, engine="threads", fallback="EPERM")
+    painted = frame([row], (120, 30))
+    made = plain(threads.block(painted, row, 120, threads.wanted(painted, row)))
+    title = made[0]
+    for words in (
+        "rank 6",
+        "pid 5333",
+        "ann",
+        "threads+direct (fallback: EPERM)",
+        "16 MiB \N{MULTIPLICATION SIGN} 8",
+        "runs/a/step-100",
+    ):
+        assert words in title
+    assert "the slowest" not in title
+    for word in ("THR", "TID", "STATE", "GB/s", "QD", "p50 ms", "p99 ms", "WAITS FOR"):
+        assert word in made[1]
+    for words in ("w0", "5400", "1.74", "58%", " 8 ", "6.90", "49.5", "disk 98%"):
+        assert words in made[2]
+    assert "average 1.74 of 3.00 GB/s" in made[3]
+    painted.ui.selected = row.key
+    assert "Esc: the slowest" in plain(threads.block(painted, row, 120, 6))[0]
+
+
+def test_a_rank_without_threads_says_what_is_known():
+    row = rank(3, threads=(), kind="", engine="", block_size=0, path="", running=False, wait="")
+    painted = frame([row], (80, 24))
+    assert threads.wanted(painted, row) == 4
+    assert plain(threads.block(painted, row, 80, 4))[1].startswith("│ no operation yet ")
+    row = replace(row, kind="save", durable=10**9, st_dev=0x10301, files=8, files_done=3)
+    shown = plain(threads.block(painted, row, 120, 4))[1]
+    for words in ("20.0 of 40.0 GB", "1.00 GB durable", "3 of 8 files", "device 259:1"):
+        assert words in shown
+    assert "THR" not in shown
+
+
+def test_a_long_path_loses_its_beginning():
+    row = rank(0, path="/mnt/" + "deep/" * 40 + "step-100")
+    title = plain(threads.block(frame([row]), row, 80, 8))[0]
+    assert "/step-100" in title
+    assert "…" in title
+
+
+def test_threads_that_do_not_fit_show_the_worst_first_and_a_count():
+    row = rank(0, threads=tuple(thread(index, 1.0 - index / 20, 12) for index in range(12)))
+    made = plain(threads.block(frame([row]), row, 80, 8))
+    assert [line.split()[2] for line in made[2:6]] == ["w11", "w10", "w9", "w8"]
+    assert "8 more, none of them worse" in made[6]
+    row = rank(0, threads=(*row.threads, thread(12, 1.0, 13, state="ERROR")))
+    assert plain(threads.block(frame([row]), row, 80, 8))[2].split()[1:3] == ["x", "w12"]
+
+
+def test_the_list_of_threads_names_the_rank_at_every_width():
+    rows = [rank(number, 1 - number / 10) for number in range(3)]
+    for width in (30, 40, 60, 80, 140):
+        made = lists.paint(frame(rows, (width, 24), Ui(view="threads")), 22)
+        body = [line.plain.strip("│ ").split() for line in made if " w0 " in line.plain]
+        assert [words[1] for words in body] == ["2", "1", "0"], width
+
+
+# --- in the application ----------------------------------------------------------------------------------------------
+
+
+def test_heads_and_cells_of_the_grid_are_clicked_and_escape_follows_the_slowest_again():
+    class Still:
+        live = True
+
+        def __init__(self):
+            self.model = frame([rank(number, 0.9 + number / 1000) for number in range(64)]).model
+
+        def tick(self):
+            """Nothing moves."""
+
+        def status(self):
+            return "live"
+
+    async def go():
+        app = TopApp(Still(), Ui())
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+
+            async def click(action):
+                y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == action)
+                await pilot.click(offset=(x, y))
+                await pilot.pause()
+
+            await click("select('p7/1')")
+            assert app.ui.selected == "p7/1"
+            assert ">r7 " in app.canvas.screen_text.replace("> ", ">")
+            await click("sort_by('rank')")
+            assert app.ui.sort == "rank"
+            await pilot.press("down")
+            assert app.ui.selected == "p8/1"
+            await pilot.press("escape")
+            await pilot.pause()
+            assert app.ui.selected == ""
+            assert ">  0 WRITE" in app.canvas.screen_text
+
+    asyncio.run(go())

@@ -1,0 +1,90 @@
+"""What the screen remembers from one run to the next: a small JSON file in the user's configuration directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastckpt_top.views.graph import ZOOMS
+from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_LARGEST: Final = 1 << 16
+"""A larger file is none of ours, bytes."""
+_VALID: Final[dict[str, Callable[[Any], bool]]] = {
+    "theme": lambda value: isinstance(value, str),
+    "interval": lambda value: type(value) in (int, float) and 0.1 <= value <= 60.0,  # noqa: PLR2004
+    "view": lambda value: value in VIEWS,
+    "sort": lambda value: value in SORTS,
+    "zoom": lambda value: value in ZOOMS,
+    "layout": lambda value: value in LAYOUTS,
+}
+
+
+def path(environ: Mapping[str, str]) -> Path:
+    """Where it is: `fastckpt/top.json` in XDG_CONFIG_HOME, which is ~/.config where it is unset or relative.
+
+    Args:
+        environ: The environment.
+    """
+    base = Path(environ.get("XDG_CONFIG_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.config").expanduser()) / "fastckpt" / "top.json"
+
+
+def load(file: Path) -> tuple[dict[str, Any], str]:
+    """Read what is remembered.
+
+    Args:
+        file: The file.
+
+    Returns:
+        The known keys with valid values, and what is wrong with the rest; no file is no error.
+    """
+    try:
+        with file.open("rb") as opened:
+            found = json.loads(opened.read(_LARGEST).decode())
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"cannot read {file}: {error.strerror or error}"
+    except (ValueError, RecursionError):
+        return {}, f"{file} is ignored: it is not JSON"
+    if not isinstance(found, dict):
+        return {}, f"{file} is ignored: it holds no JSON object"
+    known = {key: found[key] for key, valid in _VALID.items() if key in found and valid(found[key])}
+    wrong = [key for key in _VALID if key in found and key not in known]
+    return known, f"{file}: {', '.join(wrong)}: value ignored" if wrong else ""
+
+
+def remember(file: Path, key: str, value: object) -> str:
+    """Change one value. The file is replaced atomically; what else it holds stays, unless it cannot be read.
+
+    Args:
+        file: The file.
+        key: One of those that `load` knows.
+        value: Its value.
+
+    Returns:
+        Why it could not be written; empty if it was.
+    """
+    values = load(file)[0] | {key: value}
+    temporary = ""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".top-", suffix=".json", dir=file.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump(values, opened, indent=1)
+            opened.write("\n")
+        Path(temporary).replace(file)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        return f"cannot write {file}: {error.strerror or error}"
+    return ""

@@ -1,0 +1,100 @@
+"""What happened, told once: starts, ends, deaths, failures, stalls, fallbacks."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import derive, text
+from fastckpt_top.groups import errno_name
+from fastckpt_top.operations import node_op
+from fastckpt_top.rows import Event
+from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastckpt_top.groups import Group
+    from fastckpt_top.look import Look
+    from fastckpt_top.tracks import OpTrack
+
+KEPT: Final = 200
+"""Events that are kept."""
+
+
+class Events:
+    """The latest events.
+
+    Attributes:
+        kept: Oldest first.
+        count: Events ever, also those no longer kept.
+    """
+
+    def __init__(self) -> None:
+        self.kept: deque[Event] = deque(maxlen=KEPT)
+        self.count = 0
+        self._begun = False
+
+    def tell(self, groups: Iterable[Group], look: Look) -> None:
+        """Tell what is new in these operations."""
+        groups = list(groups)
+        if not self._begun:  # what had ended before anybody looked is history, and no news
+            self._begun = True
+            for group in groups:
+                group.told_end = not group.running
+        for group in groups:
+            if group.running and not group.was_running:
+                group.was_running = True
+                start_real = min(track.start_real for track in group.members.values())
+                self._add("info", f"{derive.title(group)} started", start_real)
+        for group in groups:
+            for track in group.members.values():
+                if track.running:
+                    self._tell_trouble(track, look)
+        for group in groups:
+            if not group.told_end:
+                self._tell_end(group, look)
+
+    def _add(self, level: str, what: str, real: float) -> None:
+        self.kept.append(Event(real, level, what))
+        self.count += 1
+
+    def _tell_trouble(self, track: OpTrack, look: Look) -> None:
+        op, name = track.op, derive.name(track.proc)
+        if op.flags & FLAG_FALLBACK and not track.told_fallback:
+            track.told_fallback = True
+            engine = ENGINES.get(op.engine, "unknown")
+            self._add("warn", f"{name} {derive.fallback(op.fallback_errno, engine)}", look.real)
+        stalled = track.stalled(look.tracks[track.proc.key], look.mono)
+        if stalled is not None and not track.told_stall:
+            track.told_stall = True
+            self._add("warn", f"{name} stalled: no progress for {stalled:.0f} s", look.real)
+        elif stalled is None and track.told_stall:
+            track.told_stall = False
+            self._add("info", f"{name} goes on", look.real)
+
+    def _tell_end(self, group: Group, look: Look) -> None:
+        for track in group.members.values():
+            if track.failed and not track.told_end:
+                track.told_end = True
+                self._add("bad", _obituary(track), look.real)
+        if group.running:
+            return
+        group.told_end = True
+        op = node_op(group, look)
+        if not op.failed:
+            share = text.percent(derive.share(op.average, op.target))
+            speed = f"{text.rate(op.average)} GB/s, {share} of target"
+            words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"
+            self._add("info", words, look.real)
+
+
+def _obituary(track: OpTrack) -> str:
+    kind = KINDS.get(track.op.kind, "operation")
+    name = derive.name(track.proc)
+    if track.died:
+        share = derive.share(track.done, track.op.bytes_total)
+        died = f"{name} pid {track.proc.header.pid} died in {kind} at {text.percent(share)}"
+        together = track.op.kind == Kind.SAVE and track.proc.process.group
+        return f"{died}: this checkpoint cannot be completed" if together else died
+    return f"{name} {kind} failed: {errno_name(track.op.error) or 'see its log'}"

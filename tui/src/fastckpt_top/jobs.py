@@ -1,0 +1,106 @@
+"""Jobs: which processes belong together, and what they are as a whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastckpt_top import derive
+from fastckpt_top.rows import LEVELS, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastckpt_top.look import Look
+    from fastckpt_top.rows import NodeOp, Row, Sentence
+    from fastckpt_top.snapshot import Proc
+
+
+class Jobs:
+    """Gives each process its job.
+
+    Those that one launcher started, and those that share a process group, are one job. A job keeps its key, the name
+    and the pid of its first process, also when that has gone.
+    """
+
+    def __init__(self) -> None:
+        self._key_of: dict[str, str] = {}
+
+    def assign(self, procs: Iterable[Proc]) -> dict[str, str]:
+        """The job's key of each process, by process key."""
+        procs = sorted(procs, key=derive.order)
+        parts: list[tuple[set[str], list[Proc]]] = []
+        for proc in procs:
+            marks, members = _marks(proc), [proc]
+            apart = []
+            for other in parts:
+                if other[0] & marks:
+                    marks |= other[0]
+                    members = other[1] + members
+                else:
+                    apart.append(other)
+            parts = [*apart, (marks, members)]
+        taken: set[str] = set()
+        job_of: dict[str, str] = {}
+        known, self._key_of = self._key_of, {}
+        for marks, members in parts:
+            old = sorted({known[mark] for mark in marks if mark in known} - taken)
+            key = old[0] if old else _new_key(min(members, key=derive.order), taken | set(known.values()))
+            taken.add(key)
+            self._key_of |= dict.fromkeys(marks, key)
+            job_of |= {proc.key: key for proc in members}
+        return job_of
+
+
+def _marks(proc: Proc) -> set[str]:
+    """What a process has in common with the others of its job."""
+    header = proc.header
+    return {proc.team, f"job {header.job} {header.launch}"} if header.launch else {proc.team}
+
+
+def _new_key(proc: Proc, taken: set[str]) -> str:
+    key = first = f"{proc.header.job or 'job'}:{proc.header.pid}"
+    number = 1
+    while key in taken:  # pids are only unique within a namespace
+        number += 1
+        key = f"{first}.{number}"
+    return key
+
+
+def matches(key: str, name: str, wanted: str) -> bool:
+    """Whether a job is the one that `--job` names, by name or by key."""
+    return wanted in (key, name)
+
+
+def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: Iterable[NodeOp]) -> Job:
+    """A job as it stands.
+
+    Args:
+        key: Its key.
+        procs: Its processes, one at least.
+        look: The present.
+        rows: Its rows.
+        ops: Its operations: the running ones, oldest first, then the last that ended.
+    """
+    procs, ops = sorted(procs, key=derive.order), list(ops)
+    alive = [proc for proc in procs if proc.alive]
+    counted = alive or procs
+    first = counted[0]
+    running = [op for op in ops if op.running]
+    return Job(
+        key=key,
+        name=first.header.job,
+        pid=first.header.pid,
+        user=first.user or str(first.header.uid),
+        ranks=len(alive) + len({row.proc_key for row in rows if row.state == "DEAD"}),
+        alive=len(alive),
+        gpus=look.count_gpus(counted),
+        target=look.per_gpu(counted),
+        active=bool(running),
+        sentence=_foremost(running or ops[:1]),
+    )
+
+
+def _foremost(ops: list[NodeOp]) -> Sentence | None:
+    """The sentence of the gravest level, the first of these."""
+    said = [op.sentence for op in ops if op.sentence is not None]
+    return max(said, key=lambda one: LEVELS.index(one.level), default=None)

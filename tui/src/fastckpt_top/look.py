@@ -1,0 +1,81 @@
+"""One look of the model: the processes of one moment, what is remembered of them, and what they should reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastckpt_top.segment import Kind
+from fastckpt_top.targets import DEFAULT_TIER, TIERS, Target, tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from fastckpt_top.groups import Group
+    from fastckpt_top.snapshot import Proc
+    from fastckpt_top.tracks import ProcTrack
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the builders of rows, operations and jobs have in common.
+
+    Attributes:
+        mono: Reader's clock, seconds.
+        real: Seconds since the epoch.
+        procs: The processes.
+        tracks: Process key -> what is remembered of it.
+        job_of: Process key -> key of its job.
+        target: What the user asked for; None to follow the processes.
+        gpus: GPUs that targets are multiplied by; None to count them.
+    """
+
+    mono: float
+    real: float
+    procs: tuple[Proc, ...]
+    tracks: Mapping[str, ProcTrack]
+    job_of: Mapping[str, str]
+    target: Target | None
+    gpus: int | None
+
+    def count_gpus(self, procs: Iterable[Proc]) -> int:
+        """GPUs that the target of these processes is multiplied by."""
+        return self.gpus if self.gpus is not None else count_ranks(procs)
+
+    def per_gpu(self, procs: Iterable[Proc]) -> Target:
+        """The target of these processes: the user's, else what they ask for, idle ones too."""
+        return self.target or asked(procs)
+
+    def target_of(self, group: Group) -> Target:
+        """The target of an operation, per GPU."""
+        if self.target is not None:
+            return self.target
+        wanted = max(track.op.target for track in group.members.values())
+        if not wanted:
+            return asked(track.proc for track in group.members.values())
+        column = 0 if group.kind == Kind.SAVE else 1
+        name = next((name for name, pair in TIERS.items() if pair[column] == wanted), "custom")
+        return Target(float(wanted), float(wanted), name, "process")
+
+
+def count_ranks(procs: Iterable[Proc]) -> int:
+    """Those that have a GPU, or all if none has."""
+    has_gpu = [proc.header.gpu >= 0 for proc in procs]
+    return sum(has_gpu) or len(has_gpu)
+
+
+def asked(procs: Iterable[Proc]) -> Target:
+    """The target that processes ask for; `light` where none does."""
+    save = load = 0
+    for proc in procs:
+        save, load = max(save, proc.process.target_save), max(load, proc.process.target_load)
+        for op in proc.operations:
+            if op.running and op.target:
+                save, load = (max(save, op.target), load) if op.kind == Kind.SAVE else (save, max(load, op.target))
+    if not save and not load:
+        return tier(DEFAULT_TIER, "default")
+    for name, (tier_save, tier_load) in TIERS.items():
+        if save in (0, tier_save) and load in (0, tier_load):
+            return tier(name, "process")
+    light_save, light_load = TIERS[DEFAULT_TIER]
+    return Target(save or light_save, load or light_load, "custom", "process")

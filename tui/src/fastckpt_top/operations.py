@@ -1,0 +1,68 @@
+"""Makes the node's operations: what the ranks of one checkpoint do together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastckpt_top import derive, estimate
+from fastckpt_top.look import count_ranks
+from fastckpt_top.rows import NodeOp, Verdict, judge
+from fastckpt_top.segment import KINDS
+
+if TYPE_CHECKING:
+    from fastckpt_top.groups import Group
+    from fastckpt_top.look import Look
+
+
+def node_op(group: Group, look: Look) -> NodeOp:
+    """An operation as it stands, without its sentence; the group's peak, GPUs, target and straggler are updated."""
+    tracks = list(group.members.values())
+    running = [track for track in tracks if track.running]
+    if running or not group.gpus:
+        procs = {proc.key: proc for proc in look.procs if proc.alive and running and proc.team == group.team}
+        procs |= {track.proc.key: track.proc for track in tracks}
+        group.gpus, group.ranks = look.count_gpus(procs.values()), count_ranks(procs.values())
+    rates = [rate for track in running if (rate := track.rate()) is not None]
+    rate = sum(rates) if rates else None
+    elapsed = (look.mono if running else group.end) - group.start
+    failed = sum(track.failed for track in tracks)
+    done = sum(track.done for track in tracks)
+    average = done / elapsed if elapsed > 1e-3 and done else None  # noqa: PLR2004
+    group.peak = max(group.peak, rate or 0.0, average or 0.0)
+    per_gpu = look.target_of(group)
+    target = per_gpu.of(group.kind) * group.gpus
+    if running:
+        group.target = target
+    etas = {track.key: estimate.eta(track, look) for track in tracks}
+    last = group.straggler = estimate.straggler(group, etas, look)
+    known = [eta for track in running if (eta := etas[track.key]) is not None]
+    total = sum(track.op.bytes_total for track in tracks)
+    progress = [derive.progress(track) for track in tracks]
+    early = bool(running) and elapsed < estimate.QUIET_S
+    return NodeOp(
+        kind=KINDS.get(group.kind, "unknown"),
+        label=group.label,
+        step=group.step if group.step >= 0 else None,
+        running=bool(running),
+        phase=derive.phase(tracks),
+        ranks=len(tracks),
+        gpus=group.gpus,
+        total=total,
+        done=done,
+        rate=rate,
+        average=average,
+        peak=group.peak,
+        target=target,
+        target_name=per_gpu.name,
+        progress=min(sum(p or 0.0 for p in progress) / len(progress), 1.0) if total else None,
+        eta_s=max(known) if known and len(known) == len(running) and not failed else None,
+        elapsed_s=max(elapsed, 0.0),
+        started_real=min(track.start_real for track in tracks),
+        last=derive.name(last.proc) if last else "",
+        last_rate=last.rate() if last else None,
+        phases=derive.phase_counts(running),
+        verdict=Verdict.FAILED if failed else Verdict.QUIET if early else judge(average, target),
+        failed=failed,
+        job_key=group.job,
+        target_source=per_gpu.source,
+    )

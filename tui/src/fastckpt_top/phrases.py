@@ -1,0 +1,110 @@
+"""The parts of sentences: rates, ranks, durations and what is waited for, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.rows import wait_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt_top.rows import Row
+
+_NAMED: Final = 3
+"""Ranks that are called by name before they are only counted."""
+WAITS: Final = {
+    "disk": "waits for the disk",
+    "source": "waits for the source",
+    "limit": "waits for bandwidth_limit",
+    "fsync": "is in fsync",
+}
+"""What one rank does, by `Row.wait_kind`."""
+
+
+def colon(*parts: str) -> str:
+    """A colon and those of the parts that say something; nothing if none does."""
+    words = ", ".join(part for part in parts if part)
+    return f": {words}" if words else ""
+
+
+def why(row: Row) -> str:
+    """What a rank waits for, in words."""
+    idle = sum(thread.state == "IDLE" for thread in row.threads)
+    left = len(row.threads) - idle
+    if row.wait_kind == "fsync":
+        return f"in fsync for {seconds(row.phase_s or 0.0)}"
+    wait = WAITS.get(row.wait_kind, "")
+    words = f"{wait}{share([row])}" if wait else ""
+    if row.rate is not None and idle >= left > 0:
+        only = f"only {left} of {text.count(len(row.threads), 'thread')} {'has' if left == 1 else 'have'} work left"
+        return f"{only}, {words}" if words else only
+    slow = [thread for thread in row.threads if thread.slow]
+    if len(slow) == 1:
+        thread = f"thread w{slow[0].index} at {text.rate(slow[0].rate)}"
+        return f"{words}, {thread}" if words else thread
+    return words
+
+
+def brief(row: Row) -> str:
+    """`disk 98 %`; empty where nothing is waited for."""
+    return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
+
+
+def hint(kind: str, op: str) -> str:
+    """What the source is."""
+    if kind != "source":
+        return ""
+    return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
+
+
+def fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> str:
+    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons; empty without a fallback."""
+    rows = [row for row in rows if row.fallback]
+    if not rows:
+        return ""
+    row = rows[0]
+    same = [other for other in rows if (other.engine, other.fallback) == (row.engine, row.fallback)]
+    without = row.engine == "uring" or (row.fallback == "EINVAL" and not row.direct)
+    wanted = "without direct I/O" if without else "not io_uring"
+    comma = "" if without else ","
+    verb = "ran" if past else "runs" if len(same) == 1 else "run"
+    who = f"{names(same)} " if named else ""
+    return f"{who}{verb} {row.engine}{comma} {wanted} ({row.fallback})"
+
+
+def speed(row: Row, of: str = " of ") -> str:
+    """A rank's rate, which is its average where no byte moves at the moment, as its row shows it."""
+    now = row.rate if row.rate is not None else row.average
+    if now is None:
+        return ""
+    rate, target = compared(now, row.target)
+    return f"{rate}{of}{target} GB/s" if target else f"{rate} GB/s"
+
+
+def compared(rate: float | None, target: float) -> tuple[str, str]:
+    """Two rates that are compared; the second is empty where there is no target."""
+    return text.rates(rate, target) if target > 0 else (text.rate(rate), "")
+
+
+def share(rows: Sequence[Row]) -> str:
+    """Mean share of the time that ranks spend with what they wait for, ` 80 %`; empty where it is not known."""
+    known = [row.wait_share for row in rows if row.wait_share is not None]
+    return f" {round(sum(known) / len(known) * 100)} %" if known else ""
+
+
+def names(rows: Sequence[Row]) -> str:
+    """`rank 3`, `rank 1, rank 2`, `12 ranks`."""
+    return ", ".join(row.name for row in rows) if len(rows) <= _NAMED else f"{len(rows)} ranks"
+
+
+def count(rows: Sequence[Row]) -> str:
+    """`rank 3`, or `2 ranks`."""
+    return rows[0].name if len(rows) == 1 else f"{len(rows)} ranks"
+
+
+def seconds(span: float) -> str:
+    """`12 s`, cut as the rows cut it."""
+    words = text.ago(span)
+    return f"{words[:-1]} {'min' if words[-1] == 'm' else words[-1]}"

@@ -1,0 +1,180 @@
+"""Makes the rows: one an operation of a rank, with its threads."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import derive, estimate
+from fastckpt_top.groups import errno_name
+from fastckpt_top.rows import Row, ThreadRow, Verdict, judge, wait_text
+from fastckpt_top.segment import (
+    ENGINES,
+    FLAG_ASYNC,
+    FLAG_DIRECT,
+    FLAG_FALLBACK,
+    FLAG_MIXED,
+    KINDS,
+    PHASES,
+    Kind,
+    Phase,
+    ThreadState,
+)
+from fastckpt_top.tracks import MOVING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TypeAlias
+
+    from fastckpt_top.groups import Group
+    from fastckpt_top.look import Look
+    from fastckpt_top.snapshot import Proc
+    from fastckpt_top.tracks import OpTrack
+
+    Places: TypeAlias = Mapping[tuple[str, int], Proc]
+
+DONE_S: Final = 10.0
+"""How long a rank says DONE before it says IDLE, seconds."""
+
+
+def places(look: Look) -> Places:
+    """The living processes by team and rank."""
+    return {(proc.team, proc.rank): proc for proc in look.procs if proc.alive}
+
+
+def idle_row(proc: Proc, look: Look, places: Places, target: float) -> Row:
+    """A rank without an operation.
+
+    Args:
+        proc: The process.
+        look: The present.
+        places: As from `places`.
+        target: Bytes/s that it should reach when it saves.
+    """
+    wait = derive.awaits(proc, places)
+    return replace(
+        derive.bare(proc),
+        job_key=look.job_of[proc.key],
+        state="WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT",
+        wait=wait,
+        wait_kind="peers" if wait else "",
+        target=target,
+    )
+
+
+def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
+    """A rank's part in an operation.
+
+    Args:
+        track: The part.
+        group: The operation, with its straggler, GPUs and ranks up to date.
+        look: The present.
+        places: As from `places`.
+    """
+    op, proc = track.op, track.proc
+    target = look.target_of(group).of(group.kind) * group.gpus / group.ranks
+    average = track.average(look.mono)
+    elapsed = track.elapsed(look.mono)
+    stalled = track.stalled(look.tracks[proc.key], look.mono) if proc.key in look.tracks else None
+    rows = threads(track, target, look)
+    histogram = track.histogram()
+    state = _state(track, stalled, look)
+    judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase != Phase.PLAN)
+    wait = derive.awaits(proc, places)
+    kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
+    made = replace(
+        derive.bare(proc),
+        key=f"{proc.key}/{op.op_id}",
+        job_key=look.job_of.get(proc.key, ""),
+        kind=KINDS.get(op.kind, "unknown"),
+        running=track.running,
+        state=state,
+        stalled_s=stalled,
+        rate=track.rate(),
+        average=average,
+        target=target,
+        done=track.done,
+        total=op.bytes_total,
+        durable=op.bytes_durable,
+        progress=derive.progress(track),
+        eta_s=estimate.eta(track, look) if track.running else None,
+        elapsed_s=elapsed,
+        phase_s=max(look.mono - estimate.phase_start(track), 0.0) if track.running else None,
+        verdict=Verdict.FAILED if track.failed else judge(average, target) if judged else Verdict.QUIET,
+        straggler=group.straggler is track,
+        engine=ENGINES.get(op.engine, "unknown"),
+        direct=bool(op.flags & FLAG_DIRECT),
+        mixed=bool(op.flags & FLAG_MIXED),
+        fallback=(errno_name(op.fallback_errno) or "unknown") if op.flags & FLAG_FALLBACK else "",
+        asynchronous=bool(op.flags & FLAG_ASYNC),
+        step=op.step if op.step >= 0 else None,
+        label=op.label,
+        path=op.path,
+        st_dev=op.st_dev,
+        block_size=op.block_size,
+        queue_depth=op.queue_depth,
+        files=op.files_total,
+        files_done=op.files_done,
+        error=(errno_name(op.error) or "failed") if op.phase == Phase.FAILED else "",
+        wait=wait or wait_text(kind, share),
+        wait_kind=kind,
+        wait_share=share,
+        p50_s=derive.latency(histogram, 0.5, rows),
+        p99_s=derive.latency(histogram, 0.99, rows),
+        histogram=histogram,
+        spark=tuple(track.spark)[-derive.SPARK :],
+        threads=rows,
+    )
+    return replace(made, worst=worst(made))
+
+
+def worst(row: Row) -> float:
+    """How far a rank holds its job back: who died, who failed, who stalled, the straggler, the rest.
+
+    Within each of these, time still needed and the shortfall of its target count. Idle ranks have 0.
+    """
+    if row.state in ("DEAD", "FAILED"):  # the others failed because one died
+        return 5000.0 if row.state == "DEAD" else 4000.0
+    if not row.running:
+        return 0.0
+    if row.stalled_s is not None:
+        return 3000.0 + min(row.stalled_s, 999.0)
+    if row.wait_kind == "peers":
+        return 1.0
+    rate = row.rate if row.rate is not None else row.average
+    short = 0.0 if rate is None or row.target <= 0 else max(1.0 - rate / row.target, 0.0)
+    left = 0.0 if row.eta_s is None else row.eta_s / (row.eta_s + 10.0)
+    return (2000.0 if row.straggler else 10.0) + 400.0 * short + 500.0 * left
+
+
+def _state(track: OpTrack, stalled: float | None, look: Look) -> str:
+    op = track.op
+    if track.died or op.phase == Phase.FAILED:
+        return "DEAD" if track.died else "FAILED"
+    if track.proc.waits_for is not None:
+        return "WAIT"
+    if not op.running:
+        recent = track.end is not None and look.mono - track.end < DONE_S
+        return "EXIT" if not track.proc.alive else "DONE" if recent else "IDLE"
+    if stalled is not None:
+        return "STALL"
+    verifying = op.kind == Kind.VERIFY and op.phase == Phase.READ
+    return "VERIFY" if verifying else PHASES.get(op.phase, "?").upper()[:6]
+
+
+def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:
+    """The threads of a rank's operation, whose target is `target` bytes/s."""
+    slots = sorted(track.threads.items())
+    moving = track.running and track.op.phase in MOVING
+    # A thread that has no more to do shows no rate: what is left of it in the window would look like a slow disk.
+    busy = {slot for slot, thread in slots if moving and thread.last.state != ThreadState.IDLE}
+    rates = {slot: thread.window.rate() if slot in busy else None for slot, thread in slots}
+    known = [rate for rate in rates.values() if rate is not None]
+    late = len(known) > 1 and track.elapsed(look.mono) >= estimate.QUIET_S
+    floor = statistics.median(known) / estimate.BEHIND if late else 0.0
+    share = target / len(slots) if slots else 0.0
+    return tuple(
+        derive.thread_row(index, slot, thread, track, rates[slot], share, floor)
+        for index, (slot, thread) in enumerate(slots)
+    )

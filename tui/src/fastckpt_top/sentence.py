@@ -1,0 +1,336 @@
+"""The sentence: who holds an operation back, and why.
+
+What comes first of these is said: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
+for; the rank that the others wait for; what keeps the operation below its target; a fallback; that all is well.
+The level is `bad` for what needs somebody, `warn` for what is below its target, `info` for the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import phrases, text
+from fastckpt_top.estimate import BEHIND, QUIET_S
+from fastckpt_top.rows import Sentence, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastckpt_top.rows import NodeOp, Row
+
+SHORT: Final = 36
+"""Cells that the shortest words have at most."""
+_MOST: Final = 0.5
+"""Share of the ranks that makes what they wait for the operation's."""
+_WAIT: Final = {
+    "disk": "wait for the disk",
+    "source": "wait for the source",
+    "limit": "wait for bandwidth_limit",
+    "fsync": "are in fsync",
+}
+_WAITED: Final = {
+    "disk": "its ranks waited for the disk",
+    "source": "its ranks waited for the source",
+    "limit": "held by bandwidth_limit",
+    "fsync": "most of the time in fsync",
+}
+
+
+def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | None:
+    """What matters most about an operation now.
+
+    Args:
+        op: The operation.
+        rows: The rows of its ranks, the ended ones too.
+        cause: The most frequent `cause` while it ran; empty unknown.
+
+    Returns:
+        None where there is nothing to say: in the first second, and without a target.
+    """
+    if op.failed:
+        return _lost(op, rows)
+    if not op.running:
+        return _ended(op, rows, cause)
+    running = [row for row in rows if row.running]
+    stalled = [row for row in running if row.stalled_s is not None]
+    if stalled:
+        return _stalled(stalled)
+    return _slow(op, running) if op.elapsed_s >= QUIET_S else None
+
+
+def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """Who holds up what goes on."""
+    limited = [row for row in running if row.wait_kind == "limit"]
+    if limited and len(limited) > _MOST * len(running) and op.verdict in (Verdict.LOW, Verdict.BAD):
+        return _limited(op)
+    behind = next((row for row in running if row.straggler), None)
+    if behind is not None:
+        return _held_back(op, behind, running)
+    return _together(op, running)
+
+
+def cause(op: NodeOp, rows: Sequence[Row]) -> str:
+    """What holds a running operation back now, as will be said of it when it has ended; empty if nothing does."""
+    running = [row for row in rows if row.running]
+    kind, _ = _shared(running)
+    if kind != "limit" and op.last:
+        return f"held back by {op.last}"
+    return _WAITED.get(kind, "")
+
+
+def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
+    """A rank died or failed."""
+    dead = [row for row in rows if row.state == "DEAD"]
+    if dead:
+        who = phrases.names(dead)
+        end = {
+            "save": ": this checkpoint cannot be completed" if op.running else ": this checkpoint was not completed",
+            "load": ": it was not loaded whole",
+            "verify": ": it was not verified whole",
+        }.get(op.kind, "")
+        short = {"save": ": no checkpoint", "load": " in load", "verify": " in verify"}.get(op.kind, "")
+        return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{phrases.count(dead)} died")
+    failed = [row for row in rows if row.error]
+    row = failed[0] if failed else None
+    known = row is not None and row.error not in ("", "failed")
+    what = row.error if row is not None and known else f"{op.kind} failed"
+    stands = ": the old checkpoint stands" if op.kind == "save" else ""
+    by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
+    where = f" in {op.label}" if op.label else ""
+    reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
+    return _made(
+        "bad",
+        row.key if row is not None else "",
+        f"{by}{what}{where}{reads}{stands}",
+        f"{what}{where}{reads}{stands}",
+        f"{what}{reads}{stands}",
+    )
+
+
+def _stalled(rows: list[Row]) -> Sentence:
+    """Ranks that give no sign of life, or move no byte."""
+    row = max(rows, key=lambda row: row.stalled_s or 0.0)
+    seconds = phrases.seconds(row.stalled_s or 0.0)
+    state = row.process_state
+    same = [other for other in rows if other.process_state == state]
+    who = phrases.names(same)
+    words: tuple[str, ...]
+    if state in ("T", "t"):
+        signal = "SIGSTOP" if state == "T" else "debugger"
+        words = (f"{who} stopped ({signal}) for {seconds}", f"{phrases.count(same)} stopped for {seconds}")
+    elif state == "D":
+        words = (
+            f"{who} in uninterruptible sleep (D) for {seconds}: the storage does not answer",
+            f"{who}: the storage does not answer for {seconds}",
+            f"{phrases.count(same)}: no answer for {seconds} (D)",
+        )
+    else:
+        words = (
+            f"{who} {_has(same)} made no progress for {seconds}",
+            f"{phrases.count(same)}: no progress for {seconds}",
+        )
+    return _made("bad", row.key, *words)
+
+
+def _limited(op: NodeOp) -> Sentence:
+    now, target = phrases.compared(op.rate if op.rate is not None else op.average, op.target)
+    of = f" of {target}" if target else ""
+    return _made(
+        _level(op),
+        "",
+        f"held at {now}{of} GB/s by bandwidth_limit",
+        f"held at {now} by bandwidth_limit",
+    )
+
+
+def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
+    """One rank for which the others wait."""
+    waiting = sum(other.wait_kind == "peers" for other in running)
+    others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
+    tail = phrases.fallback([row], named=False)
+    more = f"; {tail}" if tail else ""
+    return _made(
+        _level(op),
+        row.key,
+        f"Held back by {row.name}{others}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
+        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
+        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"{row.name} holds it{phrases.colon(phrases.speed(row), phrases.brief(row))}",
+        f"{row.name}{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
+        f"held back by {row.name}",
+    )
+
+
+def _left(op: NodeOp, row: Row) -> Sentence:
+    """All ranks have ended but one."""
+    tail = phrases.fallback([row], named=False)
+    return _made(
+        _level(op),
+        row.key,
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
+        f"only {row.name} is left",
+    )
+
+
+def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """No rank is waited for."""
+    if running and all(row.state == "STAGE" for row in running):
+        what = f"{_all(running, op)} {_copies(running)} the state into memory"
+        return _made(_level(op), "", f"{what}; training goes on when that is done", what, "copies the state (stage)")
+    kind, those = _shared(running)
+    if kind == "peers":
+        return _peers(those)
+    if kind == "fsync":
+        return _made(_level(op), those[0].key if len(those) == 1 else "", *_syncing(op, running, those))
+    if op.ranks > 1 and len(running) == 1:
+        return _left(op, running[0])
+    if op.verdict in (Verdict.LOW, Verdict.BAD) or op.target <= 0:
+        return _below(op, running, kind, those)
+    return _well(op, running)
+
+
+def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
+    """Below the target, or without one: the slowest rank, else what most of them wait for."""
+    tail = phrases.fallback(running)
+    more = f"; {tail}" if tail else ""
+    slow = _slowest(running)
+    if slow is not None:
+        words = f"{slow.name}{phrases.colon(phrases.speed(slow), phrases.why(slow))}"
+        return _made(
+            _level(op),
+            slow.key,
+            f"slowest is {words}{more}",
+            f"slowest is {words}",
+            f"{slow.name}{phrases.colon(phrases.speed(slow, '/'), phrases.brief(slow))}",
+            f"slowest is {slow.name}",
+        )
+    average, target = phrases.compared(op.average, op.target)
+    figures = f"average {average} of {target} GB/s" if target else f"average {average} GB/s"
+    default = f" ({op.target_name}, the default target)" if op.target_source == "default" and target else ""
+    if kind not in _WAIT:
+        return _made(_level(op), "", f"{figures}{default}{more}", f"{figures}{more}", figures) if target else None
+    cause = f"{_all(those, op)} {(phrases.WAITS if len(those) == 1 else _WAIT)[kind]}{phrases.share(those)}"
+    who = "all" if 1 < len(those) == op.ranks else phrases.count(those)
+    return _made(
+        _level(op),
+        running[0].key if len(running) == 1 else "",
+        f"{figures}{default}: {cause}{phrases.hint(kind, op.kind)}{more}",
+        f"{figures}: {cause}",
+        f"{cause}{more}",
+        cause,
+        f"{who}: {phrases.brief(those[0]) if len(those) == 1 else f'{kind}{phrases.share(those)}'}",
+    )
+
+
+def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
+    """On target, or too early to say."""
+    if tail := phrases.fallback(running):
+        row = next(row for row in running if row.fallback)
+        return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
+    if op.verdict is not Verdict.GOOD:
+        return None
+    average, target = phrases.compared(op.average, op.target)
+    return _made("info", "", f"on target: average {average} of {target} GB/s", f"on target: {average}/{target}")
+
+
+def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
+    """How it went."""
+    if op.verdict is Verdict.QUIET:
+        return None
+    average, target = phrases.compared(op.average, op.target)
+    name = op.label or op.kind
+    tail = phrases.fallback(rows, past=True)
+    more = f"; {tail}" if tail else ""
+    if op.verdict is Verdict.GOOD:
+        return _made(
+            "info",
+            "",
+            f"{name} was on target: {average} of {target} GB/s{more}",
+            f"on target: {average} of {target} GB/s",
+            f"on target: {average}/{target}",
+        )
+    default = " (the default)" if op.target_source == "default" else ""
+    by = f", {cause}" if cause else ""
+    return _made(
+        "warn",
+        "",
+        f"{name} stayed below its target{default}: {average} of {target} GB/s{by}{more}",
+        f"{name} below target: {average} of {target} GB/s{by}",
+        f"below target: {average} of {target} GB/s",
+        f"below target: {average}/{target}",
+    )
+
+
+def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
+    """The words for ranks of which most are in fsync."""
+    since = max(row.phase_s or 0.0 for row in those)
+    during = f" for {phrases.seconds(since)}" if since >= 1.0 else ""
+    if len(running) == 1 < op.ranks:
+        return (f"only {those[0].name} is left, in fsync{during}", f"{those[0].name} in fsync{during}")
+    who = _all(those, op)
+    words = f"{who} {phrases.WAITS['fsync'] if len(those) == 1 else _WAIT['fsync']}{during}"
+    written = "all data is written; " if len(those) == len(running) else ""
+    return (f"{written}{words}", words, f"fsync{during}")
+
+
+def _peers(those: list[Row]) -> Sentence:
+    """Ranks wait for one that is not here, or not at work."""
+    name, _ = Counter(row.wait for row in those).most_common(1)[0]
+    does = "waits" if len(those) == 1 else "wait"
+    who = phrases.names(those)
+    return _made(
+        "info",
+        those[0].key,
+        f"{who} {does} for {name}, which is at no work on this machine",
+        f"{who} {does} for {name}",
+        f"{phrases.count(those)} {does} for {name}",
+    )
+
+
+def _slowest(running: list[Row]) -> Row | None:
+    """The rank whose rate is clearly below the others'."""
+    rates = [(row.rate, row) for row in running if row.rate is not None]
+    if len(rates) < 2:  # noqa: PLR2004
+        return None
+    rate, row = min(rates, key=lambda pair: pair[0])
+    return row if rate * BEHIND < statistics.median(rate for rate, _ in rates) else None
+
+
+def _shared(running: list[Row]) -> tuple[str, list[Row]]:
+    """What most ranks wait for, and those that do; else nothing."""
+    kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
+    those = [row for row in running if row.wait_kind == kind]
+    return (kind, those) if kind and count > _MOST * len(running) else ("", [])
+
+
+def _level(op: NodeOp) -> str:
+    return "warn" if op.verdict in (Verdict.LOW, Verdict.BAD) else "info"
+
+
+def _all(those: Sequence[Row], op: NodeOp) -> str:
+    if op.ranks == 1 or len(those) == 1:
+        return those[0].name
+    return f"all {op.ranks} ranks" if len(those) == op.ranks else f"{len(those)} of {op.ranks} ranks"
+
+
+def _has(rows: Sequence[Row]) -> str:
+    return "has" if len(rows) == 1 else "have"
+
+
+def _copies(rows: Sequence[Row]) -> str:
+    return "copies" if len(rows) == 1 else "copy"
+
+
+def _made(level: str, row: str, *words: str) -> Sentence:
+    """A sentence; words that are no shorter than those before them are left out, and the last are short enough."""
+    kept: list[str] = []
+    for one in words:
+        if not kept or text.width(one) < text.width(kept[-1]):
+            kept.append(one)
+    if text.width(kept[-1]) > SHORT:
+        kept.append(text.cut(kept[-1], SHORT - 1) + "\N{HORIZONTAL ELLIPSIS}")
+    return Sentence(level, tuple(kept), row)

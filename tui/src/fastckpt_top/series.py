@@ -1,0 +1,82 @@
+"""What the node wrote and read over the last minutes, in columns of equal length."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+from fastckpt_top.tracks import COLUMN_S
+
+KEPT_S: Final = 1200.0
+"""How far back the graph can look, seconds."""
+
+
+class Series:
+    """Rates of the node, one value a column of `COLUMN_S`, aligned to the clock.
+
+    Attributes:
+        written: Bytes/s; `read` likewise.
+        index: Number of the newest column since the clock's zero; None before the first.
+    """
+
+    def __init__(self) -> None:
+        columns = int(KEPT_S / COLUMN_S)
+        self.written: deque[float] = deque(maxlen=columns)
+        self.read: deque[float] = deque(maxlen=columns)
+        self.index: int | None = None
+
+    def add(self, mono: float, written: float, read: float) -> int:
+        """Take in what was measured at a moment.
+
+        Args:
+            mono: Reader's clock, seconds.
+            written: Bytes/s.
+            read: Bytes/s.
+
+        Returns:
+            How many columns it began: 0 where it falls into one that has a value, which it leaves as it is.
+        """
+        now = math.floor(mono / COLUMN_S)
+        count = 1 if self.index is None else min(now - self.index, self.written.maxlen or 1)
+        if count < 1:
+            return 0
+        self.index = now
+        self.written.extend([written] * count)
+        self.read.extend([read] * count)
+        return count
+
+    def cells(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
+        """The last `seconds` in `cells` equal parts.
+
+        A part begins at a multiple of its length on the clock, so that what is past does not change as time goes on.
+        Its value is the mean of what lies in it: a peak that is shorter than a part is lower in it, not lost.
+
+        Args:
+            seconds: How far back.
+            cells: Number of parts.
+
+        Returns:
+            Bytes/s written and read, oldest first; fewer than `cells` values where less is known.
+        """
+        if self.index is None or cells < 1 or seconds <= 0:
+            return [], []
+        length = seconds / cells / COLUMN_S
+        first, end = self.index + 1 - len(self.written), self.index + 1
+        last = math.ceil(end / length - 1e-9)
+        spans = []
+        for cell in range(max(last - cells, math.floor(first / length)), last):
+            low, high = max(cell * length, first), min((cell + 1) * length, end)
+            if high - low > 1e-9:  # noqa: PLR2004
+                spans.append((low - first, high - first))
+        return _means(list(self.written), spans), _means(list(self.read), spans)
+
+
+def _means(values: list[float], spans: list[tuple[float, float]]) -> list[float]:
+    """Means over parts of a step function whose steps are 1 long."""
+    means = []
+    for low, high in spans:
+        inside = range(int(low), math.ceil(high - 1e-9))
+        weighed = (values[step] * (min(step + 1, high) - max(step, low)) for step in inside)
+        means.append(sum(weighed) / (high - low))
+    return means

@@ -1,0 +1,302 @@
+"""The cells that rows of ranks and of threads are made of, and what their words and signs mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.rows import Row, ThreadRow, Verdict, judge
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style, share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SCALE: Final = 1.25
+"""Full height or length stands for so many times the target, in bars, sparks and cells of threads alike."""
+RATE: Final = 6
+PERCENT: Final = 5
+STATE: Final = 6
+WAIT: Final = 12
+"""Cells of a rate, a percentage, a state, and a wait with its share."""
+SHORT_WAIT: Final = 7
+"""Cells of a wait without its share."""
+TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last": "last"}
+"""In four cells."""
+
+STATE_STYLES: Final = {
+    "STALL": "bad",
+    "STOP": "bad",
+    "STUCK": "bad",
+    "DEAD": "bad",
+    "FAILED": "bad",
+    "ERROR": "bad",
+    "FSYNC": "low",
+    "COMMIT": "low",
+    "STAGE": "low",
+    "SOURCE": "low",
+    "LIMIT": "low",
+    "IDLE": "dim",
+    "EXIT": "dim",
+    "DONE": "dim",
+    "PLAN": "dim",
+    "WAIT": "dim",
+}
+
+STATE_WORDS: Final = (
+    ("PLAN", "reads the sizes and lays out the files"),
+    ("STAGE", "copies the tensors to memory of its own"),
+    ("WRITE READ VERIFY", "moves data"),
+    ("FSYNC COMMIT", "makes it durable, then visible"),
+    ("WAIT", "waits for another rank"),
+    ("STALL", "no progress for seconds"),
+    ("STOP", "stopped by a signal (T in ps)"),
+    ("STUCK", "in uninterruptible sleep (D in ps): the storage does not answer"),
+    ("DEAD FAILED", "died in, or failed with, its operation"),
+    ("DONE IDLE EXIT", "has ended; has nothing to do; has exited"),
+)
+"""States of a rank, for the help."""
+
+WAIT_WORDS: Final = (
+    ("disk 98%", "a request was on its way to the storage for so much of the last second"),
+    ("source 98%", "waited for tensors: copies from the device, checksums"),
+    ("limit 98%", "held back by bandwidth_limit"),
+    ("fsync", "the storage makes it durable"),
+    ("rank 3", "waits for that rank"),
+    ("threads!", "fell back to this engine; so does ! behind a wait"),
+)
+"""What stands under WAITS and ENGINE, for the help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The rate that a row shows, and what it is judged by.
+
+    Attributes:
+        rate: Bytes/s; None unknown.
+        share: Of the target; None unknown.
+        live: Whether it is the rate of now, and not the operation's average.
+        verdict: Of this figure.
+    """
+
+    rate: float | None
+    share: float | None
+    live: bool
+    verdict: Verdict
+
+    @property
+    def style(self) -> str:
+        """Its colour, which says the same as the mark; what is past stays in the background."""
+        return VERDICT_STYLES[self.verdict] if self.live else "dim"
+
+    @property
+    def mark_style(self) -> str:
+        """The mark's colour."""
+        return VERDICT_STYLES[self.verdict]
+
+
+def figure(frame: Frame, row: Row) -> Figure:
+    """What to show as a rank's rate: that of now, or the average where there is none of now that can be judged.
+
+    The rate of a rank whose threads have run out of work, one after the other, says nothing about its storage.
+    """
+    live = frame.ui.mode == "current" and row.rate is not None and not running_out(row)
+    shown = row.rate if live else row.average
+    verdict = row.verdict
+    if verdict not in (Verdict.FAILED, Verdict.QUIET):
+        verdict = judge(shown, row.target)
+    return Figure(shown, share(shown, row.target), live, verdict)
+
+
+def running_out(row: Row) -> bool:
+    """Whether some threads of a running operation have done their part and the others go on."""
+    return row.running and any(thread.state == "IDLE" and thread.done for thread in row.threads)
+
+
+def amount(frame: Frame, rate: float | None, done: int, room: int = RATE, *, known: bool = True) -> str:
+    """Rate in GB/s, or bytes done in GB, as the user chose, at the right of so many cells."""
+    if frame.ui.mode != "total":
+        return f"{text.rate(rate):>{room}}"
+    return gb(done if known else None, room)
+
+
+def gb(count: float | None, room: int) -> str:
+    """GB at the right of so many cells: without the decimal where it would not fit."""
+    words = text.size(count)
+    return f"{words if len(words) <= room else words.partition('.')[0]:>{room}}"
+
+
+def percent(fraction: float | None, room: int = PERCENT) -> str:
+    """A percentage at the right of so many cells; a multiple, `45x`, where it would not fit."""
+    words = text.percent(fraction)
+    if len(words) > room and fraction is not None:
+        words = f"{min(int(fraction), 999)}x"
+    return f"{words:>{room}}"
+
+
+def mark_at(cells: int) -> int:
+    """The cell of a bar that the target's mark stands in."""
+    return min(round(cells / SCALE), cells - 1)
+
+
+def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -> Line:
+    """A bar on a track from 0 to 125 % of the target, with a mark at the target.
+
+    Args:
+        fraction: Of the target; None or nan leaves the track empty.
+        cells: Width.
+        style: Of what is full.
+        glyphs: The characters.
+
+    Returns:
+        Exactly `cells` cells. The part before the mark is full if and only if the target is reached.
+    """
+    line = Line()
+    if cells <= 0:
+        return line
+    before, after = mark_at(cells), cells - mark_at(cells) - 1
+    value = fraction if fraction is not None and math.isfinite(fraction) else 0.0
+    first = before if value >= 1 else min(math.floor(value * before + 0.5), before - 1)
+    if value > 0 and before > 1:
+        first = max(first, 1)  # something is not nothing
+    beyond = min(round(max(value - 1.0, 0.0) / (SCALE - 1.0) * after), after)
+    full, first = glyphs.bar[-1], max(first, 0)
+    line.add(full * first, style).add(glyphs.track * (before - first), "dim")
+    line.add(glyphs.mark, "target")
+    return line.add(full * beyond, style).add(glyphs.track * (after - beyond), "dim")
+
+
+def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:
+    """The head over bars: 0, the mark, and the target in GB/s at the right of it where there is room.
+
+    Args:
+        cells: Width.
+        target: Bytes/s; None where the rows have different ones.
+        glyphs: The characters.
+    """
+    before, room = mark_at(cells), cells - mark_at(cells) - 1
+    words = text.rate(target) if target else ""
+    short = words.rstrip("0").rstrip(".") if "." in words else words
+    line = Line()
+    if before > text.width(short) + 2 > room + 2:  # at the left of the mark, where there is no room at its right
+        line.add("0" + f"{short:>{before - 1}}", "dim")
+        short = ""
+    else:
+        line.add("0".ljust(before)[:before], "dim")
+    return line.add(glyphs.mark, "target").add(f"{short:<{room}}"[:room], "dim")
+
+
+def spark(values: Sequence[float], cells: int, target: float, glyphs: text.Glyphs) -> str:
+    """The last rates, one a cell, on the scale of the bars."""
+    return text.spark(values, cells, SCALE * target, glyphs)
+
+
+def level(fraction: float | None, glyphs: text.Glyphs) -> str:
+    """One cell as high as a share of the target; the lowest for 0, the quiet mark for unknown."""
+    if fraction is None:
+        return glyphs.quiet
+    found = text.spark((max(fraction, 0.0),), 1, SCALE, glyphs)
+    return glyphs.spark[1] if found == " " else found
+
+
+def threads(row: Row, cells: int, glyphs: text.Glyphs) -> Line:
+    """A cell a thread, as high as its share of its target. More threads than cells are grouped by the worst of them.
+
+    Args:
+        row: The rank.
+        cells: Width.
+        glyphs: The characters.
+    """
+    line = Line()
+    count = len(row.threads)
+    shown = min(count, cells)
+    for cell in range(shown):
+        group = row.threads[cell * count // shown : (cell + 1) * count // shown]
+        if any(thread.state == "ERROR" for thread in group):
+            line.add(glyphs.dead, "bad")
+            continue
+        shares = [found for thread in group if (found := thread_share(thread)) is not None]
+        worst = min(shares, default=None) if row.running else None
+        line.add(level(worst, glyphs), rate_style(worst))
+    return line.fill(cells)
+
+
+def thread_share(thread: ThreadRow) -> float | None:
+    """A thread's rate as a share of its target; None where it has nothing to do."""
+    return share(thread.rate, thread.target)
+
+
+def state(row: Row) -> str:
+    """A rank's state in six cells at most; what its process stands still with, where that is known."""
+    if row.state == "STALL":
+        return {"T": "STOP", "t": "STOP", "D": "STUCK"}.get(row.process_state, "STALL")
+    return row.state[:STATE]
+
+
+def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Line:
+    """What holds a rank up: with its share where there is room, else the word alone.
+
+    Args:
+        row: The rank.
+        room: Width.
+        stated: Whether a column says its state; else the state stands here where nothing holds it up.
+        flag: Whether a fallback is marked here, since no column names the engine.
+    """
+    short = room < WAIT
+    style = "dim"
+    words = row.wait
+    if row.stalled_s is not None:
+        lasting = text.ago(row.stalled_s)
+        what = {"STOP": "stopped", "STUCK": "storage"}.get(state(row), "silent")
+        words, style = lasting if short and stated else f"{what} {lasting}", "bad"
+        if short and not stated:
+            words = state(row)
+    elif row.error or row.state == "DEAD":
+        words, style = row.error or "died", "bad"
+    elif row.straggler and not words:
+        words = "the last"
+    elif short and words.startswith("rank "):
+        words = f"r{words[5:]}"
+    elif short:
+        words = words.partition(" ")[0]
+    if not words and not stated:
+        words = state(row).lower()
+    if room < SHORT_WAIT - 1:
+        words = TINY_WAITS.get(words, words)
+    if style == "dim" and (row.straggler or words.startswith(("source", "limit"))):
+        style = "low"
+    mark = "!" if flag and row.fallback else ""
+    return Line(text.cut(words, room - len(mark)), style).add(mark, "low").fill(room)
+
+
+def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:
+    """What holds a thread up."""
+    words = thread.wait if cells >= WAIT - 1 else thread.wait.partition(" ")[0]
+    style = "low" if words.startswith(("source", "limit")) else "dim"
+    return Line(text.fit(words, cells, glyphs), style)
+
+
+def eta(row: Row) -> str:
+    """Until a rank's part is durable, in five cells."""
+    if not row.running or row.stalled_s is not None or row.eta_s is None:
+        return "    -" if not row.running or row.stalled_s is not None else "--:--"
+    if row.eta_s < 3600:  # noqa: PLR2004
+        return text.clock(row.eta_s)
+    hours = int(row.eta_s // 3600)
+    if hours < 100:  # noqa: PLR2004
+        return f"{hours}h{int(row.eta_s // 60) % 60:02d}".rjust(5)
+    return f"{min(hours // 24, 9999)}d".rjust(5)
+
+
+def engine(row: Row) -> str:
+    """The engine in eight cells at most, with `!` after a fallback."""
+    if not row.engine or row.engine == "unknown":
+        return "-"
+    name = {"buffered": "buffer"}.get(row.engine, row.engine)[:7]
+    return name + ("!" if row.fallback else "")
+
+
+def name(row: Row) -> str:
+    """What to call a row in its first column: its rank, else its pid."""
+    return str(row.rank) if row.rank is not None else str(row.pid)

@@ -1,0 +1,80 @@
+"""Which theme a terminal gets, and the colours that the styles have where a theme's cannot be told apart. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ANSI_DARK: Final = {
+    "text": "default",
+    "dim": "default",
+    "strong": "bold default",
+    "title": "bold bright_cyan",
+    "head": "cyan",
+    "good": "green",
+    "low": "yellow",
+    "bad": "bold bright_red",
+    "graph": "bright_blue",
+    "read": "bright_cyan",
+    "target": "bright_magenta",
+    "key": "bold cyan",
+}
+"""Of the 16 colours, on a dark ground; rich's words. `dim` has the ground's own colour: SGR 2 is not everywhere."""
+ANSI_LIGHT: Final = ANSI_DARK | {
+    "title": "bold blue",
+    "head": "blue",
+    "low": "magenta",
+    "bad": "bold red",
+    "graph": "blue",
+    "read": "cyan",
+    "target": "bright_black",
+    "key": "bold blue",
+}
+"""Yellow and the bright colours cannot be read on white."""
+MONO: Final = {
+    "strong": "bold",
+    "title": "bold",
+    "head": "bold",
+    "bad": "bold",
+    "key": "bold",
+}
+"""Without colours everything has that of the text, what is bad is bold, and `dim` alone is paler."""
+
+
+def light(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal says that its ground is light: `COLORFGBG=0;15`."""
+    return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
+
+
+def ansi(theme: str) -> bool:
+    """Whether a theme uses the terminal's own 16 colours."""
+    return "ansi" in theme
+
+
+def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool) -> str:
+    """The theme for a terminal, where the user has chosen none.
+
+    Args:
+        themes: Those that there are.
+        environ: The environment.
+        sixteen: Whether the terminal has 16 colours or fewer.
+    """
+    bright = light(environ)
+    wanted = ["textual-light" if bright else "textual-dark"]
+    if sixteen:
+        wanted = ["ansi-light" if bright else "ansi-dark", "textual-ansi", *wanted]
+    have = set(themes)
+    return next((name for name in wanted if name in have), "")
+
+
+def choices(themes: Iterable[str], *, sixteen: bool) -> list[str]:
+    """The themes to go through, in order: on a terminal of 16 colours only those that it can show.
+
+    Args:
+        themes: Those that there are.
+        sixteen: Whether the terminal has 16 colours or fewer.
+    """
+    every = sorted(themes)
+    return [name for name in every if ansi(name)] if sixteen and any(map(ansi, every)) else every

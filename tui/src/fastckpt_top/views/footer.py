@@ -1,0 +1,113 @@
+"""The keys in the last line, and the most urgent thing to say beside what the header says. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.views.boxes import boxed, words
+from fastckpt_top.views.paint import Frame, Line
+
+if TYPE_CHECKING:
+    from fastckpt_top.rows import Job
+
+KEYS: Final = (
+    ("q", "Quit", "quit"),
+    ("Enter", "Threads", "expand"),
+    ("s", "Sort", "sort"),
+    ("/", "Filter", "filter"),
+    ("Tab", "View", "next_view"),
+    ("T", "Target", "tier"),
+    ("z", "Zoom", "zoom"),
+    ("Space", "Freeze", "pause"),
+    ("r", "Record", "record"),
+    ("e", "Layout", "layout"),
+    ("c", "Colours", "theme"),
+    ("a", "Average", "mode"),
+    ("t", "All threads", "all_threads"),
+    ("o", "Running", "active"),
+    ("+/-", "Interval", "slower"),
+    ("F12", "Picture", "picture"),
+)
+REPLAY_KEYS: Final = (
+    ("q", "Quit", "quit"),
+    ("Space", "Play", "pause"),
+    ("Left", "Back", "step_back"),
+    ("Right", "On", "step_forward"),
+    ("[", "10 s back", "jump_back"),
+    ("]", "10 s on", "jump_forward"),
+    (",", "Slower", "slower_replay"),
+    (".", "Faster", "faster"),
+    (":", "Go to", "goto"),
+    ("Tab", "View", "next_view"),
+    ("z", "Zoom", "zoom"),
+)
+EVENT_SHOWN_S: Final = 60.0
+"""How long a warning is shown, seconds."""
+
+
+def keys(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
+    """The keys that fit whole, and which cells of the line mean which action.
+
+    Help stands at the end, after a sign where keys are left out, so that one sees where the others are.
+    """
+    shown = list(KEYS if frame.live else REPLAY_KEYS)
+    if len(frame.model.jobs) > 1:
+        shown.insert(1, ("j", "Next job", "job"))
+    if not frame.model.node.ranks:
+        shown = [key for key in shown if key[2] in ("quit", "next_view", "theme")]
+    last, sign = ("?", "Help", "help"), ""
+    while shown and sum(len(key) + len(word) + 3 for key, word, _ in (*shown, last)) + len(sign) > frame.width:
+        shown.pop()
+        last, sign = ("?", "all keys", "help"), f" {frame.glyphs.ellipsis}"
+    line = Line()
+    zones = []
+    for key, word, action in (*shown, last):
+        if action == "help":
+            line.add(sign, "low")
+        start = line.width
+        line.add(" ").add(key, "key").add(f" {word} ", "dim")
+        zones.append((start, line.width - 1, action))
+    return line.fill(frame.width), zones
+
+
+def urgent(frame: Frame) -> Line:
+    """A notice, trouble of a job that is not shown, a warning of the last minute, a file that cannot be read."""
+    model, glyphs = frame.model, frame.glyphs
+    if frame.ui.notice:
+        return Line(frame.say(frame.ui.notice), "strong")
+    for job in _in_trouble(frame):
+        said = words(job.sentence.words, max(frame.width // 2, 36)) if job.sentence is not None else ""
+        return Line(f"{glyphs.bad} {frame.say(text.clean(f'{job.name or job.pid}: {said}'))}", "bad")
+    recent = [event for event in model.events if event.level != "info" and model.real - event.real < EVENT_SHOWN_S]
+    if recent:
+        event = recent[-1]
+        return Line(f"{glyphs.warn} {frame.say(event.text)}", "bad" if event.level == "bad" else "low")
+    if model.problems:
+        path, reason = model.problems[0]
+        return Line(f"{glyphs.warn} {frame.say(path)}: {reason}", "low")
+    return Line()
+
+
+def last_checkpoint(frame: Frame) -> Line:
+    """`last save step-1000: 15.2 s, 21.00 GB/s`, while something else runs."""
+    past = frame.model.past.checkpoints
+    if not past or (frame.main is not None and not frame.main.running):
+        return Line()
+    last = past[-1]
+    said = f"last {last.kind} {frame.say(last.label)}: {last.seconds:.1f} s, {text.rate(last.average)} GB/s"
+    return Line(f"{said}, {last.error}" if last.error else said, "bad" if last.error else "dim")
+
+
+def _in_trouble(frame: Frame) -> list[Job]:
+    shown = frame.job
+    return [
+        job for job in frame.model.jobs if job is not shown and job.sentence is not None and job.sentence.level == "bad"
+    ]
+
+
+def bottom(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
+    """The last line: the keys; where no border can hold it, a notice or another job's trouble in their place."""
+    if (frame.ui.notice or _in_trouble(frame)) and not (boxed(frame) and frame.ui.view == "live"):
+        return Line(" ").extend(urgent(frame)).fill(frame.width), []
+    return keys(frame)

@@ -1,0 +1,299 @@
+"""The box at the top: what runs, how far it is, how fast, how long still, and the sentence that says why. Pure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from fastckpt_top import text
+from fastckpt_top.rows import Verdict
+from fastckpt_top.views import cells, footer
+from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
+
+if TYPE_CHECKING:
+    from fastckpt_top.rows import NodeOp, Sentence
+
+LEVELS: Final = {"info": "text", "warn": "low", "bad": "bad"}
+"""Styles of what a sentence or event says."""
+VERDICT_WORDS: Final = {
+    Verdict.GOOD: "OK",
+    Verdict.LOW: "LOW",
+    Verdict.BAD: "SLOW",
+    Verdict.FAILED: "FAILED",
+    Verdict.QUIET: "",
+}
+_NAME: Final = 6
+"""A name of fewer cells says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Cells of what stands at the left and right of the two bars: the same in both lines, whatever the figures are.
+
+    Attributes:
+        left: What is done, and how fast.
+        bar: The bars themselves; 0 for none.
+        right: What remains, and what it is worth.
+        size: How much is said: 3 with names and peaks, 2 with names, 1 with what matters, 0 with hardly that.
+    """
+
+    left: int
+    bar: int
+    right: int
+    size: int
+
+
+def columns(width: int) -> Columns:
+    """How the lines of an operation are divided.
+
+    Args:
+        width: Cells inside the box.
+    """
+    for size, least, left, right in (
+        (3, 100, min(33 + max(width - 112, 0) // 4, 52), 40),
+        (2, 64, min(25 + max(width - 76, 0) // 3, 32), 27),
+        (1, 46, 18, 9),
+        (1, 32, 11, 9),
+    ):
+        if width >= least:
+            return Columns(left, width - left - right - 7, right, size)
+    return Columns(0, 0, 0, 0)
+
+
+def block(frame: Frame, width: int) -> Block:
+    """The box, or the same lines without one.
+
+    Args:
+        frame: What to paint.
+        width: Cells, borders included.
+    """
+    if not boxed(frame):
+        top = [title(frame)] if frame.height >= 10 or frame.frozen else []  # noqa: PLR2004
+        return Block([line.fill(width) for line in (*top, *lines(frame, width))])
+    inner = Block(lines(frame, width - 4))
+    foot = footer.urgent(frame), footer.last_checkpoint(frame)
+    return box(frame, inner, _names(frame), _facts(frame, width), width, len(inner.lines) + 2, foot)
+
+
+def lines(frame: Frame, width: int) -> list[Line]:
+    """Two lines for each running operation, else for the last one, and the sentence; always as many in each state."""
+    running = [op for op in frame.ops if op.running]
+    room = 1 if frame.height < 20 else 2 if frame.height < 40 else 3  # noqa: PLR2004
+    shown = running[:room] or frame.ops[:1]
+    cols = columns(width)
+    painted: list[Line] = []
+    for op in shown:
+        painted += [_done(frame, op, cols), _speed(frame, op, cols)] if cols.size else _narrow(frame, op, width)
+    if not shown:
+        painted = [Line("idle: no operation yet", "dim"), Line()]
+    if width >= 36 and frame.height >= 6:  # noqa: PLR2004
+        painted.append(_why(frame, shown, width))
+    return [line.fill(width) for line in painted]
+
+
+def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
+    """`done   SAVE step-1000 WRITE   62% [bar] 198.9/319.2 GB  ETA 00:13`."""
+    phase = op.phase.upper()
+    style = "bad" if op.verdict is Verdict.FAILED else "text" if op.running else "dim"
+    line = Line("done   " if cols.size == 3 else "", "dim")  # noqa: PLR2004
+    if cols.size >= 2:  # noqa: PLR2004
+        line.add(f"{op.kind.upper():<6} ", "strong" if op.running else "dim")
+        line.add(
+            text.fit(_name(frame, op), cols.left - line.width - 7, frame.glyphs), "strong" if op.running else "dim"
+        ).add(" ")
+    line.add(f"{phase:<6}", style)
+    if cols.size == 1 and cols.left > line.width + _NAME:
+        line.add(" ").add(text.fit(_name(frame, op), cols.left - line.width, frame.glyphs), "strong")
+    tail = Line()
+    eta = f"ETA {text.clock(op.eta_s)}"
+    if not op.running:
+        eta = f"{text.ago(frame.model.real - op.started_real - op.elapsed_s)} ago"
+    if cols.size >= 2:  # noqa: PLR2004
+        tail.add(f"{text.size(op.done):>6}/{text.size(op.total or None)} GB").fill(17)
+    if cols.size == 3:  # noqa: PLR2004
+        gone = text.clock(op.elapsed_s)
+        tail.add(f"{gone:>6} {'gone' if op.running else 'took'} ", "dim")
+    tail.add(eta, "strong" if op.running else "dim")
+    full = text.bar(op.progress, cols.bar, frame.glyphs.bar).rstrip()
+    bar = Line(full, "graph" if op.running else "dim").add(frame.glyphs.track * (cols.bar - len(full)), "dim")
+    return _joined(line, f"{text.percent(op.progress):>5}", "text", bar, tail, cols)
+
+
+def _name(frame: Frame, op: NodeOp) -> str:
+    return frame.say(op.label) or (f"step {op.step}" if op.step is not None else op.kind)
+
+
+def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
+    """`speed  21.55 of 24.00 GB/s 89% [bar] now 22.45  peak 22.60  LOW`.
+
+    Mark, colour, word, bar and percentage all judge the average; the rate of now is plain: at the end of a save, with
+    one rank left, it is low and nothing is wrong.
+    """
+    fraction = share(op.average, op.target)
+    style = VERDICT_STYLES[op.verdict] if op.running else "dim"
+    average, target = text.rates(op.average, op.target)
+    line = Line("speed  " if cols.size == 3 else "", "dim")  # noqa: PLR2004
+    line.add(f"{average:>5}", "strong" if op.running else "dim")
+    if cols.size >= 2:  # noqa: PLR2004
+        line.add(f" of {target:>5} GB/s", "text" if op.running else "dim")
+    else:
+        line.add(f"/{target}").add(" GB/s" if cols.left > 16 else "")  # noqa: PLR2004
+    tail = Line()
+    if cols.size >= 2:  # noqa: PLR2004
+        now = text.rate(op.rate) if op.running else "-"
+        tail.add("   now ", "dim").add(f"{now:<6}")
+    if cols.size == 3:  # noqa: PLR2004
+        tail.fill(17).add("  peak ", "dim").add(f"{text.rate(op.peak or None):<6}")
+    # The word says what the mark says; a failure is never dim.
+    judged = style if op.verdict is not Verdict.FAILED else "bad"
+    tail.add(" " * max(cols.right - 9 - tail.width, 0))
+    tail.add(f"{frame.glyph(op.verdict)} {VERDICT_WORDS[op.verdict]}", judged)
+    bar = cells.gauge(fraction, cols.bar, style, frame.glyphs)
+    return _joined(line, f"{text.percent(fraction):>5}", style, bar, tail, cols)
+
+
+def _narrow(frame: Frame, op: NodeOp, width: int) -> list[Line]:
+    """Two lines without bars: `WRITE   60% ETA 00:15` and `21.55/24.00  89%` with the mark."""
+    style = VERDICT_STYLES[op.verdict]
+    fraction = share(op.average, op.target)
+    average, target = text.rates(op.average, op.target)
+    eta = f"{text.clock(op.eta_s):>6}" if op.running else ""
+    done = [
+        (2, Line(f"{op.phase.upper():<6}", "strong")),
+        (0, Line(f"{text.percent(op.progress):>4}")),
+        (3, Line(" ETA" if op.running else "")),
+        (1, Line(eta)),
+    ]
+    speed = [
+        (1, Line(f"{average:>5}", "strong")),
+        (3, Line(f"/{target:<5}")),
+        (0, Line(f"{text.percent(fraction):>5}", style)),
+        (2, Line(f" {frame.glyph(op.verdict)}", style)),
+    ]
+    return [by_rank(pieces, width, Line()) for pieces in (done, speed)]
+
+
+def _joined(left: Line, percent: str, style: str, bar: Line, right: Line, cols: Columns) -> Line:
+    line = left.fill(cols.left).add(percent, style).add(" ")
+    return line.extend(bar).add(" " if bar.width else "").extend(right.fill(cols.right))
+
+
+def _why(frame: Frame, shown: list[NodeOp], width: int) -> Line:
+    """The worst of the sentences of the operations shown; blank where there is nothing to say."""
+    order = list(LEVELS)
+    found = [(op, op.sentence) for op in shown if op.sentence is not None]
+    if not found and shown and not shown[0].running:
+        every = frame.model.past.interval_s(shown[0].kind)
+        return Line("" if every is None else f"{frame.glyphs.quiet} a {shown[0].kind} every {text.clock(every)}", "dim")
+    if not found:
+        return Line()
+    op, said = max(found, key=lambda pair: order.index(pair[1].level))
+    return sentence(frame, said, width, f"{op.kind}: " if len(shown) > 1 else "")
+
+
+def sentence(frame: Frame, said: Sentence, width: int, before: str = "") -> Line:
+    """A sentence in the longest wording that fits, with the mark and colour of its level.
+
+    Args:
+        frame: Where the marks come from.
+        said: The sentence.
+        width: Cells.
+        before: What it is about.
+    """
+    glyphs = frame.glyphs
+    mark = {"bad": glyphs.bad, "warn": glyphs.warn}.get(said.level, glyphs.quiet)
+    variants = tuple(before + frame.say(text.clean(variant)) for variant in said.words)
+    style = LEVELS.get(said.level, "text")
+    return Line(f"{mark} ", style).add(words(variants, width - 2), style)
+
+
+# --- the names in the border ---------------------------------------------------------------------------------------
+
+
+def _names(frame: Frame) -> Line:
+    """`fastckpt-top · gpu07 · llama70b`, and what the user has chosen that hides something."""
+    glyphs, ui = frame.glyphs, frame.ui
+    line = Line("fastckpt-top" if frame.width >= 100 else "", "title")  # noqa: PLR2004
+    job = frame.job
+    pieces = [frame.say(frame.model.node.host), frame.say(text.cut(_job_name(frame), 32))]
+    for word in filter(None, pieces):
+        line.add(f" {glyphs.middot} " if line.width else "", "dim").add(word, "head")
+    if job is not None and len(frame.model.jobs) > 1:
+        number = frame.model.jobs.index(job) + 1
+        line.add(f" {glyphs.middot} ", "dim").add(f"job {number} of {len(frame.model.jobs)}", "low")
+        line.add(f" {glyphs.middot} ", "dim").add("j", "key").add(" next", "dim")
+    if ui.recording:
+        line.add(f" {glyphs.middot} ", "dim").add("REC", "bad")
+    return line
+
+
+def _job_name(frame: Frame) -> str:
+    job = frame.job
+    return (f"{job.name}({job.pid})" if job.name else "") if job is not None else frame.model.node.job
+
+
+def _target_words(frame: Frame) -> str:
+    """`high: 3.00 GB/s x 8 GPUs`, as the operation that is shown is judged."""
+    job, main, glyphs = frame.job, frame.main, frame.glyphs
+    target = job.target if job is not None else frame.model.node.target
+    gpus = job.gpus if job is not None else frame.model.node.gpus
+    figure = target.save if main is None or main.kind == "save" else target.load
+    name = "target" if target.name == "custom" else target.name
+    return f"{name} {text.rate(figure)} GB/s {glyphs.times} {text.count(gpus, 'GPU')}"
+
+
+def _alive(frame: Frame) -> str:
+    job, node = frame.job, frame.model.node
+    alive, ranks = (job.alive, job.ranks) if job is not None else (node.alive, node.ranks)
+    return "" if alive == ranks else f"{alive} of {text.count(ranks, 'rank')}"
+
+
+def _status(frame: Frame) -> Line:
+    if frame.frozen:
+        return Line(f"{frame.glyphs.pause} FROZEN", "low")
+    mark = Line(frame.glyphs.live if frame.live else frame.glyphs.pause, "good" if frame.live else "low")
+    return mark.add(f" {frame.status}")
+
+
+def _facts(frame: Frame, width: int) -> Line:
+    """What stands at the right of the border; what matters least goes first."""
+    clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
+    alive = _alive(frame)
+    pieces = [
+        (2, Line(alive, "low")),
+        (1, Line(_target_words(frame))),
+        (4, Line(f"{frame.ui.interval:g} s", "dim")),
+        (3, Line(clock, "dim")),
+        (0, _status(frame)),
+    ]
+    return by_rank(pieces, width - _names(frame).width - 12, Line(f" {frame.glyphs.middot} ", "dim"))
+
+
+def title(frame: Frame) -> Line:
+    """The first line of a screen without boxes."""
+    alive = _alive(frame)
+    clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
+    pieces = [
+        (1, _names(frame)),
+        (3, Line(alive, "low")),
+        (2, Line(_target_words(frame))),
+        (4, Line(clock, "dim")),
+        (0, _status(frame)),
+    ]
+    return by_rank(pieces, frame.width - 1, Line("  ")).fill(frame.width)
+
+
+def one_line(frame: Frame) -> Line:
+    """All that fits into a screen of one line."""
+    op = frame.main
+    if op is None:
+        said = "idle" if frame.model.node.ranks else "no fastckpt process"
+        return Line(f"{frame.glyphs.quiet} {said}", "dim").fill(frame.width)
+    line = Line(frame.glyph(op.verdict), VERDICT_STYLES[op.verdict])
+    unit = " GB/s" if frame.width >= 34 else ""  # noqa: PLR2004
+    average, target = text.rates(op.average, op.target)
+    line.add(f" {text.percent(op.progress)} {average}/{target}{unit}")
+    line.add(f" ETA {text.clock(op.eta_s)}" if op.running else f" {op.phase}")
+    return line.fill(frame.width)
