@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
 GUIDE = (DOCS / "monitoring.md").read_text(encoding="utf-8")
 PANELS = BOARD["panels"]
-#: What Prometheus adds to each sample, and the name that it gives to our label `job`.
-ADDED = {"instance", "exported_job"}
+#: What Prometheus adds to each sample.
+ADDED = {"instance"}
 #: Of PromQL, beside names of metrics and labels.
 WORDS = {"time", "max", "sum", "count", "rate", "increase", "histogram_quantile", "by", "and", "or", "vector"}
 
@@ -109,4 +109,4 @@ def test_the_command_of_the_guide_writes_the_file(producer, top, tmp_path):
     producer()
     done = top(*arguments, "--count", 1)
     assert (done.returncode, done.stderr) == (0, "")
-    assert 'fastckpt_process_up{rank="0"' in (tmp_path / "x.prom").read_text()
+    assert 'fastckpt_process_up{job_name="producer",rank="0"' in (tmp_path / "x.prom").read_text()
