@@ -191,10 +191,10 @@ def _launch(job: Job, max_in_flight: int) -> None:
         pending._called += time.perf_counter() - pending._began
         if job.start():
             return
-    except BaseException:
+    except BaseException as error:
         # A signal handler may have raised it, even while the thread starts.
         if job.claim.take():
-            job.release()
+            job.release(error)
             pending._abandon()
         else:
             pending.started = True

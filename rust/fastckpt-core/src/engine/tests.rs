@@ -146,8 +146,12 @@ fn run<const WRITE: bool>(
     // The queue depth of a ring, but no ring: `open` makes the backends.
     let choice = Choice { engine: Engine::Uring, fallback: None, threads };
     let kind = if WRITE { Kind::Save } else { Kind::Load };
-    let operation =
-        telemetry::Operation::begin(kind, Path::new("/nowhere/run"), None, &Environment::default());
+    let operation = telemetry::Operation::begin(
+        kind,
+        Path::new("/nowhere/run"),
+        telemetry::Call::default(),
+        &Environment::default(),
+    );
     run_on(&open, job, &choice, &options, BLOCK as u64, &operation, tick)
 }
 

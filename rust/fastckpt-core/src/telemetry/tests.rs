@@ -20,8 +20,12 @@ fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared<Segment>
 
 #[test]
 fn latencies_fall_into_their_buckets() {
-    let operation =
-        Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), None, &Environment::default());
+    let operation = Operation::begin(
+        Kind::Save,
+        Path::new("/nowhere/latencies"),
+        Call::default(),
+        &Environment::default(),
+    );
     let mut lane = Lane::new(&operation);
     for (latency, bucket) in [(0, 0), (63_999, 0), (64_000, 1), (127_999, 1), (128_000, 2), (1 << 40, 15)] {
         let before = lane.histogram[bucket];
@@ -53,15 +57,16 @@ fn text_is_cut_between_characters() {
 #[test]
 fn an_operation_is_counted_from_begin_to_end() {
     let path = Path::new("/nowhere/counted");
-    let operation = Operation::begin(Kind::Save, path, Some(7), &Environment::default());
+    let operation =
+        Operation::begin(Kind::Save, path, Call { step: Some(7), at: None }, &Environment::default());
     let slot = operation.slot;
     assert_eq!((slot.label.get().as_str(), slot.step.load(Relaxed)), ("counted", 7));
     let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, queue_depth: 8 };
     operation.start(&planned, Phase::Write);
-    operation.ran(2, true, Some(1), false);
+    operation.ran(&Ran { engine: 2, direct: true, mixed: false, errno: Some(1), fell: 1 << 7 });
     assert_eq!(
         (slot.engine.load(Relaxed), slot.flags.load(Relaxed), slot.fallback_errno.load(Relaxed)),
-        (2, 3, 1)
+        (2, 3 | 1 << 7, 1)
     );
     let mut lane = Lane::new(&operation);
     let submitted = lane.submitted(60);
@@ -88,8 +93,12 @@ fn an_operation_is_counted_from_begin_to_end() {
 
 #[test]
 fn an_abandoned_operation_has_failed() {
-    let operation =
-        Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), None, &Environment::default());
+    let operation = Operation::begin(
+        Kind::Load,
+        Path::new("/nowhere/abandoned"),
+        Call::default(),
+        &Environment::default(),
+    );
     let slot = operation.slot;
     drop(operation);
     assert_eq!(slot.phase.load(Relaxed), FAILED);
@@ -139,7 +148,8 @@ fn a_living_segment_keeps_its_name_and_old_dead_ones_go() {
 
 #[test]
 fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/closed"), None, &Environment::default());
+    let operation =
+        Operation::begin(Kind::Save, Path::new("/nowhere/closed"), Call::default(), &Environment::default());
     let (filled, closed) = (Cell::new(false), Cell::new(false));
     let fill = |_: &layout::Record| {
         assert!(!closed.get(), "the record is made of the slot");
