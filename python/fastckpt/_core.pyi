@@ -333,12 +333,12 @@ class Memory:
 class Operation:
     """A save as the live counters show it, while its state is copied, before the core writes it.
 
-    The core takes it over with the :class:`SaveOptions` that have it, and ends it. From then on, and after ``fail``, the
-    methods do nothing.
+    The core takes it over with the :class:`SaveOptions` that have it, and ends it. From then on, and after ``fail``,
+    the methods do nothing.
     """
 
     def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
-        """Begin a save to ``path`` whose tensors have ``nbytes`` bytes, ``elapsed`` seconds after the program called."""
+        """Begin a save to ``path``, with tensors of ``nbytes`` bytes, ``elapsed`` seconds after the program called."""
     def staged(self, nbytes: int) -> None:
         """Say that so many bytes have been copied by now. One thread at a time calls this."""
     def plan(self) -> None:

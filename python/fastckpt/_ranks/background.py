@@ -178,7 +178,7 @@ class Job:
         )
 
     def release(self, error: BaseException | None) -> None:
-        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save ends early, if it does."""
+        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save failed, if it did."""
         if self.operation is not None and error is not None:
             self.operation.fail(error.errno if isinstance(error, OSError) else None)
         self.devices.give_back()

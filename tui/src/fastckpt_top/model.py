@@ -26,7 +26,7 @@ from fastckpt_top.segment import (
     ThreadState,
 )
 from fastckpt_top.targets import DEFAULT_TIER, TIERS, Target, tier
-from fastckpt_top.tracks import COLUMN_S, COLUMNS, MOVING, OpTrack, ProcTrack
+from fastckpt_top.tracks import COLUMN_S, COLUMNS, MOVING, PREPARING, OpTrack, ProcTrack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -535,7 +535,7 @@ class Model:
         threads = self._threads(track, target)
         histogram = track.histogram()
         state = self._state(track, stalled)
-        judged = not track.running or (elapsed >= QUIET_S and op.phase != Phase.PLAN)
+        judged = not track.running or (elapsed >= QUIET_S and op.phase not in PREPARING)
         return replace(
             derive.bare(proc),
             key=f"{proc.key}/{op.op_id}",

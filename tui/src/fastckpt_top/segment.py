@@ -41,7 +41,7 @@ REFUSALS: Final = {
     FLAG_NO_WORKERS: "worker threads",
     FLAG_NO_GDS: "GPUDirect Storage",
 }
-"""What was refused where `FLAG_FALLBACK` is set, the first cause first."""
+"""What was refused where `FLAG_FALLBACK` is set."""
 
 
 class BadSegment(ValueError):  # noqa: N818  (it says what the input is, not what went wrong in here)

@@ -14,7 +14,7 @@ use super::io::transfer::Transfer;
 use super::job::{Job, Next, Staging, Tick};
 use super::options::{Io, Options};
 use super::path::{IoPath, Reason};
-use super::report::{Engine, Fallback, Ran};
+use super::report::{Engine, Fallback, Fell, Ran};
 use super::run::run_on;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -219,7 +219,7 @@ fn a_file_system_that_refuses_the_first_operation_is_reported_as_buffered() {
     let (both, _) = round_trip(BLOCK, 1, || Some(FaultPlan::new(0, Fault::Errno(libc::EINVAL), false)));
     for ran in both {
         let reason = "direct I/O: refused by this file system".to_owned();
-        let fallback = Some(Fallback { errno: libc::EINVAL, reason });
+        let fallback = Some(Fallback::after(None, Fell::Direct, libc::EINVAL, &reason));
         assert_eq!((ran.engine, ran.fallback), (Engine::Buffered, fallback));
     }
 }

@@ -18,6 +18,11 @@ impl Begun {
     pub fn stage(path: &Path, total: u64, call: Call, environment: &Environment) -> Self {
         let operation = Operation::begin(Kind::Save, path, call, environment);
         operation.stage(total);
+        Self::of(operation)
+    }
+
+    /// An operation that has begun.
+    pub(super) const fn of(operation: Operation) -> Self {
         Self(Mutex::new(Some(operation)))
     }
 

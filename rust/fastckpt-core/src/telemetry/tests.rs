@@ -104,6 +104,74 @@ fn an_abandoned_operation_has_failed() {
     assert_eq!(slot.phase.load(Relaxed), FAILED);
 }
 
+/// A save of 100 bytes whose program called a second ago, and its slot.
+fn begun(path: &str) -> (Begun, &'static layout::OperationSlot) {
+    let call = Call { step: None, at: std::time::Instant::now().checked_sub(Duration::from_secs(1)) };
+    let begun = Begun::stage(Path::new(path), 100, call, &Environment::default());
+    let operation = begun.take().unwrap();
+    let slot = operation.slot;
+    (Begun::of(operation), slot)
+}
+
+#[test]
+fn a_save_is_shown_while_its_state_is_copied() {
+    let (begun, slot) = begun("/nowhere/staged");
+    let phase = || slot.phase.load(Relaxed);
+    let age = clock::now() - slot.t_start_mono_ns.load(Relaxed);
+    assert!(age >= 1_000_000_000, "it began with the call, {age} ns ago");
+    begun.staged(60);
+    assert_eq!((phase(), slot.bytes_staged.load(Relaxed), slot.bytes_to_stage.load(Relaxed)), (2, 60, 100));
+    begun.plan();
+    assert_eq!(phase(), Phase::Plan as u32);
+    let operation = begun.take().unwrap();
+    // It belongs to the core now.
+    begun.staged(70);
+    begun.fail(Some(5));
+    assert_eq!((phase(), slot.bytes_staged.load(Relaxed)), (1, 60));
+    operation.phase(Phase::Stage);
+    assert_eq!(phase(), Phase::Plan as u32, "a phase never goes back");
+    operation.phase(Phase::Write);
+    assert_eq!(phase(), Phase::Write as u32);
+    operation.end(Ok(()));
+    let lasted = slot.t_end_mono_ns.load(Relaxed) - slot.t_start_mono_ns.load(Relaxed);
+    assert!(phase() == codes::DONE && lasted >= age);
+}
+
+#[test]
+fn a_copy_that_fails_or_is_given_up_ends_its_operation() {
+    let (failed, slot) = begun("/nowhere/failed");
+    failed.fail(Some(5));
+    assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (FAILED, 5));
+    let (dropped, slot) = begun("/nowhere/dropped");
+    drop(dropped);
+    assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (FAILED, 0));
+}
+
+#[test]
+fn waits_are_told_apart_and_small_ones_add_up() {
+    let path = Path::new("/nowhere/waits");
+    let operation = Operation::begin(Kind::Save, path, Call::default(), &Environment::default());
+    let lane = Lane::new(&operation);
+    let slot = lane.slot;
+    let counters = [&slot.limit_wait_ms, &slot.fsync_wait_ms, &slot.peer_wait_ms];
+    let values = || counters.map(|counter| counter.load(Relaxed));
+    let kinds = [State::Limit, State::Fsync, State::Peers];
+    for (number, state) in kinds.into_iter().enumerate() {
+        let before = values();
+        let begin = clock::now();
+        while clock::now() - begin < 2_000_000 {
+            // Each is shorter than the millisecond that is counted.
+            lane.during(state, || {
+                assert_eq!(slot.state.load(Relaxed), state as u32);
+                std::thread::sleep(Duration::from_micros(100));
+            });
+        }
+        for (other, (then, now)) in before.into_iter().zip(values()).enumerate() {
+            assert_eq!(now > then, other == number, "{state:?}: {before:?} {:?}", values());
+        }
+    }
+}
+
 #[test]
 fn only_a_directory_of_ours_is_published_into() {
     use std::os::unix::fs::PermissionsExt as _;
