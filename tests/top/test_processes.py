@@ -10,6 +10,7 @@ import pwd
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_the_kernel_is_asked_once_a_second_and_only_while_an_operation_runs(plac
     real = shm._kernel.state
     monkeypatch.setattr(shm._kernel, "state", lambda *arguments: asked.append(clock.now) or real(*arguments))
     assert eventually(lambda: not only(shm.poll()).operations[0].running)
-    assert all(later - earlier >= PROBE_S for earlier, later in zip(asked, asked[1:], strict=False))
+    assert all(later - earlier >= PROBE_S for earlier, later in pairwise(asked))
     shm.poll()
     known = len(asked)
     for _ in range(20):
