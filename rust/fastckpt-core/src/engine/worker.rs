@@ -253,8 +253,12 @@ impl<J: Job> Worker<'_, '_, J> {
                 // Its memory, or its file, may be what the next block waits for.
                 None if !self.held.is_empty() => self.hand_over()?,
                 None if !self.todo.is_empty() => {
-                    // A file is closed when it is durable.
-                    let why = if self.shared.job.waits() { State::Peers } else { State::Fsync };
+                    let why = match self.shared.job.waits() {
+                        true => State::Peers,
+                        // Of a save, a file is closed when it is durable.
+                        false if J::WRITE => State::Fsync,
+                        false => State::Transfer,
+                    };
                     self.lane.during(why, || thread::sleep(NOT_YET));
                 }
                 None => return Ok(()),

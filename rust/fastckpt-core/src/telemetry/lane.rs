@@ -124,7 +124,7 @@ impl<'a> Lane<'a> {
         add(&self.slot.source_wait_ns, now().saturating_sub(since));
     }
 
-    /// The worker did nothing but `action`, which is a wait of this kind: for the limit, for an fsync or for other ranks.
+    /// The worker did nothing but `action`, which is a wait of this kind.
     pub fn during<T>(&self, state: State, action: impl FnOnce() -> T) -> T {
         self.state(state);
         let begin = now();
@@ -135,7 +135,8 @@ impl<'a> Lane<'a> {
             State::Limit => add_milliseconds(&self.slot.limit_wait_ms, limit, waited),
             State::Fsync => add_milliseconds(&self.slot.fsync_wait_ms, fsync, waited),
             State::Peers => add_milliseconds(&self.slot.peer_wait_ms, peers, waited),
-            State::Idle | State::Source | State::Transfer | State::Error => {}
+            State::Transfer => add(&self.slot.busy_ns, waited),
+            State::Idle | State::Source | State::Error => {}
         }
         outcome
     }
