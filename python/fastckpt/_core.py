@@ -30,6 +30,7 @@ __all__ = [
     "Mail",
     "Mappings",
     "Memory",
+    "Operation",
     "Probe",
     "ProbedFiles",
     "ProbedRing",
@@ -64,6 +65,7 @@ DEBUG_BUILD = False
 Leftover = for_linux("Leftover")
 Mail = for_linux("Mail")
 Memory = for_linux("Memory")
+Operation = for_linux("Operation")
 Probe = for_linux("Probe")
 ProbedFiles = for_linux("ProbedFiles")
 ProbedRing = for_linux("ProbedRing")

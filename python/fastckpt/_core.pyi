@@ -17,6 +17,7 @@ __all__ = [
     "Mail",
     "Mappings",
     "Memory",
+    "Operation",
     "Probe",
     "ProbedFiles",
     "ProbedRing",
@@ -109,6 +110,8 @@ class SaveOptions:
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
     Names that begin with ``training_prefix`` are not the model's, unless it is empty.
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
+    ``elapsed`` are the seconds since the program called, for the live counters. ``operation`` is the save that these
+    options are for, if it has begun already; ``step`` and ``elapsed`` are its own then.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
     ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
@@ -133,6 +136,8 @@ class SaveOptions:
         nice: int | None = None,
         io_priority: str | None = None,
         step: int | None = None,
+        elapsed: float = 0.0,
+        operation: Operation | None = None,
         staging: Memory | None = None,
         direct: tuple[AbstractSet[int], Callable[[list[tuple[int, int, str, int, int]], int], list[int]]] | None = None,
     ) -> SaveOptions: ...
@@ -323,6 +328,23 @@ class Memory:
     def nbytes(self) -> int: ...
     def close(self) -> None:
         """Unmap it, unless a snapshot or an operation has it: then it comes back, to be closed again."""
+
+@final
+class Operation:
+    """A save as the live counters show it, while its state is copied, before the core writes it.
+
+    The core takes it over with the :class:`SaveOptions` that have it, and ends it. From then on, and after ``fail``,
+    the methods do nothing.
+    """
+
+    def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
+        """Begin a save to ``path``, with tensors of ``nbytes`` bytes, ``elapsed`` seconds after the program called."""
+    def staged(self, nbytes: int) -> None:
+        """Say that so many bytes have been copied by now. One thread at a time calls this."""
+    def plan(self) -> None:
+        """Say that the copy is complete."""
+    def fail(self, errno: int | None = None) -> None:
+        """Say that the copy failed, or that the save was given up."""
 
 @final
 class Snapshot:

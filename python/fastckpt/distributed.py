@@ -134,7 +134,9 @@ def save(  # noqa: PLR0913 - all by name
         try:
             in_flight.wait_for_path(call.path)
             with ticker("save", call.path, shown=progress) as tick:
-                written = save_order(call.session, operation, call.path, placed, timeout=call.timeout, tick=tick)
+                written = save_order(
+                    call.session, operation, call.path, placed, began=began, timeout=call.timeout, tick=tick
+                )
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             placed.local.clear()

@@ -58,7 +58,8 @@ def image():
     made = Image(rank=3, gpu=1, job="llama", version="9.8.7")
     made.set("process", 0, heartbeat=5, bytes_written=2**63 + 1, target_save=3 * 10**9)
     made.operation(0, path="/ä/step-7", label="step-7", step=-1, target=4 * 10**9, flags=0b100011, fallback_errno=1)
-    made.thread(0, bytes_op=123, latency_hist=list(range(16)), cpu=0xFFFFFFFF)
+    made.set("operation", 0, bytes_staged=6, bytes_to_stage=7)
+    made.thread(0, bytes_op=123, latency_hist=list(range(16)), cpu=0xFFFFFFFF, fsync_wait_ms=8, peer_wait_ms=9)
     made.thread(63, bytes_op=456)
     made.record(0, error=28, result=2)
     return made
@@ -82,8 +83,11 @@ def test_every_field_comes_back():
         1,
     )
     assert op.running
+    assert (op.bytes_staged, op.bytes_to_stage, op.refused) == (6, 7, ())
     assert [(slot, thread.bytes_op) for slot, thread in found.threads] == [(0, 123), (63, 456)]
-    assert found.threads[0][1].latency_hist == tuple(range(16))
+    thread = found.threads[0][1]
+    assert thread.latency_hist == tuple(range(16))
+    assert (thread.fsync_wait_ms, thread.peer_wait_ms) == (8, 9)
     assert (found.history[0].error, found.history[0].result) == (28, 2)
 
 
@@ -98,7 +102,9 @@ def test_a_full_string_has_no_terminator_and_a_cut_one_is_no_error():
     made.set("operation", 0, label=b"x" * 64, path=b"/" + "ä".encode() * 160)
     (op,) = segment.decode(bytes(made.data)).operations
     assert op.label == "x" * 64
-    assert len(op.path) == 161 - 1 + 1
+    # 303 bytes after the slash: the last character is cut in two.
+    assert op.path[1:152] == "ä" * 151
+    assert len(op.path) == 153
     assert op.path.startswith("/ä")
 
 
@@ -218,5 +224,10 @@ def test_the_golden_segment_says_what_the_rust_test_wrote():
     assert header.boot_id == bytes(range(16)).hex()
     assert found.process.heartbeat == 77
     assert found.process.bytes_written == 5_000_000_000
+    (operation,) = found.operations
+    assert (operation.bytes_staged, operation.bytes_to_stage) == (9_900_000_000, 9_999_999_000)
+    assert operation.refused == ("io_uring",)
+    waits = [(t.retries, t.shorts, t.fsync_wait_ms, t.peer_wait_ms) for _, t in found.threads]
+    assert waits == [(1, 2, 40, 50), (2, 3, 41, 51)]
     process = found.process
     assert (process.group, process.group_rank, process.group_size, process.waits_for) == (9, 10, 16, 12)

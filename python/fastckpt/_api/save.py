@@ -131,6 +131,7 @@ def save(  # noqa: PLR0913 - all by name
                     threads=threads,
                     bandwidth_limit=limit,
                     step=step_of(metadata),
+                    elapsed=time.perf_counter() - began,
                     staging=staging.core,
                     direct=way.direct,
                 )

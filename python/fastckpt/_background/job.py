@@ -100,6 +100,8 @@ class Job:
         flat.tensors.clear()
         self.waited = 0.0
         self.staging = 0.0
+        #: For the live counters, from the moment at which the copy begins.
+        self.operation: _core.Operation | None = None
 
     def _on_host(self, count: int) -> bytes:
         host = bytearray(b"\1" * count)
@@ -109,6 +111,13 @@ class Job:
 
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
+        self.operation = self.settings["operation"] = _core.Operation(
+            self.pending.path,
+            self.snapshot.total,
+            step=self.settings["step"],
+            elapsed=time.perf_counter() - self.pending._began,
+        )
+        self.options = _core.SaveOptions(**self.settings)
         memory = self.devices.take(self.snapshot.nbytes)
         self.snapshot.attach(memory.core)
         if self.is_lazy:
@@ -120,6 +129,7 @@ class Job:
                 self._prepare_late()
             else:
                 self._copy_all()
+                self.operation.plan()
 
     def _exempt_guarded(self) -> None:
         """Copy at the call what forward of a guarded module may change."""
@@ -191,6 +201,8 @@ class Job:
 
         def arrived(nbytes: int) -> None:
             self.snapshot.copied(nbytes)
+            if self.operation is not None:
+                self.operation.staged(self.snapshot.staged)
             self._stop_if_cancelled()
 
         self.devices.wait(arrived)
@@ -240,6 +252,8 @@ class Job:
             if not pending._staged.is_open():
                 with self._staging():
                     names = self._copy_late()
+                if self.operation is not None:
+                    self.operation.plan()
                 pending._set_staged()
                 self._refuse(names)
             self.let_go()
@@ -248,7 +262,7 @@ class Job:
         except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught
         finally:
-            self.release()
+            self.release(error)
         pending._finish(error)
 
     def _copy_late(self) -> list[str]:
@@ -318,8 +332,10 @@ class Job:
             if self.keep or self.movers:
                 time.sleep(0.0005)
 
-    def release(self) -> None:
-        """Give the memory back, once nothing is copied to it any more."""
+    def release(self, error: BaseException | None) -> None:
+        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save failed, if it did."""
+        if self.operation is not None and error is not None:
+            self.operation.fail(error.errno if isinstance(error, OSError) else None)
         self.devices.settle()
         self.snapshot.close()
         self.devices.give_back()

@@ -195,7 +195,7 @@ def _launch(job: Job, max_in_flight: int) -> None:
     except BaseException as error:
         # A signal handler may have raised it, even while the thread starts.
         if job.claim.take():
-            job.release()
+            job.release(error)
             pending._abandon(error)
         else:
             pending.started = True

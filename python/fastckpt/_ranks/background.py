@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.outcome import report_of
 from fastckpt._api.progress import ticker
@@ -51,6 +52,8 @@ class Job:
         self.progress = progress
         self.waited = 0.0
         self.staging = 0.0
+        #: For the live counters, from the moment at which the copy begins.
+        self.operation: _core.Operation | None = None
         self.claim = Claim()
         # All that this rank holds, with one number each.
         movers: dict[int, Mover] = {}
@@ -71,6 +74,12 @@ class Job:
     def stage(self) -> None:
         """Copy what this rank holds to memory of our own; then the caller's may change."""
         began = time.perf_counter()
+        self.operation = self.order.settings["operation"] = _core.Operation(
+            self.pending.path,
+            self.pending._total,
+            step=self.order.settings["step"],
+            elapsed=began - self.pending._began,
+        )
         with range_of("fastckpt.stage"):
             sizes = [
                 # Without gaps between them, small tensors of a device share a copy.
@@ -87,6 +96,7 @@ class Job:
             self.movers.clear()
             self.order.local.clear()
         self.staging = time.perf_counter() - began
+        self.operation.plan()
 
     def _copy(self, places: list[int], *, is_pinned: bool) -> None:
         """Copy everything to its place, devices and host at the same time where the memory is pinned."""
@@ -102,14 +112,17 @@ class Job:
                 pieces += _cut(place, tensor.address, tensor.capacity)
             elif not is_on_device(index):
                 mover(0, place, tensor.capacity)
-        _copy(pieces)
-        self.pending._copied = self.pending._total - sum(each[3] for each in afar)
+                self._arrived(tensor.capacity)
+        for nbytes in _copy(pieces):
+            self._arrived(nbytes)
         if not is_pinned:
             self.devices.ask(afar)
         self.devices.wait(self._arrived)
 
     def _arrived(self, nbytes: int) -> None:
         self.pending._copied += nbytes
+        if self.operation is not None:
+            self.operation.staged(self.pending._copied)
 
     def run(self) -> None:
         """The life of the background thread."""
@@ -128,13 +141,19 @@ class Job:
 
                 tick(0, 0)
                 written = save_order(
-                    self.call.session, operation, pending.path, self.order, timeout=self.call.timeout, tick=tick
+                    self.call.session,
+                    operation,
+                    pending.path,
+                    self.order,
+                    began=pending._began,
+                    timeout=self.call.timeout,
+                    tick=tick,
                 )
                 pending._report = self._report(written)
         except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught
         finally:
-            self.release()
+            self.release(error)
         if pending._report is not None:
             # The checkpoint is there, and so is the report, whatever the end of the operation was.
             error = None
@@ -159,8 +178,10 @@ class Job:
             staged=pending._total,
         )
 
-    def release(self) -> None:
-        """Give the memory back, once nothing is copied to it any more."""
+    def release(self, error: BaseException | None) -> None:
+        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save failed, if it did."""
+        if self.operation is not None and error is not None:
+            self.operation.fail(error.errno if isinstance(error, OSError) else None)
         self.devices.give_back()
         self.order.local.clear()
 
@@ -189,7 +210,7 @@ def start(job: Job) -> None:
         # A signal handler may have raised it while the thread starts, which then goes on.
         if not job.claim.take():
             raise
-        job.release()
+        job.release(error)
         pending._abandon(error)
         with job.call.operation:
             raise
@@ -200,14 +221,15 @@ def _cut(to: int, address: int, nbytes: int) -> list[tuple[int, int, int]]:
     return [(to + at, address + at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
 
 
-def _copy(pieces: list[tuple[int, int, int]]) -> None:
-    """Copy memory to memory: ``memmove`` releases the GIL."""
+def _copy(pieces: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Copy memory to memory, and yield the bytes of each piece: ``memmove`` releases the GIL."""
     total = sum(nbytes for _, _, nbytes in pieces)
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if total < 2 * _PIECE or threads == 1:
         for piece in pieces:
             ctypes.memmove(*piece)
+            yield piece[2]
         return
     with ThreadPoolExecutor(threads, "fastckpt-stage") as pool:
-        for _ in pool.map(lambda piece: ctypes.memmove(*piece), pieces):
-            pass
+        for piece, _ in zip(pieces, pool.map(lambda piece: ctypes.memmove(*piece), pieces), strict=True):
+            yield piece[2]

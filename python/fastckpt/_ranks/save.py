@@ -156,10 +156,14 @@ def save_order(
     path: str,
     order: Order,
     *,
+    began: float,
     timeout: float,
     tick: Callable[[int, int], None] | None,
 ) -> Written:
-    """Agree with the other ranks on what the state is, and write it; see :func:`write_checkpoint`."""
+    """Agree with the other ranks on what the state is, and write it; see :func:`write_checkpoint`.
+
+    ``began`` is when the program called (``time.perf_counter``).
+    """
     agreement = Agreement(order.local)
     verdict = operation.round(
         "arrive",
@@ -179,6 +183,7 @@ def save_order(
             model_prefix=agreed.prefix,
             training_prefix=PER_RANK if agreed.has_extras else "",
             staging=staging.core,
+            elapsed=time.perf_counter() - began,
             **order.settings,
         )
         share = _core.Share.to_save(

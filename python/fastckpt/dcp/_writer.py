@@ -40,6 +40,7 @@ class _Now(threading.local):
     """The save of a thread: while one is under way behind ``async_save``, the next one begins in another thread."""
 
     path: str | None = None
+    began = 0.0
     coordinates = True
     alone = False
     written = False
@@ -188,7 +189,7 @@ class Writer(_torch.StorageWriter):
         """
         path = self._now.path
         assert path is not None  # noqa: S101 - set_up_storage_writer has checked
-        began = time.perf_counter()
+        began = self._now.began = time.perf_counter()
         with Attempt("save", path):
             types = Types("dcp.save", self._registry)
             if self._now.coordinates and self._now.alone:
@@ -240,6 +241,7 @@ class Writer(_torch.StorageWriter):
             threads=self._threads,
             bandwidth_limit=self._limit,
             step=step_of(self._metadata),
+            elapsed=time.perf_counter() - self._now.began,
             staging=staging,
         )
 

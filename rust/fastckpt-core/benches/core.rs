@@ -11,7 +11,7 @@ use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::groups;
 use fastckpt_core::format::layout::{TensorSpec, plan};
 use fastckpt_core::format::{checksum, decode, manifest};
-use fastckpt_core::telemetry::{Kind, Lane, Operation};
+use fastckpt_core::telemetry::{Call, Kind, Lane, Operation};
 use safetensors::Dtype;
 use serde_json::value::RawValue;
 
@@ -27,7 +27,8 @@ fn tensors(count: u64) -> Vec<TensorSpec> {
 
 /// One completion: everything that a worker writes for a block. The bar is 50 ns.
 fn counters(c: &mut Criterion) {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/bench"), None, &Environment::default());
+    let operation =
+        Operation::begin(Kind::Save, Path::new("/nowhere/bench"), Call::default(), &Environment::default());
     let mut lane = Lane::new(&operation);
     c.bench_function("counters/completion", |b| {
         b.iter(|| {

@@ -104,7 +104,7 @@ fn fill(segment: &Segment) {
         (&operation.kind, 1),
         (&operation.phase, 3),
         (&operation.engine, 2),
-        (&operation.flags, 3),
+        (&operation.flags, 3 | 1 << 7),
         (&operation.fallback_errno, 1),
         (&operation.threads, 2),
         (&operation.files_total, 4),
@@ -123,6 +123,8 @@ fn fill(segment: &Segment) {
         (&operation.t_phase_mono_ns, 2_100_000_000),
         (&operation.st_dev, 65_024),
         (&operation.target, 1_500_000_000),
+        (&operation.bytes_staged, 9_900_000_000),
+        (&operation.bytes_to_stage, 9_999_999_000),
     ] {
         field.store(value, Relaxed);
     }
@@ -141,8 +143,6 @@ fn fill(segment: &Segment) {
             (&thread.last_progress_mono_ns, 2_500_000_000 + n),
             (&thread.latency_sum_ns, 9_000_000_000 + n),
             (&thread.latency_max_ns, 12_000_000 + n),
-            (&thread.retries, 1 + n),
-            (&thread.shorts, 2 + n),
             (&thread.op_id, 9),
             (&thread.bytes_op, 1_500_000_000 + n),
             (&thread.latency_hist[0], 10 + n),
@@ -156,6 +156,10 @@ fn fill(segment: &Segment) {
             (&thread.state, 2),
             (&thread.op_slot, 1),
             (&thread.errors, 3 + n),
+            (&thread.retries, 1 + n),
+            (&thread.shorts, 2 + n),
+            (&thread.fsync_wait_ms, 40 + n),
+            (&thread.peer_wait_ms, 50 + n),
             (&thread.tid, 4300 + n),
             (&thread.cpu, n),
             (&thread.file, 1 + n),

@@ -17,6 +17,7 @@ use crate::buffers::{self, PyDirect};
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::snapshot::{Memory, priority};
+use crate::telemetry::{Operation, called};
 
 /// `fastckpt._tensors.described.Tensor`. It is a tuple, because one of our objects would cost more for each of many
 /// small tensors.
@@ -81,7 +82,7 @@ impl SaveOptions {
 impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto",
-        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, staging=None,
+        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, elapsed=0.0, operation=None, staging=None,
         direct=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
@@ -97,12 +98,16 @@ impl SaveOptions {
         nice: Option<u8>,
         io_priority: Option<&str>,
         step: Option<i64>,
+        elapsed: f64,
+        operation: Option<&Operation>,
         staging: Option<&Memory>,
         direct: Option<PyDirect>,
     ) -> PyResult<Self> {
         let priority = priority(nice, io_priority)?;
         let (staging, direct) = (Memory::lent(staging), buffers::direct(direct));
-        let core = Options { bandwidth_limit, priority, step, staging, direct, ..options(py, io, threads)? };
+        let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
+        let core =
+            Options { bandwidth_limit, priority, call, begun, staging, direct, ..options(py, io, threads)? };
         Ok(Self { groups: groups::beside(model_prefix, training_prefix), shard_size, overwrite, files, core })
     }
 }

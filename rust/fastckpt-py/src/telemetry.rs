@@ -1,8 +1,56 @@
-//! `_core.set_target`, `_core.set_group` and `_core.wait_for`: what the live counters show beside operations.
+//! `_core.Operation`, `_core.set_target`, `_core.set_group` and `_core.wait_for`: what the live counters show of
+//! operations that the core does not run yet, and beside operations.
 
-use fastckpt_core::telemetry;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fastckpt_core::telemetry::{self, Begun, Call};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+use crate::report::options;
+
+/// What a caller says of an operation: `elapsed` seconds have passed since the program called.
+pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
+    let elapsed = Duration::try_from_secs_f64(elapsed).unwrap_or_default();
+    Call { step, at: Instant::now().checked_sub(elapsed) }
+}
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+pub(crate) struct Operation(Arc<Begun>);
+
+impl Operation {
+    /// For the options of the save that it is of.
+    pub(crate) fn begun(&self) -> Arc<Begun> {
+        Arc::clone(&self.0)
+    }
+}
+
+#[pymethods]
+impl Operation {
+    #[new]
+    #[pyo3(signature = (path, nbytes, *, step=None, elapsed=0.0))]
+    fn new(py: Python<'_>, path: PathBuf, nbytes: u64, step: Option<i64>, elapsed: f64) -> PyResult<Self> {
+        let environment = options(py, "auto", None)?.environment;
+        let call = called(step, elapsed);
+        Ok(Self(Arc::new(py.detach(|| Begun::stage(&path, nbytes, call, &environment)))))
+    }
+
+    fn staged(&self, nbytes: u64) {
+        self.0.staged(nbytes);
+    }
+
+    fn plan(&self) {
+        self.0.plan();
+    }
+
+    #[pyo3(signature = (errno=None))]
+    fn fail(&self, py: Python<'_>, errno: Option<i32>) {
+        py.detach(|| self.0.fail(errno));
+    }
+}
 
 /// See `_core.pyi`.
 #[pyfunction]
@@ -29,6 +77,7 @@ fn wait_for(py: Python<'_>, rank: Option<u32>) {
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Operation>()?;
     module.add_function(wrap_pyfunction!(set_target, module)?)?;
     module.add_function(wrap_pyfunction!(set_group, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for, module)?)

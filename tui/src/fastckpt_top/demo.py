@@ -16,6 +16,7 @@ from fastckpt_top.segment import (
     FEATURE_HEARTBEAT,
     FLAG_DIRECT,
     FLAG_FALLBACK,
+    FLAG_NO_RING,
     Header,
     History,
     Kind,
@@ -35,6 +36,7 @@ BYTES: Final = 39_900_000_000
 """Of each rank's checkpoint."""
 BLOCK: Final = 16 << 20
 HOST: Final = "gpu07"
+USER: Final = "mira"
 TARGET_SAVE: Final = 3_000_000_000
 TARGET_LOAD: Final = 4_000_000_000
 _CYCLE_S: Final = 64.0
@@ -52,6 +54,7 @@ _LATENCY: Final = (0, 0, 0, 2, 9, 40, 160, 420, 280, 70, 16, 3, 0, 0, 0, 0)
 """Requests of a thousand, by latency bucket."""
 _BEFORE_S: Final = 25.0
 """What each former operation has added to the times that only grow; at least as much as any takes."""
+_SYNC_BEFORE_S: Final = 2.0
 _LATENCY_BEFORE_NS: Final = 300 * 10**9
 _PAST: Final = 6
 """Cycles of history before the beginning."""
@@ -143,6 +146,8 @@ class DemoSource:
             alive=True,
             same_clock=True,
             touched=self._real_zero + t,
+            state="S" if process.state else "",
+            user=USER,
         )
 
     def _operation(self, kind: Kind, rank: int, cycle: int, tau: float) -> tuple[Operation, list[tuple[int, Thread]]]:
@@ -170,13 +175,13 @@ class DemoSource:
             kind=kind,
             phase=phase,
             engine=2 if fell else 1,
-            flags=FLAG_DIRECT | (FLAG_FALLBACK if fell else 0),
+            flags=FLAG_DIRECT | (FLAG_FALLBACK | FLAG_NO_RING if fell else 0),
             fallback_errno=errno.EPERM if fell else 0,
             threads=THREADS,
             bytes_total=BYTES,
             bytes_durable=BYTES if phase in (Phase.COMMIT, Phase.DONE) else 0,
             files_total=8,
-            files_done=8 if phase not in (Phase.PLAN, Phase.WRITE, Phase.READ) else int(8 * min(tau / sync_at, 0.99)),
+            files_done=8 if phase in (Phase.FSYNC, Phase.COMMIT, Phase.DONE) else int(8 * min(tau / sync_at, 0.99)),
             t_start_mono_ns=int(start * 1e9),
             t_phase_mono_ns=int((start + since) * 1e9),
             t_end_mono_ns=int((start + total_s) * 1e9) if phase == Phase.DONE else 0,
@@ -227,7 +232,9 @@ def _thread(
     requests = (before + done) // BLOCK
     latency_ns = int(8 * BLOCK / (part / durations[index]) * 1e9)
     write_s = max(durations)
-    syncing = kind == Kind.SAVE and _PLAN_S + write_s <= tau < _seconds(kind, rank) - _COMMIT_S
+    synced_s = max(tau - _PLAN_S - write_s, 0.0) if kind == Kind.SAVE else 0.0
+    sync_s = max(_seconds(kind, rank) - _COMMIT_S - _PLAN_S - write_s, 0.0)
+    syncing = 0.0 < synced_s < sync_s
     active_s = min(max(tau - _PLAN_S, 0.0), durations[index])
     source = 0.34 if rank == _SLOW[0] and index == 0 else 0.01
     return Thread(
@@ -245,6 +252,7 @@ def _thread(
         latency_max_ns=latency_ns * 3,
         retries=0,
         shorts=0,
+        fsync_wait_ms=int(((number - 1) * _SYNC_BEFORE_S + min(synced_s, sync_s)) * 1e3),
         tid=5400 + 10 * rank + index,
         cpu=12 * rank + index,
         op_id=number,
@@ -321,7 +329,7 @@ def _past(rank: int, cycle: int) -> tuple[History, ...]:
                     p99_us=11_800,
                     step=step_of(number),
                     error=0,
-                    flags=FLAG_DIRECT | (FLAG_FALLBACK if fell else 0),
+                    flags=FLAG_DIRECT | (FLAG_FALLBACK | FLAG_NO_RING if fell else 0),
                     fallback_errno=errno.EPERM if fell else 0,
                     label=f"step-{step_of(number)}",
                     path=f"/mnt/nvme{rank % 4}/ckpt/llama70b/step-{step_of(number)}",

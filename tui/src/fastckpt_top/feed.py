@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import segment
+from fastckpt_top.processes import Kernel, user_of
 from fastckpt_top.segment import BadSegment
 from fastckpt_top.snapshot import Proc, Snapshot, proc_key
 from fastckpt_top.text import clean
@@ -71,14 +72,19 @@ def directories_of_all() -> list[str]:
 
 @dataclass(slots=True)
 class _File:
-    """An open segment and what was last read of it."""
+    """An open segment, what was last read of it, and what the kernel last said of its process."""
 
     fd: int
+    device: int
     inode: int
     header: segment.Header
     mtime: float
+    user: str
     alive: bool = True
     probed: float = -1e9
+    state: str = ""
+    asked: float = -1e9
+    progress: dict[int, int] = field(default_factory=dict)
     operations: dict[int, tuple[bytes, segment.Operation]] = field(default_factory=dict)
     threads: dict[int, tuple[bytes, segment.Thread]] = field(default_factory=dict)
     history: tuple[segment.History, ...] = ()
@@ -116,9 +122,7 @@ class ShmFeed:
         self._files: dict[str, _File] = {}
         self._bad: dict[str, tuple[tuple[int, int], str]] = {}
         self._host = socket.gethostname()
-        self._boot_id = _boot_id()
-        self._time_ns = _namespace("time")
-        self._pid_ns = _namespace("pid")
+        self._kernel = Kernel()
 
     def poll(self) -> Snapshot:
         """Look at all segments now. About 0.2 ms a process; no exception for whatever lies in the directories."""
@@ -181,6 +185,9 @@ class ShmFeed:
         if process.hist_head != file.hist_head:
             file.history = _read_history(file.fd, header, process.hist_head)
             file.hist_head = process.hist_head
+        if mono - file.asked >= PROBE_S or not file.alive:
+            file.asked = mono
+            self._ask(file, mono)
         proc = Proc(
             key=proc_key(header),
             path=clean(path),
@@ -190,8 +197,10 @@ class ShmFeed:
             threads=tuple((index, thread) for index, (_, thread) in file.threads.items()),
             history=file.history,
             alive=file.alive,
-            same_clock=header.boot_id == self._boot_id and header.time_ns in (0, self._time_ns),
+            same_clock=self._kernel.same_clock(header),
             touched=file.mtime,
+            state=file.state,
+            user=file.user,
         )
         if not file.alive:  # nothing in it will change any more
             file.final = proc
@@ -205,7 +214,8 @@ class ShmFeed:
         except BaseException:
             os.close(fd)
             raise
-        file = self._files[path] = _File(fd, inode, header, info.st_mtime)
+        user = user_of(header.uid, info.st_uid)
+        file = self._files[path] = _File(fd, info.st_dev, inode, header, info.st_mtime, user)
         return file
 
     def _header(self, fd: int, path: str, version: tuple[int, int], info: os.stat_result) -> segment.Header:
@@ -225,19 +235,20 @@ class ShmFeed:
 
     def _probe(self, file: _File) -> bool:
         held = is_locked(file.fd)
-        return self._proc_says_alive(file.header) if held is None else held
+        return self._kernel.is_alive(file.header) if held is None else held
 
-    def _proc_says_alive(self, header: segment.Header) -> bool:
-        """Liveness where flock is not supported."""
-        if header.boot_id != self._boot_id:
-            return False
-        if header.pid_ns != self._pid_ns:
-            return True  # cannot be known from here; if it is dead it will show as stalled
-        try:
-            text = Path(f"/proc/{header.pid}/stat").read_text("utf-8", "replace")
-            return int(text.rpartition(")")[2].split()[19]) == header.start_ticks
-        except (OSError, ValueError, IndexError):
-            return False
+    def _ask(self, file: _File, mono: float) -> None:
+        """Ask the kernel what a process does in whose operation it matters."""
+        if not file.alive or not any(op.running for _, op in file.operations.values()):
+            file.state = ""
+            file.progress = {}
+            return
+        before = file.progress
+        working = [thread for _, thread in file.threads.values() if thread.state != segment.ThreadState.IDLE]
+        file.progress = {thread.tid: thread.last_progress_mono_ns for thread in working}
+        # A worker that waits for the disk for a moment is as it should be.
+        waiting = [tid for tid, progress in file.progress.items() if before.get(tid) == progress]
+        file.state = self._kernel.state(file.header, (file.device, file.inode), waiting, mono)
 
     def _read_slots(self, file: _File) -> segment.Process:
         header = file.header
@@ -407,17 +418,3 @@ def _reason(error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return "a symbolic link, which is not followed"
     return error.strerror or str(error)
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip().replace("-", "")
-    except OSError:
-        return ""
-
-
-def _namespace(name: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{name}").st_ino  # noqa: PTH116
-    except OSError:
-        return 0

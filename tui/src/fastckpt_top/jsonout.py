@@ -212,6 +212,8 @@ def _proc(proc: Proc, sent: _Sent) -> Json:
         "alive": proc.alive,
         "same_clock": proc.same_clock,
         "touched": proc.touched,
+        "state": proc.state,
+        "user": proc.user,
         "header": header,
         "process": [getattr(proc.process, name) for name in _PROCESS],
         "operations": [[getattr(op, name) for name in _OPERATION] for op in proc.operations],

@@ -21,7 +21,7 @@ from fastckpt_top.segment import (
     Phase,
     ThreadState,
 )
-from fastckpt_top.tracks import MOVING
+from fastckpt_top.tracks import MOVING, PREPARING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     rows = threads(track, target, look)
     histogram = track.histogram()
     state = _state(track, stalled, look)
-    judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase != Phase.PLAN)
+    judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase not in PREPARING)
     wait = derive.awaits(proc, places)
     kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
     made = replace(

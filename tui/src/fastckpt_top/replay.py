@@ -108,6 +108,8 @@ class Recording:
             alive=bool(raw["alive"]),
             same_clock=bool(raw["same_clock"]),
             touched=float(raw["touched"]),
+            state=clean(str(raw.get("state", ""))),
+            user=clean(str(raw.get("user", ""))),
         )
         if not proc.alive:
             self._ended[proc.key] = proc

@@ -31,6 +31,17 @@ FLAG_DIRECT: Final = 1 << 0
 FLAG_FALLBACK: Final = 1 << 1
 FLAG_ASYNC: Final = 1 << 5
 FLAG_MIXED: Final = 1 << 6
+FLAG_NO_RING: Final = 1 << 7
+FLAG_NO_DIRECT: Final = 1 << 8
+FLAG_NO_WORKERS: Final = 1 << 9
+FLAG_NO_GDS: Final = 1 << 10
+REFUSALS: Final = {
+    FLAG_NO_RING: "io_uring",
+    FLAG_NO_DIRECT: "direct I/O",
+    FLAG_NO_WORKERS: "worker threads",
+    FLAG_NO_GDS: "GPUDirect Storage",
+}
+"""What was refused where `FLAG_FALLBACK` is set."""
 
 
 class BadSegment(ValueError):  # noqa: N818  (it says what the input is, not what went wrong in here)
@@ -67,6 +78,7 @@ class ThreadState(IntEnum):
     FSYNC = 3
     ERROR = 4
     LIMIT = 5
+    PEERS = 6
 
 
 KINDS: Final = {0: "unknown", Kind.SAVE: "save", Kind.LOAD: "load", Kind.VERIFY: "verify"}
@@ -158,7 +170,9 @@ OPERATION: Final[_Fields] = (
     ("target", 0x70, "Q"),
     ("error", 0x78, "Q"),
     ("label", 0x80, "64s"),
-    ("path", 0xC0, "320s"),
+    ("path", 0xC0, "304s"),
+    ("bytes_staged", 0x1F0, "Q"),
+    ("bytes_to_stage", 0x1F8, "Q"),
 )
 THREAD: Final[_Fields] = (
     ("bytes_ever", 0x00, "Q"),
@@ -173,8 +187,10 @@ THREAD: Final[_Fields] = (
     ("errors", 0x3C, "I"),
     ("latency_sum_ns", 0x40, "Q"),
     ("latency_max_ns", 0x48, "Q"),
-    ("retries", 0x50, "Q"),
-    ("shorts", 0x58, "Q"),
+    ("retries", 0x50, "I"),
+    ("shorts", 0x54, "I"),
+    ("fsync_wait_ms", 0x58, "I"),
+    ("peer_wait_ms", 0x5C, "I"),
     ("tid", 0x60, "I"),
     ("cpu", 0x64, "I"),
     ("op_id", 0x68, "Q"),
@@ -293,7 +309,7 @@ class Process:
     waits_for: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One save, load or verify (docs/telemetry.md 5.3). Times in nanoseconds of the process's monotonic clock."""
 
@@ -320,6 +336,13 @@ class Operation:
     error: int
     label: str
     path: str
+    bytes_staged: int = 0
+    bytes_to_stage: int = 0
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """What was refused, so that something else runs than was wanted: see `REFUSALS`."""
+        return tuple(name for flag, name in REFUSALS.items() if self.flags & flag)
 
     @property
     def running(self) -> bool:
@@ -327,7 +350,7 @@ class Operation:
         return self.t_end_mono_ns == 0 and self.phase not in (Phase.DONE, Phase.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Thread:
     """One worker thread's slot (docs/telemetry.md 5.4)."""
 
@@ -345,6 +368,8 @@ class Thread:
     latency_max_ns: int
     retries: int
     shorts: int
+    fsync_wait_ms: int = 0
+    peer_wait_ms: int = 0
     tid: int
     cpu: int
     op_id: int

@@ -23,8 +23,12 @@ HEARTBEAT_STALL_S: Final = 2.0
 """A heartbeat that stands still for so long during an operation means a stopped process."""
 PROGRESS_STALL_S: Final = 3.0
 """No byte for so long while writing or reading means stuck I/O."""
-MOVING: Final = (Phase.STAGE, Phase.WRITE, Phase.READ)
-"""Phases in which bytes move, so that a rate over the last second says something."""
+MOVING: Final = (Phase.WRITE, Phase.READ)
+"""Phases in which bytes move to or from the storage, so that a rate over the last second says something."""
+PREPARING: Final = (Phase.PLAN, Phase.STAGE)
+"""Phases in which nothing is written yet, and in which a process may be silent (docs/telemetry.md 5.3)."""
+_HELD: Final = frozenset("TtD")
+"""States in which a process can do nothing: stopped, traced, or waiting in the kernel."""
 _SEED_S: Final = 2.0
 
 
@@ -43,6 +47,7 @@ class ProcTrack:
         self.died: float | None = None
         self.seen_alive = False
         self.sync_s: float | None = None
+        self._held: float | None = None
         self._threads: dict[int, Thread] = {}
         self._heartbeat = -1
         self._beat = mono
@@ -53,6 +58,11 @@ class ProcTrack:
         if proc.process.heartbeat != self._heartbeat:
             self._heartbeat = proc.process.heartbeat
             self._beat = mono
+            self._held = None
+        if proc.state not in _HELD:
+            self._held = None
+        elif self._held is None:
+            self._held = mono
         if proc.alive:
             self.seen_alive = True
         elif self.alive and self.seen_alive:
@@ -63,6 +73,10 @@ class ProcTrack:
     def silent_s(self, proc: Proc, mono: float) -> float:
         """Seconds since the last sign of life; 0 if the process gives none."""
         return mono - self._beat if proc.header.features & FEATURE_HEARTBEAT else 0.0
+
+    def held_s(self, mono: float) -> float:
+        """Seconds for which the process has been stopped or held by the kernel, without a sign of life."""
+        return 0.0 if self._held is None else mono - self._held
 
     def begin(self, mono: float) -> None:
         """An operation was seen for the first time: before it, silence meant nothing."""
@@ -187,7 +201,7 @@ class OpTrack:
             self.end = self.changed
         if not op.running and self.end is None:
             self.end = self.start + max(op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9
-        state = (self.done, op.bytes_durable, op.files_done, op.phase)
+        state = (self.done, op.bytes_staged, op.bytes_durable, op.files_done, op.phase)
         if state != self._state:
             if self._state:
                 self.changed = mono
@@ -209,10 +223,14 @@ class OpTrack:
         return None if self.died or elapsed < 1e-3 or not self.done else self.done / elapsed  # noqa: PLR2004
 
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
-        """Seconds without progress or sign of life, if that is too long; else None. To wait for others is no stall."""
+        """Seconds without progress or sign of life, if that is too long; else None.
+
+        To wait for others is no stall. Nor is silence while a save is prepared, unless the kernel says that the process
+        is stopped or held.
+        """
         if not self.running or self.proc.waits_for is not None:
             return None
-        silent = track.silent_s(self.proc, mono)
+        silent = track.held_s(mono) if self.op.phase in PREPARING else track.silent_s(self.proc, mono)
         if silent >= HEARTBEAT_STALL_S:
             return silent
         if self.op.phase not in (Phase.WRITE, Phase.READ):
@@ -240,6 +258,8 @@ def _sample(thread: Thread, mono: float, done: int) -> Sample:
         thread.source_wait_ns,
         thread.limit_wait_ms,
         thread.latency_sum_ns,
+        fsync_ms=thread.fsync_wait_ms,
+        peers_ms=thread.peer_wait_ms,
     )
 
 

@@ -25,11 +25,13 @@ class Sample(NamedTuple):
         mono: Seconds.
         bytes: Completed.
         requests: Completed.
-        busy_ns: With a request in flight.
-        source_ns: Waiting for the source.
+        busy_ns: Waiting for the disk.
+        source_ns: Preparing blocks.
         limit_ms: Waiting for the bandwidth limit.
         latency_ns: Sum over completed requests.
         waits: Whether `busy_ns` and those after it are known.
+        fsync_ms: Waiting for fsync.
+        peers_ms: Waiting for bytes of other ranks.
     """
 
     mono: float
@@ -40,6 +42,8 @@ class Sample(NamedTuple):
     limit_ms: int = 0
     latency_ns: int = 0
     waits: bool = True
+    fsync_ms: int = 0
+    peers_ms: int = 0
 
 
 class Window:

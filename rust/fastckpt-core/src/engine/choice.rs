@@ -2,7 +2,7 @@
 
 use super::io::uring;
 use super::options::{BLOCK_SIZE, Io, Options, SINGLE, STAGING_BUDGET};
-use super::report::{Engine, Fallback};
+use super::report::{Engine, Fallback, Fell};
 
 /// Threads of the engine with one direct operation in flight per thread: enough to keep a device busy while others
 /// copy.
@@ -39,7 +39,7 @@ impl Choice {
             Io::Buffered => (Engine::Buffered, None),
         };
         let fallback = match options.unmet {
-            Some(why) => Some(Fallback::after(fallback, libc::EOPNOTSUPP, why)),
+            Some(why) => Some(Fallback::after(fallback, Fell::Gds, libc::EOPNOTSUPP, why)),
             None => fallback,
         };
         // Counting cores takes longer than copying one small block.

@@ -13,7 +13,8 @@ use super::content::BATCH;
 use super::job::{TICK, Tick};
 use super::limiter::Limiter;
 use super::path::{IoPath, Reason};
-use super::report::{Fallback, Ran};
+use super::report::{Fallback, Fell, Ran};
+use super::run::tell_end;
 use crate::error::{Error, Result, panic_text};
 use crate::sys::thread::builder;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
@@ -83,14 +84,15 @@ impl Moved {
         self.blocks.binary_search_by_key(&block, |&(moved, _)| moved).is_ok()
     }
 
-    /// Adds this to what the workers moved.
-    pub fn report(&self, ran: &mut Ran) {
+    /// Adds this to what the workers moved. Also tells the monitor.
+    pub fn report(&self, ran: &mut Ran, operation: &Operation) {
         for _ in &self.blocks {
             ran.blocks.count(IoPath::Gds, Reason::Possible);
         }
         if let Some(refused) = &self.refused {
             let why = format!("gds: {refused}: the rest went through host memory");
-            ran.fallback = Some(Fallback::after(ran.fallback.take(), libc::EIO, &why));
+            ran.fallback = Some(Fallback::after(ran.fallback.take(), Fell::Gds, libc::EIO, &why));
+            tell_end(operation, ran);
         }
     }
 }
@@ -233,7 +235,7 @@ impl Shared<'_> {
         let mut lane = Lane::new(operation);
         while !self.stopped() {
             let Some(batch) = self.batches.get(self.next.fetch_add(1, Ordering::Relaxed)) else { return };
-            let _ = lane.begin(batch.file);
+            lane.prepared(lane.begin(batch.file));
             self.pace(batch.len, &lane);
             if self.stopped() {
                 return;
@@ -241,6 +243,7 @@ impl Shared<'_> {
             let submitted = lane.submitted(batch.len);
             let outcome = catch_unwind(AssertUnwindSafe(|| (self.mover)(&batch.stretches, self.chunk)));
             lane.completed(submitted);
+            lane.waited(submitted);
             let wanted = if self.chunk > 0 { batch.blocks.len() } else { 0 };
             match outcome {
                 Ok(Ok(sums)) if sums.len() == wanted => {
@@ -267,11 +270,9 @@ impl Shared<'_> {
     fn pace(&self, bytes: u64, lane: &Lane<'_>) {
         let Some(limiter) = &self.limiter else { return };
         let mut left = limiter.book(bytes);
-        lane.state(State::Limit);
-        lane.limited(left);
         while !left.is_zero() && !self.stopped() {
             let step = left.min(TICK);
-            thread::sleep(step);
+            lane.during(State::Limit, || thread::sleep(step));
             left -= step;
         }
     }

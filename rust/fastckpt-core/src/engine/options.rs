@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::format::geometry::PAGE;
 use crate::format::limits;
 use crate::sys::priority::Priority;
+use crate::telemetry::{Begun, Call, Kind, Operation};
 
 pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
 
@@ -121,8 +122,10 @@ pub struct Options {
     pub bandwidth_limit: Option<u64>,
     /// How far the worker threads yield to others.
     pub priority: Priority,
-    /// The training step, for the live counters.
-    pub step: Option<i64>,
+    /// What the live counters tell of the call.
+    pub call: Call,
+    /// The save that these options are for, if it has begun already.
+    pub begun: Option<Arc<Begun>>,
     /// Memory for the staging buffers, or `None` for the core's own.
     pub staging: Option<Arc<Memory>>,
     /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
@@ -149,7 +152,8 @@ impl Default for Options {
             threads: None,
             bandwidth_limit: None,
             priority: Priority::default(),
-            step: None,
+            call: Call::default(),
+            begun: None,
             staging: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,
@@ -180,6 +184,13 @@ impl Options {
             self.zero_copy = Some(flag == 1);
         }
         Ok(self)
+    }
+
+    /// The operation on the checkpoint at `path`, for the live counters: the one that has begun, or a new one.
+    #[must_use]
+    pub fn operation(&self, kind: Kind, path: &Path) -> Operation {
+        let begun = self.begun.as_ref().and_then(|begun| begun.take());
+        begun.unwrap_or_else(|| Operation::begin(kind, path, self.call, &self.environment))
     }
 
     /// This process among the ranks of its node.

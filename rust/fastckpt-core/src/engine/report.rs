@@ -33,10 +33,25 @@ impl fmt::Display for Engine {
     }
 }
 
+/// What was refused. The numbers are the flags of `docs/telemetry.md`, 5.3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fell {
+    /// `io_uring`.
+    Ring = 1 << 7,
+    /// Direct I/O.
+    Direct = 1 << 8,
+    /// Worker threads.
+    Workers = 1 << 9,
+    /// The way between a device and files past host memory.
+    Gds = 1 << 10,
+}
+
 /// Why the engine that ran is not the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
-    /// The errno of the cause.
+    /// All that was refused: the sum of their [`Fell`].
+    pub fell: u32,
+    /// The errno of the first cause.
     pub errno: i32,
     /// The cause and what helps, in words.
     pub reason: String,
@@ -45,10 +60,15 @@ pub struct Fallback {
 impl Fallback {
     /// Adds one more reason to those in `before`, whose errno stays. Without `before`, this is the first one.
     #[must_use]
-    pub fn after(before: Option<Self>, errno: i32, reason: &str) -> Self {
+    pub fn after(before: Option<Self>, fell: Fell, errno: i32, reason: &str) -> Self {
+        let fell = fell as u32;
         match before {
-            None => Self { errno, reason: reason.to_owned() },
-            Some(before) => Self { reason: format!("{}; {reason}", before.reason), ..before },
+            None => Self { fell, errno, reason: reason.to_owned() },
+            Some(before) => Self {
+                fell: before.fell | fell,
+                reason: format!("{}; {reason}", before.reason),
+                errno: before.errno,
+            },
         }
     }
 }

@@ -15,7 +15,7 @@ use super::job::{Job, TICK, Tick};
 use super::memory::Lent;
 use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
-use super::report::{Engine, Fallback, Ran};
+use super::report::{Engine, Fallback, Fell, Ran};
 use super::worker::{self, Moved, Open, Shared, Staged, Stride};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
@@ -23,7 +23,7 @@ use crate::sys::buffers::size_within;
 use crate::sys::mapping;
 use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
-use crate::telemetry::{Operation, Phase, Planned};
+use crate::telemetry::{self, Operation, Phase, Planned};
 
 /// Runs `job` to its end. The first failure stops all workers and is returned.
 pub fn run<J: Job>(
@@ -104,7 +104,12 @@ pub(super) fn run_on<J: Job>(
             "no worker thread can be started ({error}): the calling thread did the work{priority}; \
              see `ulimit -u` and the cgroup's pids.max"
         );
-        fallback = Some(Fallback::after(fallback, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason));
+        fallback = Some(Fallback::after(
+            fallback,
+            Fell::Workers,
+            error.raw_os_error().unwrap_or(libc::EAGAIN),
+            &reason,
+        ));
     }
     Ok(conclude(moved, (engine, fallback), started.max(1), operation))
 }
@@ -169,17 +174,30 @@ fn conclude(
         engine = Engine::Buffered;
         if blocks.of(IoPath::Buffered, Reason::Refused) > 0 {
             let reason = "direct I/O: refused by this file system";
-            fallback = Some(Fallback::after(fallback, libc::EINVAL, reason));
+            fallback = Some(Fallback::after(fallback, Fell::Direct, libc::EINVAL, reason));
         }
     }
-    tell(operation, engine, fallback.as_ref(), buffered > 0 && direct > 0);
-    Ran { engine, fallback, threads, thread_bytes, blocks, copied }
+    let ran = Ran { engine, fallback, threads, thread_bytes, blocks, copied };
+    tell_end(operation, &ran);
+    ran
+}
+
+/// Tells the monitor what ran.
+pub fn tell_end(operation: &Operation, ran: &Ran) {
+    let buffered = ran.blocks.on(IoPath::Buffered);
+    let direct = ran.blocks.on(IoPath::ZeroCopy) + ran.blocks.on(IoPath::Staged);
+    tell(operation, ran.engine, ran.fallback.as_ref(), buffered > 0 && direct > 0);
 }
 
 /// Tells the monitor which engine runs.
 fn tell(operation: &Operation, engine: Engine, fallback: Option<&Fallback>, mixed: bool) {
-    let errno = fallback.map(|fallback| fallback.errno);
-    operation.ran(engine as u32, engine != Engine::Buffered, errno, mixed);
+    operation.ran(&telemetry::Ran {
+        engine: engine as u32,
+        direct: engine != Engine::Buffered,
+        mixed,
+        errno: fallback.map(|fallback| fallback.errno),
+        fell: fallback.map_or(0, |fallback| fallback.fell),
+    });
 }
 
 /// Starts the workers and waits for them. Returns how many started, and the error if not all did.

@@ -14,7 +14,7 @@ use super::io::transfer::Transfer;
 use super::job::{Job, Next, Staging, Tick};
 use super::options::{Io, Options};
 use super::path::{IoPath, Reason};
-use super::report::{Engine, Fallback, Ran};
+use super::report::{Engine, Fallback, Fell, Ran};
 use super::run::run_on;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -146,8 +146,12 @@ fn run<const WRITE: bool>(
     // The queue depth of a ring, but no ring: `open` makes the backends.
     let choice = Choice { engine: Engine::Uring, fallback: None, threads };
     let kind = if WRITE { Kind::Save } else { Kind::Load };
-    let operation =
-        telemetry::Operation::begin(kind, Path::new("/nowhere/run"), None, &Environment::default());
+    let operation = telemetry::Operation::begin(
+        kind,
+        Path::new("/nowhere/run"),
+        telemetry::Call::default(),
+        &Environment::default(),
+    );
     run_on(&open, job, &choice, &options, BLOCK as u64, &operation, tick)
 }
 
@@ -215,7 +219,7 @@ fn a_file_system_that_refuses_the_first_operation_is_reported_as_buffered() {
     let (both, _) = round_trip(BLOCK, 1, || Some(FaultPlan::new(0, Fault::Errno(libc::EINVAL), false)));
     for ran in both {
         let reason = "direct I/O: refused by this file system".to_owned();
-        let fallback = Some(Fallback { errno: libc::EINVAL, reason });
+        let fallback = Some(Fallback::after(None, Fell::Direct, libc::EINVAL, &reason));
         assert_eq!((ran.engine, ran.fallback), (Engine::Buffered, fallback));
     }
 }

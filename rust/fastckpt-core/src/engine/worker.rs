@@ -245,11 +245,22 @@ impl<J: Job> Worker<'_, '_, J> {
     fn run(&mut self) -> Result<()> {
         loop {
             while self.in_flight < self.queue_depth && self.prepare()? && self.start()? {}
-            match self.backend.wait().map_err(backend_failed)? {
+            let since = self.lane.wait();
+            let completed = self.backend.wait().map_err(backend_failed)?;
+            self.lane.waited(since);
+            match completed {
                 Some(completed) => self.complete(completed)?,
                 // Its memory, or its file, may be what the next block waits for.
                 None if !self.held.is_empty() => self.hand_over()?,
-                None if !self.todo.is_empty() => thread::sleep(NOT_YET),
+                None if !self.todo.is_empty() => {
+                    let why = match self.shared.job.waits() {
+                        true => State::Peers,
+                        // Of a save, a file is closed when it is durable.
+                        false if J::WRITE => State::Fsync,
+                        false => State::Transfer,
+                    };
+                    self.lane.during(why, || thread::sleep(NOT_YET));
+                }
                 None => return Ok(()),
             }
             (self.between)();
@@ -296,7 +307,7 @@ impl<J: Job> Worker<'_, '_, J> {
         let Some(memory) = memory else { return Ok(false) };
         let began = lane.begin(shared.job.file(first));
         let fetched = shared.job.fetch(first..first + todo.len(), memory)?;
-        lane.starved(began);
+        lane.prepared(began);
         for ((_, slot), part) in todo.iter_mut().zip(fetched) {
             *slot = Some(part);
         }
@@ -326,7 +337,7 @@ impl<J: Job> Worker<'_, '_, J> {
             )
         };
         let started = shared.job.start(*block, fetched, &mut staging)?;
-        lane.starved(began);
+        lane.prepared(began);
         let Some(transfer) = started else { return Ok(false) };
         todo.pop_front();
         self.staged += transfer.buf.slab().len();
@@ -340,12 +351,10 @@ impl<J: Job> Worker<'_, '_, J> {
     fn pace(&mut self, bytes: usize) {
         let Some(limiter) = &self.shared.limiter else { return };
         let mut left = limiter.book(bytes as u64);
-        self.lane.state(State::Limit);
-        self.lane.limited(left);
         // In steps, to notice a stop.
         while !left.is_zero() && !self.shared.stopped() {
             let step = left.min(TICK);
-            thread::sleep(step);
+            self.lane.during(State::Limit, || thread::sleep(step));
             left -= step;
             (self.between)();
         }
@@ -354,7 +363,11 @@ impl<J: Job> Worker<'_, '_, J> {
     fn submit(&mut self, mut transfer: Transfer) -> Result<()> {
         transfer.submitted = self.lane.submitted(transfer.missing() as u64);
         self.in_flight += 1;
-        self.backend.submit(transfer).map_err(backend_failed)
+        let since = transfer.submitted;
+        // Blocking calls end here.
+        let outcome = self.backend.submit(transfer).map_err(backend_failed);
+        self.lane.waited(since);
+        outcome
     }
 
     /// Takes a completed operation. Submits what is left of its block, or hands the block to the job.

@@ -140,8 +140,7 @@ impl RankLoad {
     pub fn read(&self, verify: bool, options: &Options, tick: Tick<'_>) -> Result<Loaded> {
         let work = lock(&self.work).take();
         let work = work.ok_or(Error::Misused("the load of this rank was read before, or is closed"))?;
-        let operation =
-            Operation::begin(Kind::Load, self.checkpoint.path(), options.step, &options.environment);
+        let operation = options.operation(Kind::Load, self.checkpoint.path());
         let outcome = self.run(work, verify, options, &operation, tick);
         operation.end(telemetry::outcome(&outcome));
         outcome

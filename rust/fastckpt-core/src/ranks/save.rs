@@ -169,7 +169,7 @@ impl RankSave {
 
     fn begin(&self, path: &Path, workspace: impl FnOnce() -> Result<Workspace>) -> Result<Open> {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let operation = Operation::begin(Kind::Save, path, self.options.step, &self.options.environment);
+        let operation = self.options.operation(Kind::Save, path);
         let workspace = workspace();
         if workspace.is_err() {
             operation.end(telemetry::outcome(&workspace));

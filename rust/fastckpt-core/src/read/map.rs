@@ -43,7 +43,7 @@ impl Checkpoint {
     /// belong to the page cache.
     pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
-        let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);
+        let operation = options.operation(Kind::Load, &self.path);
         let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
         let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));

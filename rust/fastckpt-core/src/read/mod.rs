@@ -38,7 +38,7 @@ impl Checkpoint {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
-        let operation = Operation::begin(Kind::Load, &self.path, options.step, &options.environment);
+        let operation = options.operation(Kind::Load, &self.path);
         let outcome =
             self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
@@ -72,7 +72,7 @@ impl Checkpoint {
         let moved = direct::fetch(self, &mut plan, (verify, shards.len()), options, operation, &mut *tick)?;
         let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         let mut report = self.run(&job, &choice, options, begin, operation, tick)?;
-        moved.report(&mut report.ran);
+        moved.report(&mut report.ran, operation);
         Ok(Report { shards: shards.len(), ..report })
     }
 

@@ -22,7 +22,7 @@ use crate::telemetry::{self, Kind, Operation};
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all differences.
     pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
-        let operation = Operation::begin(Kind::Verify, &self.path, options.step, &options.environment);
+        let operation = options.operation(Kind::Verify, &self.path);
         let outcome = self.compare_all(options, &operation, tick).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome

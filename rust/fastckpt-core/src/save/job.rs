@@ -195,12 +195,12 @@ impl<W: Work> Job for WriteJob<'_, W> {
         self.written.fetch_max(now, Ordering::Relaxed);
         lane.moved(unit.len());
         if let Some(file) = self.files.release(unit.shard) {
-            lane.state(State::Fsync);
             if self.leaves_a_sync {
                 // Its manifest follows at once, and a file system that has both makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
-                file.sync().map_err(|error| Error::io("sync", &path())(error))?;
+                let synced = lane.during(State::Fsync, || file.sync());
+                synced.map_err(|error| Error::io("sync", &path())(error))?;
                 lane.operation().durable(self.work.bytes_of(unit.shard));
             }
         }

@@ -66,7 +66,7 @@ pub struct Request<'a> {
 /// left, and what was there before is untouched. There is one exception: if only the very last step fails, the sync of
 /// the parent directory after the rename, the new checkpoint has the name but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
-    let operation = Operation::begin(Kind::Save, request.path, options.step, &options.environment);
+    let operation = options.operation(Kind::Save, request.path);
     let outcome = write(request, options, &operation, tick, MAX_BYTES);
     operation.end(telemetry::outcome(&outcome));
     outcome

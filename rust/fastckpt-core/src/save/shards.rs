@@ -62,7 +62,7 @@ pub fn write_shards(
         job = job.leaving_a_sync();
     }
     let mut ran = run(&job, &choice, options, part.plan.block_size, operation, tick)?;
-    moved.report(&mut ran);
+    moved.report(&mut ran, operation);
     operation.phase(Phase::Fsync);
     let synced = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(allocated, synced);

@@ -50,7 +50,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     };
     let save = |most| {
         let options = Options { block_size: Some(PAGE), ..Options::default() };
-        let operation = Operation::begin(Kind::Save, &path, None, &options.environment);
+        let operation = options.operation(Kind::Save, &path);
         let outcome = write(&request, &options, &operation, &mut |_, _| true, most);
         operation.end(telemetry::outcome(&outcome));
         outcome
@@ -144,7 +144,7 @@ impl Small {
 }
 
 fn operation(path: &Path) -> Operation {
-    Operation::begin(Kind::Save, path, None, &Options::default().environment)
+    Options::default().operation(Kind::Save, path)
 }
 
 fn seal_here(workspace: &mut Workspace, body: &Body, unsynced: Option<Unsynced>) -> Result<()> {

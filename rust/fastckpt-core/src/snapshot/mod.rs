@@ -159,8 +159,14 @@ impl Snapshot {
             let (_, memory) = memory.as_mut().ok_or(Error::Misused("the snapshot has no memory"))?;
             let memory = Arc::get_mut(memory).ok_or(Error::Misused("the snapshot's memory is in use"))?;
             let wanted = Wanted { tensors: wanted, headers: last };
+            let mut tick = |done, total| {
+                if let Some(begun) = &options.begun {
+                    begun.staged(done);
+                }
+                tick(done, total)
+            };
             let mut outcome =
-                staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, tick);
+                staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, &mut tick);
             // What was not copied would be bytes of an earlier snapshot with correct checksums.
             if last && outcome.is_ok() && self.staged() != self.total {
                 outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));

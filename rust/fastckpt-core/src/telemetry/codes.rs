@@ -16,6 +16,8 @@ pub enum Kind {
 pub enum Phase {
     /// Determines what to do.
     Plan = 1,
+    /// Copies the state, so that it may change.
+    Stage = 2,
     /// Writes.
     Write = 3,
     /// Everything is written; waits until it is durable.
@@ -24,6 +26,17 @@ pub enum Phase {
     Commit = 5,
     /// Reads.
     Read = 8,
+}
+
+impl Phase {
+    /// Phases follow each other in ascending order. The copy comes before the plan of what is done with it.
+    pub(super) const fn order(self) -> u32 {
+        match self {
+            Self::Stage => 1,
+            Self::Plan => 2,
+            later => later as u32,
+        }
+    }
 }
 
 /// The phase of an operation that has succeeded.
@@ -36,7 +49,7 @@ pub(super) const FAILED: u32 = 7;
 pub enum State {
     /// Has nothing to do.
     Idle = 0,
-    /// Waits for bytes to write.
+    /// Prepares bytes to write.
     Source = 1,
     /// Waits for the disk.
     Transfer = 2,
@@ -46,4 +59,6 @@ pub enum State {
     Error = 4,
     /// Waits because of the bandwidth limit.
     Limit = 5,
+    /// Waits for bytes from other ranks.
+    Peers = 6,
 }

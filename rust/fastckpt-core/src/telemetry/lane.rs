@@ -2,8 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use std::sync::atomic::{AtomicU64, fence};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
 use super::clock::now;
 use super::codes::State;
@@ -19,13 +18,21 @@ pub struct Lane<'a> {
     number: Option<usize>,
     /// Bytes that the worker moved.
     bytes: Cell<u64>,
-    busy_since: u64,
+    /// Nanoseconds that the slot's milliseconds do not show yet, by the kind of wait.
+    rest: [Cell<u64>; 3],
     pub(super) histogram: [u64; BUCKETS],
 }
 
 /// Adds to a counter whose only writer is the calling thread.
 fn add(counter: &AtomicU64, value: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(value), Relaxed);
+}
+
+/// Adds nanoseconds to a counter of milliseconds. `rest` keeps what is left.
+fn add_milliseconds(counter: &AtomicU32, rest: &Cell<u64>, nanoseconds: u64) {
+    let all = rest.get() + nanoseconds;
+    rest.set(all % 1_000_000);
+    counter.store(counter.load(Relaxed).wrapping_add((all / 1_000_000) as u32), Relaxed);
 }
 
 impl<'a> Lane<'a> {
@@ -45,7 +52,8 @@ impl<'a> Lane<'a> {
         slot.tid.store(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs(), Relaxed);
         slot.cpu.store(rustix::thread::sched_getcpu() as u32, Relaxed);
         slot.op_id.store(operation.id, Release);
-        Self { operation, slot, number, bytes: Cell::new(0), busy_since: 0, histogram: [0; BUCKETS] }
+        let rest = [const { Cell::new(0) }; 3];
+        Self { operation, slot, number, bytes: Cell::new(0), rest, histogram: [0; BUCKETS] }
     }
 
     /// The worker's operation.
@@ -62,11 +70,7 @@ impl<'a> Lane<'a> {
     /// A request of `bytes` goes to the kernel. Returns the time, to be passed to [`Lane::completed`].
     pub fn submitted(&mut self, bytes: u64) -> u64 {
         let now = now();
-        let in_flight = self.slot.in_flight.load(Relaxed);
-        if in_flight == 0 {
-            self.busy_since = now;
-        }
-        self.slot.in_flight.store(in_flight + 1, Relaxed);
+        self.slot.in_flight.store(self.slot.in_flight.load(Relaxed) + 1, Relaxed);
         self.slot.state.store(State::Transfer as u32, Relaxed);
         add(&self.slot.bytes_submitted, bytes);
         now
@@ -86,8 +90,6 @@ impl<'a> Lane<'a> {
         }
         let in_flight = self.slot.in_flight.load(Relaxed).saturating_sub(1);
         self.slot.in_flight.store(in_flight, Relaxed);
-        add(&self.slot.busy_ns, now.saturating_sub(self.busy_since));
-        self.busy_since = now;
         self.slot.last_progress_mono_ns.store(now, Release);
     }
 
@@ -105,27 +107,48 @@ impl<'a> Lane<'a> {
         self.bytes.get()
     }
 
-    /// The source has delivered. Counts the time since `since`, when it began, if nothing is in flight.
-    pub fn starved(&self, since: u64) {
-        if self.slot.in_flight.load(Relaxed) == 0 {
-            add(&self.slot.source_wait_ns, now().saturating_sub(since));
-        }
+    /// The worker waits for requests. Returns the time, to be passed to [`Lane::waited`].
+    #[must_use]
+    pub fn wait(&self) -> u64 {
+        self.state(State::Transfer);
+        now()
     }
 
-    /// The worker waited for the bandwidth limit.
-    pub fn limited(&self, waited: Duration) {
-        let milliseconds = self.slot.limit_wait_ms.load(Relaxed).wrapping_add(clamp(waited.as_millis()));
-        self.slot.limit_wait_ms.store(milliseconds, Relaxed);
+    /// The worker has waited for requests since `since`.
+    pub fn waited(&self, since: u64) {
+        add(&self.slot.busy_ns, now().saturating_sub(since));
+    }
+
+    /// The source has delivered what was begun at `since`.
+    pub fn prepared(&self, since: u64) {
+        add(&self.slot.source_wait_ns, now().saturating_sub(since));
+    }
+
+    /// The worker did nothing but `action`, which is a wait of this kind.
+    pub fn during<T>(&self, state: State, action: impl FnOnce() -> T) -> T {
+        self.state(state);
+        let begin = now();
+        let outcome = action();
+        let waited = now().saturating_sub(begin);
+        let [limit, fsync, peers] = &self.rest;
+        match state {
+            State::Limit => add_milliseconds(&self.slot.limit_wait_ms, limit, waited),
+            State::Fsync => add_milliseconds(&self.slot.fsync_wait_ms, fsync, waited),
+            State::Peers => add_milliseconds(&self.slot.peer_wait_ms, peers, waited),
+            State::Transfer => add(&self.slot.busy_ns, waited),
+            State::Idle | State::Source | State::Error => {}
+        }
+        outcome
     }
 
     /// A request will be tried again.
     pub fn retried(&self) {
-        add(&self.slot.retries, 1);
+        self.slot.retries.store(self.slot.retries.load(Relaxed).wrapping_add(1), Relaxed);
     }
 
     /// A request moved fewer bytes than it should have.
     pub fn short(&self) {
-        add(&self.slot.shorts, 1);
+        self.slot.shorts.store(self.slot.shorts.load(Relaxed).wrapping_add(1), Relaxed);
     }
 
     /// A request failed.
@@ -134,13 +157,11 @@ impl<'a> Lane<'a> {
         self.state(State::Error);
     }
 
-    /// The worker begins a block of shard `file`. Returns the time, to be passed to [`Lane::starved`].
+    /// The worker begins to prepare a block of shard `file`. Returns the time, to be passed to [`Lane::prepared`].
     #[must_use]
     pub fn begin(&self, file: usize) -> u64 {
         self.slot.file.store(clamp(file), Relaxed);
-        if self.slot.in_flight.load(Relaxed) == 0 {
-            self.state(State::Source);
-        }
+        self.state(State::Source);
         now()
     }
 }

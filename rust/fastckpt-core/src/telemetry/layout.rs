@@ -205,7 +205,9 @@ structures! {
         target: AtomicU64,
         error: AtomicU64,
         label: Text<8>,
-        path: Text<40>,
+        path: Text<38>,
+        bytes_staged: AtomicU64,
+        bytes_to_stage: AtomicU64,
     }
 
     /// 5.4. The alignment keeps the counters of two workers out of one cache line, and out of the line that is fetched
@@ -224,8 +226,10 @@ structures! {
         errors: AtomicU32,
         latency_sum_ns: AtomicU64,
         latency_max_ns: AtomicU64,
-        retries: AtomicU64,
-        shorts: AtomicU64,
+        retries: AtomicU32,
+        shorts: AtomicU32,
+        fsync_wait_ms: AtomicU32,
+        peer_wait_ms: AtomicU32,
         tid: AtomicU32,
         cpu: AtomicU32,
         op_id: AtomicU64,

@@ -1,6 +1,7 @@
 //! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation. Without room
 //! for its counters in the segment, an operation or a worker counts in private memory.
 
+mod begun;
 pub mod clock;
 mod codes;
 mod group;
@@ -12,9 +13,10 @@ mod target;
 #[cfg(test)]
 mod tests;
 
+pub use begun::Begun;
 pub use codes::{Kind, Phase, State};
 pub use lane::Lane;
-pub use operation::{Operation, Planned};
+pub use operation::{Call, Operation, Planned, Ran};
 pub use process::{set_group, set_target, wait_for};
 pub use target::parse_targets;
 

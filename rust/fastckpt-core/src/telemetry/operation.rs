@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::clock::{now, time_of_day};
 use super::codes::{DONE, FAILED, Kind, Phase};
@@ -25,6 +25,8 @@ pub struct Operation {
     /// Number of the slot in the segment, or [`super::layout::NO_SLOT`].
     pub(super) number: u32,
     pub(super) id: u64,
+    /// The process that began it. A forked child must not touch the counters.
+    pid: u32,
     kind: Kind,
     begin: u64,
     begin_real: u64,
@@ -46,7 +48,17 @@ struct Closing {
     peak: u64,
     sync_begin: Option<u64>,
     path: String,
+    /// [`Phase::order`] of the phase.
     phase: u32,
+}
+
+/// What the caller says about an operation.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Call {
+    /// The training step.
+    pub step: Option<i64>,
+    /// When the program called. By default, when the operation begins.
+    pub at: Option<Instant>,
 }
 
 /// What is known about an operation once it is planned.
@@ -64,11 +76,27 @@ pub struct Planned {
     pub queue_depth: usize,
 }
 
+/// How an operation runs.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Ran {
+    /// The number of the engine.
+    pub engine: u32,
+    /// Whether it uses direct I/O.
+    pub direct: bool,
+    /// Whether some blocks took another I/O path.
+    pub mixed: bool,
+    /// The errno that caused the first fallback.
+    pub errno: Option<i32>,
+    /// What fell back: flags of `docs/telemetry.md`, 5.3.
+    pub fell: u32,
+}
+
 impl Operation {
-    /// Begins an operation on the checkpoint at `path`. `step` is the training step, if the caller gave one.
+    /// Begins an operation on the checkpoint at `path`.
     #[must_use]
-    pub fn begin(kind: Kind, path: &Path, step: Option<i64>, environment: &Environment) -> Self {
-        let begin = now();
+    pub fn begin(kind: Kind, path: &Path, call: Call, environment: &Environment) -> Self {
+        let late = call.at.map_or(0, |at| u64::try_from(at.elapsed().as_nanos()).unwrap_or(0));
+        let begin = now().saturating_sub(late);
         let (segment, number, id) = process::take_operation(environment);
         let slot = segment.operations.get(number as usize).unwrap_or(&UNSEEN.operations[0]);
         let operation = Self {
@@ -76,9 +104,10 @@ impl Operation {
             slot,
             number,
             id,
+            pid: std::process::id(),
             kind,
             begin,
-            begin_real: time_of_day(),
+            begin_real: time_of_day().saturating_sub(late),
             done: AtomicU64::new(0),
             durable: AtomicU64::new(0),
             files_done: AtomicU32::new(0),
@@ -105,10 +134,13 @@ impl Operation {
             for zero in [&slot.bytes_total, &slot.bytes_durable, &slot.t_end_mono_ns, &slot.error] {
                 zero.store(0, Relaxed);
             }
+            for zero in [&slot.bytes_staged, &slot.bytes_to_stage] {
+                zero.store(0, Relaxed);
+            }
             slot.t_start_mono_ns.store(begin, Relaxed);
             slot.t_phase_mono_ns.store(begin, Relaxed);
             slot.st_dev.store(device.map_or(0, |stat| stat.st_dev), Relaxed);
-            slot.step.store(step.unwrap_or(-1), Relaxed);
+            slot.step.store(call.step.unwrap_or(-1), Relaxed);
             slot.target.store(target, Relaxed);
             slot.label.set(&path.file_name().unwrap_or_default().to_string_lossy());
             slot.path.set_tail(&absolute);
@@ -139,10 +171,10 @@ impl Operation {
         self.phase(phase);
     }
 
-    /// Records the number of the engine that runs, whether it uses direct I/O, and the errno that caused a fallback
-    /// from another engine. `mixed`: some blocks took another I/O path.
-    pub fn ran(&self, engine: u32, direct: bool, errno: Option<i32>, mixed: bool) {
-        let flags = u32::from(direct) | u32::from(errno.is_some()) << 1 | u32::from(mixed) << 6;
+    /// Records how the operation runs.
+    pub fn ran(&self, ran: &Ran) {
+        let &Ran { engine, direct, mixed, errno, fell } = ran;
+        let flags = u32::from(direct) | u32::from(errno.is_some()) << 1 | u32::from(mixed) << 6 | fell;
         self.write(|slot| {
             slot.engine.store(engine, Relaxed);
             slot.flags.store(flags, Relaxed);
@@ -155,10 +187,10 @@ impl Operation {
         let now = now();
         let mut closing = self.closing();
         // The number of the read phase follows those of a save, but no phase of a save follows it.
-        if closing.phase >= phase as u32 {
+        if closing.phase >= phase.order() {
             return;
         }
-        closing.phase = phase as u32;
+        closing.phase = phase.order();
         self.segment.process.heartbeat.fetch_add(1, Relaxed);
         if matches!(phase, Phase::Fsync | Phase::Commit) {
             closing.sync_begin.get_or_insert(now);
@@ -168,6 +200,18 @@ impl Operation {
             slot.phase.store(phase as u32, Relaxed);
             slot.t_phase_mono_ns.store(now, Relaxed);
         });
+    }
+
+    /// The copy of a state of `total` bytes begins.
+    pub(super) fn stage(&self, total: u64) {
+        self.phase(Phase::Stage);
+        self.write(|slot| slot.bytes_to_stage.store(total, Relaxed));
+    }
+
+    /// `bytes` of the state have been copied by now.
+    pub(super) fn staged(&self, bytes: u64) {
+        self.segment.process.heartbeat.fetch_add(1, Relaxed);
+        self.write(|slot| slot.bytes_staged.store(bytes, Relaxed));
     }
 
     /// A shard of `bytes` is durable.
@@ -273,9 +317,11 @@ impl Operation {
 }
 
 impl Drop for Operation {
-    /// An operation that was not ended explicitly was abandoned after an error.
+    /// An operation that was not ended explicitly was abandoned after an error. In a forked child it is not its own.
     fn drop(&mut self) {
-        self.end(Err(None));
+        if self.pid == std::process::id() {
+            self.end(Err(None));
+        }
     }
 }
 

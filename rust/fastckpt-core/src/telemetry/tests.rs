@@ -20,8 +20,12 @@ fn publish(directory: &Path, name: &str) -> std::io::Result<shm::Shared<Segment>
 
 #[test]
 fn latencies_fall_into_their_buckets() {
-    let operation =
-        Operation::begin(Kind::Save, Path::new("/nowhere/latencies"), None, &Environment::default());
+    let operation = Operation::begin(
+        Kind::Save,
+        Path::new("/nowhere/latencies"),
+        Call::default(),
+        &Environment::default(),
+    );
     let mut lane = Lane::new(&operation);
     for (latency, bucket) in [(0, 0), (63_999, 0), (64_000, 1), (127_999, 1), (128_000, 2), (1 << 40, 15)] {
         let before = lane.histogram[bucket];
@@ -53,15 +57,16 @@ fn text_is_cut_between_characters() {
 #[test]
 fn an_operation_is_counted_from_begin_to_end() {
     let path = Path::new("/nowhere/counted");
-    let operation = Operation::begin(Kind::Save, path, Some(7), &Environment::default());
+    let operation =
+        Operation::begin(Kind::Save, path, Call { step: Some(7), at: None }, &Environment::default());
     let slot = operation.slot;
     assert_eq!((slot.label.get().as_str(), slot.step.load(Relaxed)), ("counted", 7));
     let planned = Planned { bytes: 100, files: 2, block_size: 4096, threads: 1, queue_depth: 8 };
     operation.start(&planned, Phase::Write);
-    operation.ran(2, true, Some(1), false);
+    operation.ran(&Ran { engine: 2, direct: true, mixed: false, errno: Some(1), fell: 1 << 7 });
     assert_eq!(
         (slot.engine.load(Relaxed), slot.flags.load(Relaxed), slot.fallback_errno.load(Relaxed)),
-        (2, 3, 1)
+        (2, 3 | 1 << 7, 1)
     );
     let mut lane = Lane::new(&operation);
     let submitted = lane.submitted(60);
@@ -88,11 +93,83 @@ fn an_operation_is_counted_from_begin_to_end() {
 
 #[test]
 fn an_abandoned_operation_has_failed() {
-    let operation =
-        Operation::begin(Kind::Load, Path::new("/nowhere/abandoned"), None, &Environment::default());
+    let operation = Operation::begin(
+        Kind::Load,
+        Path::new("/nowhere/abandoned"),
+        Call::default(),
+        &Environment::default(),
+    );
     let slot = operation.slot;
     drop(operation);
     assert_eq!(slot.phase.load(Relaxed), FAILED);
+}
+
+/// A save of 100 bytes whose program called a second ago, and its slot.
+fn begun(path: &str) -> (Begun, &'static layout::OperationSlot) {
+    let call = Call { step: None, at: std::time::Instant::now().checked_sub(Duration::from_secs(1)) };
+    let begun = Begun::stage(Path::new(path), 100, call, &Environment::default());
+    let operation = begun.take().unwrap();
+    let slot = operation.slot;
+    (Begun::of(operation), slot)
+}
+
+#[test]
+fn a_save_is_shown_while_its_state_is_copied() {
+    let (begun, slot) = begun("/nowhere/staged");
+    let phase = || slot.phase.load(Relaxed);
+    let age = clock::now() - slot.t_start_mono_ns.load(Relaxed);
+    assert!(age >= 1_000_000_000, "it began with the call, {age} ns ago");
+    begun.staged(60);
+    assert_eq!((phase(), slot.bytes_staged.load(Relaxed), slot.bytes_to_stage.load(Relaxed)), (2, 60, 100));
+    begun.plan();
+    assert_eq!(phase(), Phase::Plan as u32);
+    let operation = begun.take().unwrap();
+    // It belongs to the core now.
+    begun.staged(70);
+    begun.fail(Some(5));
+    assert_eq!((phase(), slot.bytes_staged.load(Relaxed)), (1, 60));
+    operation.phase(Phase::Stage);
+    assert_eq!(phase(), Phase::Plan as u32, "a phase never goes back");
+    operation.phase(Phase::Write);
+    assert_eq!(phase(), Phase::Write as u32);
+    operation.end(Ok(()));
+    let lasted = slot.t_end_mono_ns.load(Relaxed) - slot.t_start_mono_ns.load(Relaxed);
+    assert!(phase() == codes::DONE && lasted >= age);
+}
+
+#[test]
+fn a_copy_that_fails_or_is_given_up_ends_its_operation() {
+    let (failed, slot) = begun("/nowhere/failed");
+    failed.fail(Some(5));
+    assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (FAILED, 5));
+    let (dropped, slot) = begun("/nowhere/dropped");
+    drop(dropped);
+    assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (FAILED, 0));
+}
+
+#[test]
+fn waits_are_told_apart_and_small_ones_add_up() {
+    let path = Path::new("/nowhere/waits");
+    let operation = Operation::begin(Kind::Save, path, Call::default(), &Environment::default());
+    let lane = Lane::new(&operation);
+    let slot = lane.slot;
+    let counters = [&slot.limit_wait_ms, &slot.fsync_wait_ms, &slot.peer_wait_ms];
+    let values = || counters.map(|counter| counter.load(Relaxed));
+    let kinds = [State::Limit, State::Fsync, State::Peers];
+    for (number, state) in kinds.into_iter().enumerate() {
+        let before = values();
+        let begin = clock::now();
+        while clock::now() - begin < 2_000_000 {
+            // Each is shorter than the millisecond that is counted.
+            lane.during(state, || {
+                assert_eq!(slot.state.load(Relaxed), state as u32);
+                std::thread::sleep(Duration::from_micros(100));
+            });
+        }
+        for (other, (then, now)) in before.into_iter().zip(values()).enumerate() {
+            assert_eq!(now > then, other == number, "{state:?}: {before:?} {:?}", values());
+        }
+    }
 }
 
 #[test]
@@ -139,7 +216,8 @@ fn a_living_segment_keeps_its_name_and_old_dead_ones_go() {
 
 #[test]
 fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
-    let operation = Operation::begin(Kind::Save, Path::new("/nowhere/closed"), None, &Environment::default());
+    let operation =
+        Operation::begin(Kind::Save, Path::new("/nowhere/closed"), Call::default(), &Environment::default());
     let (filled, closed) = (Cell::new(false), Cell::new(false));
     let fill = |_: &layout::Record| {
         assert!(!closed.get(), "the record is made of the slot");

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use super::backend::{Backend, Completed};
 use super::transfer::Transfer;
-use crate::engine::report::Fallback;
+use crate::engine::report::{Fallback, Fell};
 use crate::sys::ring::{ENTRIES, Ring};
 
 /// A thread's ring for direct operations, with blocking calls for the rest. The ring would hand buffered writes to a
@@ -74,5 +74,5 @@ fn refusal(error: &io::Error) -> Fallback {
         _ => "the kernel refused it",
     };
     let errno = error.raw_os_error().unwrap_or(libc::ENOSYS);
-    Fallback { errno, reason: format!("io_uring: {error}: {remedy}") }
+    Fallback::after(None, Fell::Ring, errno, &format!("io_uring: {error}: {remedy}"))
 }

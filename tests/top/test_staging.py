@@ -1,0 +1,200 @@
+"""A save is on the page from the copy of its state on, and the page and the save's own report tell the same story."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from fastckpt_top.feed import ShmFeed
+from fastckpt_top.model import Model
+from fastckpt_top.segment import Phase
+
+from conftest import eventually
+
+MB = 10**6
+SIZE = 30 * MB
+
+# Saves in one of several ways. The copy of the state waits for a line, which says how it goes on.
+PROGRAM = """
+import json, sys, time
+import numpy as np
+import fastckpt
+from fastckpt._background import job
+way, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def held(real):
+    def copy(*arguments, **options):
+        print("held", flush=True)
+        answer = sys.stdin.readline().strip()
+        if answer == "raise":
+            raise OSError(5, "no")
+        if answer == "interrupt":
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+    return copy
+
+class Slow:
+    def state_dict(self):
+        held(lambda: None)()
+        return {"weights": np.ones(size, np.uint8)}
+
+def save():
+    if way == "save":
+        return fastckpt.save({"model": Slow()}, path)
+    if way == "lazy":
+        import torch
+        job.Job._copy_late = held(job.Job._copy_late)
+        return fastckpt.save_async({"a": torch.ones(size, dtype=torch.uint8)}, path, lazy=True).result()
+    state = {"a": np.ones(size, np.uint8)}
+    if way == "async":
+        job.Job.stage = held(job.Job.stage)
+        return fastckpt.save_async(state, path, metadata={"step": 7}).result()
+    if way == "queued":
+        first = fastckpt.save_async(state, path + "-first", bandwidth_limit=size // 2)
+        print("queued", flush=True)
+        report = fastckpt.save_async(state, path).result()
+        first.result()
+        return report
+    from fastckpt import distributed
+    from fastckpt._ranks import background
+    background._copy = held(background._copy)
+    return distributed.save_async(state, path).result()
+
+try:
+    report = save()
+    told = {"seconds": report.seconds, "bytes": report.bytes, "phases": dict(report.phases)}
+except BaseException as error:
+    told = {"error": type(error).__name__}
+print(json.dumps(told), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def program(place, tmp_path):
+    """Starts the program, and ends it."""
+    children = []
+
+    def start(way):
+        command = [sys.executable, "-c", PROGRAM, way, str(tmp_path / "step-7"), str(SIZE)]
+        environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+class Watch:
+    """What a monitor knows of the one process in a directory."""
+
+    def __init__(self, place):
+        self.feed = ShmFeed([str(place)])
+        self.model = Model()
+
+    def look(self):
+        self.model.update(self.feed.poll())
+        return self.model.snapshot.procs[0] if self.model.snapshot.procs else None
+
+    @property
+    def row(self):
+        (row,) = self.model.rows
+        return row
+
+
+@pytest.fixture
+def watch(place):
+    made = Watch(place)
+    yield made
+    made.feed.close()
+
+
+def tell(child, word=""):
+    child.stdin.write(f"{word}\n")
+    child.stdin.flush()
+
+
+def agrees(watch, report):
+    """The monitor, live and from the history, says what the report says."""
+    proc = watch.look()
+    assert watch.row.state == "DONE"
+    assert watch.row.average == pytest.approx(report["bytes"] / report["seconds"], rel=0.05)
+    assert proc.history[-1].dur_ns / 1e9 == pytest.approx(report["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize("way", ["async", "lazy", "ranks"])
+def test_the_copy_is_phase_stage_and_counts_as_time_of_the_save(program, watch, way):
+    child = program(way)
+    assert child.stdout.readline() == "held\n"
+    (op,) = watch.look().operations
+    assert (op.phase, op.bytes_staged, op.bytes_to_stage, op.bytes_total) == (Phase.STAGE, 0, SIZE, 0)
+    assert op.label == "step-7"
+    assert op.step == (7 if way == "async" else -1)
+    row = watch.row
+    assert (row.state, row.stalled_s, row.rate, row.average) == ("STAGE", None, None, None)
+    # Long against what the write takes.
+    assert eventually(lambda: time.monotonic_ns() - op.t_start_mono_ns > 10**9)
+    tell(child)
+    report = json.loads(child.stdout.readline())
+    assert report["phases"]["stage"] > 0.5
+    agrees(watch, report)
+    (op,) = watch.look().operations
+    assert op.bytes_staged == SIZE
+
+
+def test_what_a_save_does_before_the_core_begins_counts_as_time(program, watch):
+    child = program("save")
+    assert child.stdout.readline() == "held\n"
+    assert watch.look() is None
+    began = time.monotonic()
+    assert eventually(lambda: time.monotonic() - began > 1)
+    tell(child)
+    report = json.loads(child.stdout.readline())
+    agrees(watch, report)
+    assert report["phases"]["plan"] > 1
+    assert watch.look().operations[0].bytes_to_stage == 0, "a plain save stages nothing"
+
+
+def test_a_save_that_waits_for_another_is_not_there_and_no_stall(program, watch):
+    child = program("queued")
+    assert child.stdout.readline() == "queued\n"
+    seen = 0
+    while True:
+        operations = watch.look().operations
+        first = min(operations, key=lambda op: op.op_id)
+        if not first.running:
+            break
+        assert len(operations) == 1, "the second one waits, and has not begun"
+        seen += 1
+    assert seen
+    report = json.loads(child.stdout.readline())
+    assert report["phases"]["wait"] > 0.5
+    agrees(watch, report)
+
+
+@pytest.mark.parametrize(
+    ("way", "answer", "number"),
+    [("async", "raise", errno.EIO), ("async", "interrupt", 0), ("ranks", "raise", errno.EIO)],
+)
+def test_a_copy_that_fails_or_is_given_up_fails_the_operation(program, watch, way, answer, number):
+    child = program(way)
+    assert child.stdout.readline() == "held\n"
+    assert watch.look().operations[0].running
+    tell(child, answer)
+    assert json.loads(child.stdout.readline())["error"] == ("OSError" if answer == "raise" else "KeyboardInterrupt")
+    proc = watch.look()
+    (op,), (record,) = proc.operations, proc.history
+    assert (op.phase, op.error) == (Phase.FAILED, number)
+    assert (record.result, record.error) == (2, number)
+    assert proc.process.state == 0, "nothing runs any more"
