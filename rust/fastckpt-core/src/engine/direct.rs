@@ -14,7 +14,7 @@ use super::job::{TICK, Tick};
 use super::limiter::Limiter;
 use super::path::{IoPath, Reason};
 use super::report::{Fallback, Fell, Ran};
-use super::run::tell_end;
+use super::tell;
 use crate::error::{Error, Result, panic_text};
 use crate::sys::thread::builder;
 use crate::telemetry::{Lane, Operation, Phase, Planned, State};
@@ -92,7 +92,7 @@ impl Moved {
         if let Some(refused) = &self.refused {
             let why = format!("gds: {refused}: the rest went through host memory");
             ran.fallback = Some(Fallback::after(ran.fallback.take(), Fell::Gds, libc::EIO, &why));
-            tell_end(operation, ran);
+            tell::end(operation, ran);
         }
     }
 }

@@ -11,6 +11,7 @@ pub mod options;
 pub mod path;
 pub mod report;
 pub mod run;
+mod tell;
 #[cfg(test)]
 mod tests;
 mod worker;

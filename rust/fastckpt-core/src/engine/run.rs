@@ -16,6 +16,7 @@ use super::memory::Lent;
 use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Fell, Ran};
+use super::tell;
 use super::worker::{self, Moved, Open, Shared, Staged, Stride};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
@@ -23,7 +24,7 @@ use crate::sys::buffers::size_within;
 use crate::sys::mapping;
 use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
-use crate::telemetry::{self, Operation, Phase, Planned};
+use crate::telemetry::{Operation, Phase, Planned};
 
 /// Runs `job` to its end. The first failure stops all workers and is returned.
 pub fn run<J: Job>(
@@ -78,7 +79,7 @@ pub(super) fn run_on<J: Job>(
         &Planned { bytes: total, files, block_size, threads, queue_depth },
         if J::WRITE { Phase::Write } else { Phase::Read },
     );
-    tell(operation, choice.engine, choice.fallback.as_ref(), false);
+    tell::run(operation, choice.engine, choice.fallback.as_ref(), false);
     let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (staged, lent));
     let own_priority = options.priority != Priority::default();
     // One blocking call. A thread would cost more than the call, and there is nothing to report meanwhile (except while
@@ -178,26 +179,8 @@ fn conclude(
         }
     }
     let ran = Ran { engine, fallback, threads, thread_bytes, blocks, copied };
-    tell_end(operation, &ran);
+    tell::end(operation, &ran);
     ran
-}
-
-/// Tells the monitor what ran.
-pub fn tell_end(operation: &Operation, ran: &Ran) {
-    let buffered = ran.blocks.on(IoPath::Buffered);
-    let direct = ran.blocks.on(IoPath::ZeroCopy) + ran.blocks.on(IoPath::Staged);
-    tell(operation, ran.engine, ran.fallback.as_ref(), buffered > 0 && direct > 0);
-}
-
-/// Tells the monitor which engine runs.
-fn tell(operation: &Operation, engine: Engine, fallback: Option<&Fallback>, mixed: bool) {
-    operation.ran(&telemetry::Ran {
-        engine: engine as u32,
-        direct: engine != Engine::Buffered,
-        mixed,
-        errno: fallback.map(|fallback| fallback.errno),
-        fell: fallback.map_or(0, |fallback| fallback.fell),
-    });
 }
 
 /// Starts the workers and waits for them. Returns how many started, and the error if not all did.
