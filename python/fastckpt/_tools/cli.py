@@ -31,6 +31,7 @@ from fastckpt._tools.plan import simulate_command as _simulate
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from . import clean as _clean
+from . import runs as _runs
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=Path)
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _runs):
         tool.register(command)
     return parser
 
@@ -225,6 +226,8 @@ _COMMANDS = {
     "simulate": _simulate.run,
     "doctor": _doctor.run,
     "clean": _clean.run,
+    "runs": _runs.run,
+    "prune": _runs.prune,
 }
 
 
