@@ -284,8 +284,8 @@ def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
         assert fastckpt.Manager(tmp_path, keep=9).best("loss") == 3
         again = json.loads(cache.read_text())["checkpoints"]
         # When the save began is measured by the manager, and read from the manifest later.
-        assert all(entry.pop(2) == pytest.approx(whole["checkpoints"][name][2], abs=5) for name, entry in again.items())
-        assert again == {name: [*entry[:2], entry[3]] for name, entry in whole["checkpoints"].items()}
+        assert all(entry.pop(3) == pytest.approx(whole["checkpoints"][name][3], abs=5) for name, entry in again.items())
+        assert again == {name: [*entry[:3], entry[4]] for name, entry in whole["checkpoints"].items()}
 
 
 def test_an_entry_of_the_cache_counts_for_the_same_directory_only(tmp_path):
@@ -415,18 +415,29 @@ def compare_listings(tmp_path):
     assert max(cpu(manager.latest), cpu(manager.steps)) < plain, plain
 
 
-def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path):
+def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
     fill(tmp_path, [1])
-    left = tmp_path / f".latest.{'0' * 16}.new"
-    young = tmp_path / f".fastckpt-run.{'1' * 16}.new"
-    for file in (left, young):
-        file.write_text("step-0")
-    os.utime(left, (1, 1))
+
+    def die(*_):
+        raise SystemExit
+
+    # Killed before it could give the file its name.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", die)
+        patched.setattr(Path, "unlink", die)
+        for name in (catalogue.FILE, "latest"):
+            with pytest.raises(SystemExit):
+                fastckpt.Manager(tmp_path)._directory.replace(name, b"", durable=True)
+    left = list(tmp_path.glob(".*.new"))
+    assert len(left) == 2
+    fastckpt.Manager(tmp_path)  # another program may be writing them at this moment
+    assert all(file.exists() for file in left)
+    for file in left:
+        os.utime(file, (1, 1))
     fastckpt.Manager(tmp_path, read_only=True)
-    assert left.exists()
+    assert all(file.exists() for file in left)
     fastckpt.Manager(tmp_path)
-    assert not left.exists()
-    assert young.exists()
+    assert not any(file.exists() for file in left)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(tmp_path, caplog):

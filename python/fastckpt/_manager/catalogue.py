@@ -1,14 +1,16 @@
 """What each checkpoint of a run says of itself: when it was saved, and with which metrics.
 
 The metrics lie in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
-``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint's directory is the
-same one, by inode and time of change; without the file, or with a damaged one, all is read again from the checkpoints.
+``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,
+by the manifest's inode and the times when directory and manifest were changed. Without the file, or with a damaged one,
+all is read again from the checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from fastckpt._api.checkpoint import Checkpoint
 from fastckpt.exceptions import CheckpointError
 from fastckpt.keep import Saved
 
+from .directory import MANIFEST
+
 if TYPE_CHECKING:
     from .directory import Directory
 
@@ -26,7 +30,7 @@ FILE = ".fastckpt-run.json"
 _VERSION = 1
 
 #: Which directory an entry is of.
-_Identity = tuple[int, int]
+_Identity = tuple[int, int, int]
 
 
 class Catalogue:
@@ -80,7 +84,7 @@ class Catalogue:
                 for name, (identity, saved) in list(self._known.items())
             }
             document = {"version": _VERSION, "keep": self.keep, "checkpoints": known}
-            self.directory.replace(FILE, json.dumps(document).encode())
+            self.directory.replace(FILE, json.dumps(document).encode(), durable=False)
             self._changed = False
 
     def _one(self, step: int) -> Saved | None:
@@ -100,21 +104,24 @@ class Catalogue:
         return saved
 
     def _identity(self, name: str) -> _Identity | None:
+        path = f"{self.directory.path}{os.sep}{name}"
         try:
-            found = Path(self.directory.path, name).lstat()
+            # Strings, for this is done for every checkpoint of thousands.
+            changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
+            manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return changed, manifest.st_ino, manifest.st_mtime_ns
 
     def _read(self) -> list[str] | None:
         try:
             document = json.loads(Path(self.directory.path, FILE).read_bytes())
             if document["version"] != _VERSION:
                 return None
-            for name, (inode, changed, created, metrics) in document["checkpoints"].items():
+            for name, (changed, inode, written, created, metrics) in document["checkpoints"].items():
                 step = self.directory.names.step_of(name)
                 if step is not None:
-                    self._known[name] = (inode, changed), Saved(step, float(created), _numbers(metrics))
+                    self._known[name] = (changed, inode, written), Saved(step, float(created), _numbers(metrics))
             keep = document["keep"]
             return [str(one) for one in keep] if isinstance(keep, list) else None
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 LATEST = "latest"
 #: A file of the run that is about to get its name.
-_NEW = re.compile(r"\.(?:latest|fastckpt-run)\.[0-9a-f]{16}\.new")
+_NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: Seconds after which such a file is one that a killed process left.
-_STALE = 3600.0
+_STALE = 60.0
 _PIN = ".pin"
 MANIFEST = "fastckpt.json"
 
@@ -139,16 +139,20 @@ class Directory:
 
     def write_latest(self, step: int) -> None:
         """Have ``latest`` name the checkpoint of a step."""
-        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode())
+        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
 
-    def replace(self, name: str, content: bytes) -> None:
-        """Give a file of the run a new content in one step; what a reader finds is the old one or the new one."""
+    def replace(self, name: str, content: bytes, *, durable: bool) -> None:
+        """Give a file of the run a new content in one step; what a reader finds is the old one or the new one.
+
+        Without ``durable`` a power cut may leave it empty.
+        """
         new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
         try:
             with new.open("xb") as file:
                 file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             new.replace(Path(self.path, name))
         except BaseException:
             with contextlib.suppress(OSError):

@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _namesake.check_own(fastckpt)
         options = _parser().parse_args(arguments)
-        operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
+        operation = {"info": "open", "ls": "open", "runs": "list"}.get(options.command, options.command)
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
-from fastckpt import keep as keeping
-from fastckpt._manager.catalogue import Catalogue
-from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.retention import reasons
 from fastckpt._text import count, size, table
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+
+    from fastckpt._manager.directory import Directory
+    from fastckpt.keep import Saved
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
 
@@ -57,12 +56,18 @@ class _Found:
 
     directory: Directory
     steps: list[int]
-    saved: dict[int, keeping.Saved]
+    saved: dict[int, Saved]
     why: dict[int, list[str]]
     policies: list[str] | None
 
 
 def _find(options: argparse.Namespace, operation: str) -> _Found:
+    # Imported here, so that the other commands start without it.
+    from fastckpt._manager.catalogue import Catalogue  # noqa: PLC0415
+    from fastckpt._manager.directory import Directory, Names  # noqa: PLC0415
+    from fastckpt._manager.retention import reasons  # noqa: PLC0415
+    from fastckpt.keep import parse  # noqa: PLC0415
+
     path = os.fspath(options.path.absolute())
     directory = Directory(path, Names(options.name))
     if not options.path.is_dir():
@@ -70,7 +75,7 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
     catalogue = Catalogue(directory)
     texts = options.keep if options.keep is not None else catalogue.keep
     try:
-        policies = [keeping.parse(text) for text in texts or ()]
+        policies = [parse(text) for text in texts or ()]
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
     steps, pinned = directory.look()
@@ -169,7 +174,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             if not options.dry_run:
                 fastckpt.remove(found.directory.path_of(step), everything=True)
             removed.append(step)
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - one does not stop the rest
             failures.append(str(error))
     document = {
         "path": found.directory.path,
