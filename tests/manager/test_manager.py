@@ -147,11 +147,12 @@ def test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step(tmp_pat
         assert (tmp_path / "latest").read_text() == "step-00000004\n"
 
 
-def test_a_later_step_of_an_earlier_run_is_told(tmp_path, caplog):
-    fill(tmp_path, [10])
-    with caplog.at_level(logging.WARNING, "fastckpt"), fastckpt.Manager(tmp_path) as manager:
+def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
+    fill(tmp_path, [1, 10])
+    with caplog.at_level(logging.WARNING, "fastckpt"), fastckpt.Manager(tmp_path, keep=1) as manager:
         manager.save(5, state(5))
         manager.save(6, state(6))
+    assert manager.steps() == [6, 10]
     (told,) = [record.message for record in caplog.records if "earlier run" in record.message]
     assert told.startswith(f"{tmp_path}: step 5 is saved, but step 10 of an earlier run is there")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -45,11 +46,12 @@ with manager:
         if step == 2 and "busy" not in mode:
             manager.wait()
         if step == 3:
-            say("ready")
             if "evaluate" in mode:
                 with manager.steady(step, state(step)):
+                    say("ready")
                     while True:
                         time.sleep(0.01)
+            say("ready")
             if "fork" in mode:
                 child = os.fork()
                 if child == 0:
@@ -216,9 +218,11 @@ def test_several_signals_are_answered_by_one_save_and_each_passed_on(manager):
     manager.save_on_signal(signal.SIGUSR1, signal.SIGUSR2)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
         raise_signal(number)
-    assert manager.preempted == signal.SIGUSR1
     assert manager.should_save(7)
+    # A loop that ends for it must not end before it has saved.
+    assert manager.preempted is None
     assert manager.save(7, {"a": 7})
+    assert manager.preempted == signal.SIGUSR1
     assert (manager.told, seen, manager.steps()) == ([(signal.SIGUSR1, 7)], [signal.SIGUSR2], [7])
 
 
@@ -241,6 +245,52 @@ def test_a_failed_save_is_raised_and_the_signal_is_passed_on(manager, tmp_path):
     with pytest.raises(FileExistsError):
         manager.save(1, {"a": 1})
     assert manager.told == [(signal.SIGUSR1, None)]
+
+
+def test_a_failure_that_the_end_of_the_process_would_hide_is_in_the_log(manager, tmp_path, caplog):
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    manager.save_on_signal(signal.SIGUSR2)
+    (tmp_path / "step-00000001").write_text("in the way")
+    raise_signal(signal.SIGUSR2)
+    with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit) as caught:
+        manager.save(1, {"a": 1})
+    assert caught.value.code == 128 + signal.SIGUSR2
+    assert "the save for SIGUSR2 failed" in caplog.text
+
+
+def test_a_step_whose_save_in_flight_fails_is_saved_again(manager, monkeypatch):
+    manager.save_on_signal(signal.SIGUSR1)
+    manager.save(1, {"a": 1})
+    manager.wait()
+
+    class Failed:
+        path = "step"
+
+        def exception(self, *_):
+            return OSError("full")
+
+        def done(self):
+            return True
+
+    manager._pending = Failed()
+    raise_signal(signal.SIGUSR1)
+    assert manager.should_save(1)
+    assert manager.told == []
+    assert manager.save(1, {"a": 2})
+    assert manager.told == [(signal.SIGUSR1, 1)]
+    assert manager.restore().state == {"a": 2}
+
+
+def test_a_boundary_that_comes_too_late_saves_nothing_and_passes_the_signal_on(manager, caplog):
+    manager.save_on_signal(signal.SIGUSR1, grace="1ms")
+    raise_signal(signal.SIGUSR1)
+    while time.monotonic() < manager._signals.deadline:
+        time.sleep(0.001)
+    with caplog.at_level(logging.ERROR, "fastckpt"):
+        assert not manager.should_save(1)
+    assert manager.told == [(signal.SIGUSR1, None)]
+    assert "the save for SIGUSR1 is given up: step 1: no time is left" in caplog.text
+    assert manager.steps() == []
 
 
 def test_an_ignored_signal_stays_without_effect(manager):

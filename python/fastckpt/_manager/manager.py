@@ -135,7 +135,10 @@ class Manager(Run):
         self._check("should_save")
         self._cadence.reach(step, in_flight=self._in_flight)
         if self._agree.any(self._signals.pending):
-            if step != self._saved:
+            if step == self._saved:
+                self._settle()
+            # What was being saved may have failed.
+            if step != self._saved and time.monotonic() < self._signals.deadline:
                 return True
             self._answer(step, None)
             return False
@@ -256,7 +259,10 @@ class Manager(Run):
 
     @property
     def preempted(self) -> int | None:
-        """The first signal of :meth:`save_on_signal` that has come, or None."""
+        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
+
+        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
+        """
         return self._signals.first
 
     @contextlib.contextmanager
@@ -388,38 +394,47 @@ class Manager(Run):
                 self._steady = answer
 
     def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None) -> bool:
-        """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable."""
+        """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
+
+        Without ``about`` no time is left to save.
+        """
         names, deadline = self._signals.names(), self._signals.deadline
         try:
-            self._settle(deadline)
-            if self._saved != step and about is not None:
-                logger.info("%s: saving step %d for %s", self.directory, step, names)
-                began = self._cadence.begin()
-                # At once, in this thread: Python's threads cannot be started reliably in a signal handler.
-                here = {key: value for key, value in self._how().items() if key not in IN_BACKGROUND}
-                with until(deadline):
+            self._settle()
+            if self._saved != step:
+                with until(deadline if about is not None else 0.0):
+                    logger.info("%s: saving step %d for %s", self.directory, step, names)
+                    began = self._cadence.begin()
+                    # In this thread: Python's threads cannot be started reliably in a signal handler.
+                    here = {key: value for key, value in self._how().items() if key not in IN_BACKGROUND}
                     report = save(state, self.path(step), metadata=about, **{**here, "bandwidth_limit": None})
                 self._pending, self._report, self._saved = None, report, step
                 # Removing old checkpoints is left to the next run: time is short.
-                self._aftermath.note(about, began, report, report.seconds)
+                self._aftermath.note(about or {}, began, report, report.seconds)
         except TimeoutError as error:
-            logger.error("%s: the save for %s is given up: %s", self.directory, names, error)  # noqa: TRY400 - no trace
+            self._given_up(f"step {step}: {error}")
+        except Exception as error:
+            # The end of the process may hide it.
+            logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
+            raise
         finally:
-            # It may raise SystemExit: a failure of the save is then its context.
             self._signals.pass_on()
         return self._saved == step
 
-    def _settle(self, deadline: float) -> None:
-        """Wait for the save in flight, and give it up if it is not durable by then."""
+    def _settle(self) -> None:
+        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
         pending = self._pending
         if pending is None:
             return
         try:
-            failure = pending.exception(left_until(deadline))
+            failure = pending.exception(left_until(self._signals.deadline))
         except TimeoutError:
             if pending.cancel():
-                self._saved = None
-                raise TimeoutError(f"{pending.path} was not durable in time; nothing of it stays") from None
+                self._pending = self._saved = None
+                self._given_up(f"{pending.path} was not durable in time")
             return
         if failure is not None:
             self._saved = None
+
+    def _given_up(self, what: str) -> None:
+        logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)

@@ -34,7 +34,7 @@ class Signals:
         self._pending: list[int] = []
         #: When the first of them came.
         self._since = 0.0
-        #: The first signal that came at all.
+        #: The first signal that was answered.
         self.first: signal.Signals | None = None
 
     def install(self, numbers: tuple[int, ...], grace: float | None, *, exits: bool) -> None:
@@ -80,6 +80,8 @@ class Signals:
         """
         while self._pending:
             number = self._pending.pop(0)
+            if self.first is None:
+                self.first = signal.Signals(number)
             before = self._before.get(number)
             if callable(before):
                 before(number, None)
@@ -95,8 +97,6 @@ class Signals:
             self._since = time.monotonic()
         if number not in self._pending:
             self._pending.append(number)
-        if self.first is None:
-            self.first = signal.Signals(number)
         self._arrived()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:
