@@ -239,6 +239,7 @@ def test_auto_stays_within_the_overhead_and_waits_until_the_last_is_durable(capl
         training = Training(save_when.Auto(mttf="5min", overhead=0.9), stall=0.1, durable=100.0)
         training.run(1000)
     assert min(training.gaps) >= 100.0
+    assert training.policy.interval(cost=0.1, durable_seconds=100.0) == 100.0
     assert "but a save is durable only after 100 s" in caplog.text or "1.67 min" in caplog.text
 
 
@@ -269,7 +270,7 @@ def test_an_evaluation_is_no_step():
     training = Training(save_when.Auto(mttf="2h"))
     training.run(20)
     training.clock.now += 500
-    training.run(30)
+    training.run(8)
     assert training.cadence.step_seconds == pytest.approx(1.0)
 
 

@@ -152,19 +152,22 @@ def test_a_limit_of_bandwidth_does_not_hold_the_last_save(start, tmp_path):
 def test_a_forked_child_saves_nothing_and_dies_of_what_ends_processes(start, tmp_path):
     run = start("fork")
     child = int(run.expect("child").split()[1])
-    before = set((tmp_path / "run").iterdir())
-    os.kill(child, signal.SIGUSR1)
-    deadline = time.monotonic() + DEADLINE
-    # A notice does not end it: the kernel shows when the signal has been taken.
-    status = Path(f"/proc/{child}/status")
-    while any(int(line.split()[1], 16) for line in status.read_text().splitlines() if "Pnd" in line.split(":")[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(child, signal.SIGTERM)
-    while "\nState:\tZ" not in f"\n{status.read_text()}":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert set((tmp_path / "run").iterdir()) == before
+    try:
+        before = set((tmp_path / "run").iterdir())
+        os.kill(child, signal.SIGUSR1)
+        deadline = time.monotonic() + DEADLINE
+        # A notice does not end it: the kernel shows when the signal has been taken.
+        status = Path(f"/proc/{child}/status")
+        while any(int(line.split()[1], 16) for line in status.read_text().splitlines() if "Pnd" in line.split(":")[0]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(child, signal.SIGTERM)
+        while "\nState:\tZ" not in f"\n{status.read_text()}":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert set((tmp_path / "run").iterdir()) == before
+    finally:
+        os.kill(child, signal.SIGKILL)
     assert run.process.poll() is None
     assert run.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
