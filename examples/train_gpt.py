@@ -4,13 +4,13 @@
     python examples/train_gpt.py --steps 400 --save-every 50 --out runs/gpt --resume
 
 All that a run depends on goes into one dictionary: model, optimizer, learning-rate schedule, gradient scaler, position
-in the data, and the states of the random generators of torch, NumPy and Python. One ``fastckpt.save`` makes it durable
-under ``OUT/step-000050``; a directory that has this name is a whole checkpoint, so ``--resume`` takes the newest and
-needs no marker file. Kill the program at any moment: on a CPU the resumed run repeats the losses of an uninterrupted
-one to the last bit (give both the same options; a sum's last bits depend on the number of threads).
+in the data, and the states of the random generators of torch, NumPy and Python. A ``fastckpt.Manager`` makes it durable
+under ``OUT/step-00000050``, keeps the last ones, and finds the newest that verifies for ``--resume``. Kill the program
+at any moment: on a CPU the resumed run repeats the losses of an uninterrupted one to the last bit (give both the same
+options; a sum's last bits depend on the number of threads). SIGTERM saves the step and ends the run.
 
 With ``--async`` training goes on while a checkpoint is written: the state is copied while the next forward and backward
-run, and the optimizer's step waits for the copy. SIGTERM then ends the run after the save in flight is durable.
+run, and the optimizer's step waits for the copy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import argparse
 import math
 import os
 import random
-import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastckpt
+from fastckpt import save_when
 
 VOCABULARY = 256  # the text is bytes
 
@@ -185,52 +184,16 @@ def warmup_then_decay(step: int, warmup: int = 20) -> float:
     return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
 
 
-def checkpoints(out: Path) -> list[Path]:
-    """Return the checkpoints in ``out``, oldest first; a save in progress has another name."""
-    return sorted(path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
-
-
-def prune(out: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints."""
-    for old in checkpoints(out)[:-keep]:
-        # Renamed first: a kill halfway through the deletion must not leave part of a checkpoint under its name.
-        old.rename(old.with_name(f".{old.name}.deleted"))
-    for deleted in out.glob(".step-*.deleted"):
-        shutil.rmtree(deleted)
-
-
-class Saver:
-    """Saves at the end of a step: at once, or in the background."""
-
-    def __init__(self, options: argparse.Namespace, training: Training) -> None:
-        self.options, self.training = options, training
-        self.pending: fastckpt.PendingSave | None = None
-        if options.asynchronous:
-            signal.signal(signal.SIGTERM, self.stop)
-
-    def save(self, loss: float) -> None:
-        """Save; an asynchronous save waits for the one before, and reports on it."""
-        step = self.training.step
-        path = self.options.out / f"step-{step:06d}"
-        state, metadata = self.training.state_dict(), {"step": step, "loss": loss}
-        if self.options.asynchronous:
-            self.finish()
-            self.pending = fastckpt.save_async(state, path, lazy=True, metadata=metadata, threads=1, nice=10)
-        else:
-            print(fastckpt.save(state, path, metadata=metadata), flush=True)
-            prune(self.options.out, self.options.keep)
-
-    def finish(self) -> None:
-        """Wait for the save in flight. Old checkpoints go only when it is durable."""
-        if self.pending is not None:
-            print(self.pending.result(), flush=True)
-            self.pending = None
-            prune(self.options.out, self.options.keep)
-
-    def stop(self, *_: object) -> None:
-        """End the run, as a scheduler asks before it kills."""
-        fastckpt.drain()
-        raise SystemExit(128 + signal.SIGTERM)
+def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
+    """Return what saves, keeps and finds the checkpoints of the run."""
+    return fastckpt.Manager(
+        options.out,
+        keep=options.keep,
+        # The last step, too, so that the next run can go on there.
+        save_when=[save_when.Every(steps=options.save_every), save_when.Steps(options.steps)],
+        async_save=options.asynchronous,
+        save_options={"lazy": True, "threads": 1, "nice": 10} if options.asynchronous else None,
+    )
 
 
 def parse_options() -> argparse.Namespace:
@@ -267,14 +230,20 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
 
     training = Training(options)
-    found = checkpoints(options.out)
-    if found and not options.resume:
-        raise SystemExit(f"{options.out} holds {found[-1].name}: add --resume to go on, or choose another --out")
-    if found:
-        training.load_state_dict(fastckpt.load(found[-1]))
-        print(f"resumed from {found[-1]}")
+    with manager_of(options) as manager:
+        steps = manager.steps()
+        if steps and not options.resume:
+            raise SystemExit(f"there is {manager.path(steps[-1])}: add --resume to go on, or choose another --out")
+        found = manager.restore()
+        if found is not None:
+            training.load_state_dict(found.state)
+            print(f"resumed from {found.path}")
+        manager.save_on_signal(signal.SIGTERM, grace="30s")
+        train(options, training, manager)
 
-    saver = Saver(options, training)
+
+def train(options: argparse.Namespace, training: Training, manager: fastckpt.Manager) -> None:
+    """Take all steps that are left."""
     begin, first = time.perf_counter(), training.step
     while training.step < options.steps:
         loss = training.train_step()
@@ -286,9 +255,8 @@ def main() -> None:
             speed = (step - first) / (time.perf_counter() - begin)
             rate = training.schedule.get_last_lr()[0]
             print(f"step {step:5d}  loss {loss:.4f}  lr {rate:.2e}  {speed:.1f} steps/s", flush=True)
-        if step % options.save_every == 0 or step == options.steps:
-            saver.save(loss)
-    saver.finish()
+        if manager.should_save(step):
+            manager.save(step, training.state_dict(), {"loss": loss})
 
 
 if __name__ == "__main__":

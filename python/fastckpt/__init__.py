@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from fastckpt._background.pending import PendingSave, SaveProgress
     from fastckpt._background.save_async import save_async
     from fastckpt._core import Probe
+    from fastckpt._manager.manager import Manager
+    from fastckpt._manager.restore import Restored
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
 
@@ -62,6 +64,7 @@ __all__ = [
     "ListedCheckpoint",
     "LoadReport",
     "Loaded",
+    "Manager",
     "NotACheckpointError",
     "Origin",
     "PendingSave",
@@ -71,6 +74,7 @@ __all__ = [
     "RanksError",
     "Registry",
     "ReplacedCheckpointError",
+    "Restored",
     "SaveProgress",
     "SaveReport",
     "StructureMismatchError",
@@ -112,6 +116,8 @@ _LATER = {
     "probe": "_api.probe",
     "Guard": "_background.guard",
     "guard": "_background.guard",
+    "Manager": "_manager.manager",
+    "Restored": "_manager.restore",
     "Diagnosis": "_tools.doctor",
     "Finding": "_tools.doctor",
     "doctor": "_tools.doctor",
@@ -120,8 +126,8 @@ _LATER = {
 }
 
 
-#: Modules that import torch, for those who name them.
-_MODULES = ("dcp", "distributed")
+#: Modules for those who name them; the first two import torch.
+_MODULES = ("dcp", "distributed", "keep", "save_when")
 
 
 def __getattr__(name: str) -> Any:

@@ -82,6 +82,7 @@ def test_public_names():
                 "verify",
                 *("remove", "ListedCheckpoint", "leftovers", "remove_leftover", "Leftover"),
                 *("register_type", "Registry"),
+                *("Manager", "Restored"),
                 "Checkpoint",
                 "Composed",
                 "TensorInfo",

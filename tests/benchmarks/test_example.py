@@ -116,16 +116,16 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
     assert len(found) < 2 * STEPS
 
     assert steps_saved(killed) == steps_saved(whole) == [STEPS - SAVE_EVERY, STEPS]
-    assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in killed.iterdir() if path.name.startswith(".step")] == []
 
 
 def test_an_existing_run_is_not_trained_over_without_resume(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    (out / "step-000010").mkdir(parents=True)
+    (out / "step-00000010").mkdir(parents=True)
     done = subprocess.run(command(out), env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "--resume" in done.stderr
-    assert list(out.iterdir()) == [out / "step-000010"]
+    assert list(out.iterdir()) == [out / "step-00000010"]
 
 
 def test_a_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:

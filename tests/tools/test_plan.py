@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt import _interval as interval
 from fastckpt import _units as units
 from fastckpt._tools import cli
-from fastckpt._tools.plan import interval, sizing, sweep
+from fastckpt._tools.plan import sizing, sweep
 from fastckpt._tools.plan.architectures import count
 from fastckpt._tools.plan.layout import Layout, layout
 from harness import needs

@@ -11,7 +11,7 @@ import pytest
 from fastckpt_top import targets
 
 import fastckpt
-from fastckpt._tools.plan.interval import best_interval, cluster_mttf, daly, goodput_rule, young
+from fastckpt._interval import best_interval, cluster_mttf, daly, goodput_rule, young
 from fastckpt._tools.tiers import GIB, TIERS, WORKLOADS
 
 TRILLION = {"size": "13.8TB", "tp": 8, "pp": 64, "dp": 6}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from fastckpt._interval import best_interval, daly, expected_goodput, young
 from fastckpt._tools import cli
-from fastckpt._tools.plan.interval import best_interval, daly, expected_goodput, young
 from fastckpt._tools.plan.simulate import gaps, kept, simulate
 
 if TYPE_CHECKING:

@@ -1,9 +1,14 @@
-"""What a long operation shows while it runs: a bar on request, and a line in the log every few seconds."""
+"""What a long operation shows while it runs: a bar on request, and a line in the log every few seconds.
+
+What is called about ten times a second also sees when an operation has had its time.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from fastckpt._text import size
@@ -15,6 +20,25 @@ if TYPE_CHECKING:
 
 #: Seconds between lines in the log: of an operation shorter than this the log has only the report.
 LOG_INTERVAL = 10.0
+
+#: When the operations of this context are to be given up, by time.monotonic.
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+
+@contextmanager
+def until(deadline: float) -> Iterator[None]:
+    """Have operations of the calling thread raise TimeoutError that are not done then, and undo what they have begun.
+
+    Args:
+        deadline: by ``time.monotonic``; infinite for as long as they take.
+    """
+    if time.monotonic() >= deadline:
+        raise TimeoutError("no time is left")
+    before = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        _deadline.reset(before)
 
 
 @contextmanager
@@ -39,10 +63,13 @@ def ticker(label: str, path: str, *, shown: bool) -> Iterator[Callable[[int, int
 def _log(label: str, path: str) -> Callable[[int, int], None]:
     began = time.monotonic()
     due = began + LOG_INTERVAL
+    deadline = _deadline.get()
 
     def tick(done: int, total: int) -> None:
         nonlocal due
         now = time.monotonic()
+        if now >= deadline:
+            raise TimeoutError(f"{label}: {path}: not done in the time it was given; nothing of it stays")
         if now < due:
             return
         due = now + LOG_INTERVAL

@@ -32,6 +32,7 @@ from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, Unsuppo
 
 from . import clean as _clean
 from . import diff as _diff
+from . import runs as _runs
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=Path)
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _diff):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _diff, _runs):
         tool.register(command)
     return parser
 
@@ -227,6 +228,8 @@ _COMMANDS = {
     "doctor": _doctor.run,
     "clean": _clean.run,
     "diff": _diff.run,
+    "runs": _runs.run,
+    "prune": _runs.prune,
 }
 
 
@@ -255,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _namesake.check_own(fastckpt)
         options = _parser().parse_args(arguments)
-        operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
+        operation = {"info": "open", "ls": "open", "runs": "list"}.get(options.command, options.command)
         path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
         status, document, lines = _COMMANDS[options.command](options)
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code

@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastckpt import _interval as formulas
 from fastckpt import _units as units
 from fastckpt._paths import AnyPath
 
@@ -13,7 +14,6 @@ from fastckpt._paths import AnyPath
 from fastckpt._tools.tiers import TIERS, Tier
 
 from . import architectures, sizing
-from . import interval as formulas
 from .layout import Layout, Share, check, layout
 
 #: Hours that one accelerator runs between failures, as MLCommons assumes.
@@ -75,7 +75,7 @@ class Plan:
         goodput_wanted: the share of time that was asked for, or the usual 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: where it comes from, in words.
-        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._tools.plan.interval.goodput_rule`).
+        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._interval.goodput_rule`).
         interval_young: Young's, and the stall.
         interval_daly: Daly's, and the stall.
         interval_best: the exact minimum of Daly's model.
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def lost_seconds(self) -> float:
-        """Training lost with a failure, on average: see :func:`fastckpt._tools.plan.interval.lost_work`."""
+        """Training lost with a failure, on average: see :func:`fastckpt._interval.lost_work`."""
         return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
 
     @property
@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """The share of time that becomes training that is kept, by :func:`.interval.expected_goodput`."""
+        """The share of time that becomes training that is kept, by :func:`fastckpt._interval.expected_goodput`."""
         away = self.restart + self.restore_seconds
         return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
 

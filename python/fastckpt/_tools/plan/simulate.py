@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import interval as formulas
+from fastckpt import _interval as formulas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +44,8 @@ class Point:
         interval: seconds from start to start.
         simulated: mean share of time that became training that was kept.
         error: its standard error.
-        formula: :func:`fastckpt._tools.plan.interval.expected_goodput`, which is what a plan says.
-        first_order: :func:`fastckpt._tools.plan.interval.first_order_goodput`.
+        formula: :func:`fastckpt._interval.expected_goodput`, which is what a plan says.
+        first_order: :func:`fastckpt._interval.first_order_goodput`.
     """
 
     name: str

@@ -1,0 +1,116 @@
+"""What follows when a checkpoint is durable: the hint, the measurements, and the removal of older ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api.event import Event
+from fastckpt._api.reports import SaveReport
+from fastckpt._background.pending import PendingSave
+from fastckpt.keep import Saved
+
+if TYPE_CHECKING:
+    from .cadence import Cadence
+    from .catalogue import Catalogue
+    from .directory import Directory
+    from .retention import Retention
+
+
+logger = logging.getLogger("fastckpt")
+
+
+def left_until(end: float) -> float | None:
+    """Seconds from now to ``end``, by ``time.monotonic``; None if it never comes."""
+    return None if end == math.inf else max(0.0, end - time.monotonic())
+
+
+class Aftermath:
+    """Does what follows a durable save, outside the thread that trains wherever it can.
+
+    Args:
+        directory: the run.
+        catalogue: what its checkpoints say of themselves.
+        retention: what removes older ones.
+        cadence: what measures.
+    """
+
+    def __init__(self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self._retention = retention
+        self._cadence = cadence
+        #: What is under way.
+        self._open: list[Event] = []
+        # Reentrant: a signal handler that saves may come in between.
+        self._lock = threading.RLock()
+        #: When the save began that the file ``latest`` names.
+        self._latest = -math.inf
+
+    def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
+        """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
+        done = self._begin()
+
+        def ended(pending: PendingSave) -> None:
+            try:
+                # Nobody asks for a failure here: the next save, wait, or the end of the process tells it.
+                if pending.progress().phase == "done":
+                    report = pending.result()
+                    self.note(about, began, report, report.stall)
+                    self._retention.clear(about["step"])
+                else:
+                    failed()
+            finally:
+                done.set()
+
+        pending.add_done_callback(ended)
+
+    def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
+        """A save of the calling thread is durable: what follows, with the removals in another thread."""
+        self.note(about, began, report, report.seconds)
+        done = self._begin()
+
+        def clear() -> None:
+            try:
+                self._retention.clear(about["step"])
+            finally:
+                done.set()
+
+        try:
+            threading.Thread(target=clear, name="fastckpt-retention").start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            clear()
+
+    def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
+        """All of it but the removals."""
+        step = about["step"]
+        with self._lock:
+            self._cadence.durable(began, stall)
+            self._catalogue.add(Saved(step, time.time() - report.seconds, about["metrics"]))
+            # Two saves may end at nearly the same time, and the later one may be here first.
+            if began < self._latest:
+                return
+            self._latest = began
+            try:
+                self._directory.write_latest(step)
+            except OSError as error:
+                logger.warning("%s: the file latest is not written: %s", self._directory.path, error)
+
+    def wait(self, end: float) -> None:
+        """Wait until all of it is done.
+
+        Raises:
+            TimeoutError: not by then.
+        """
+        for done in tuple(self._open):
+            if not done.wait(left_until(end)):
+                raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+
+    def _begin(self) -> Event:
+        done = Event()
+        self._open = [*(one for one in self._open if not one.is_set()), done]
+        return done

@@ -1,0 +1,83 @@
+"""The arguments of a manager's methods, checked."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastckpt import keep as keeping
+from fastckpt import save_when as saving
+from fastckpt._api.save import save
+from fastckpt._background.save_async import save_async
+
+#: What the manager gives to a save itself.
+_OWN = {"state", "path", "metadata", "overwrite", "on_error"}
+_OPTIONS = set(inspect.signature(save_async).parameters) - _OWN
+#: Arguments that only a save in the background has.
+IN_BACKGROUND = _OPTIONS - set(inspect.signature(save).parameters)
+
+
+def step_of(operation: str, step: int) -> int:
+    """A step."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise ValueError(f"{operation}: step must be a whole number from 0 on, not {step!r}")
+    return number
+
+
+def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a checkpoint's metadata holds."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):  # noqa: PERF203 - a loop of a few turns
+            raise TypeError(f"save: metrics: {name!r} must be a number, not {type(value).__name__}") from None
+    taken = {"step", "metrics"} & set(more or {})
+    if taken:
+        raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names that the manager uses itself")
+    return {**(more or {}), "step": step, "metrics": found}
+
+
+def keep_of(keep: Any) -> list[keeping.Policy]:
+    """``keep=``."""
+    if keep is None:
+        return []
+    listed = [keep] if isinstance(keep, (int, keeping.Policy)) else list(keep)
+    found = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
+    for one in found:
+        if not isinstance(one, keeping.Policy) or isinstance(one, type):
+            raise TypeError(f"Manager: keep: {one!r} is no policy: see fastckpt.keep")
+    return found
+
+
+def have_text(policies: Sequence[keeping.Policy]) -> bool:
+    """Whether the command line can name all of these policies."""
+    return all(type(one).__module__ == keeping.__name__ for one in policies)
+
+
+def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
+    """``save_when=``; ``auto`` is the policy of that name."""
+    if when is None:
+        return []
+    listed = [when] if isinstance(when, (int, str, saving.Policy)) else list(when)
+    found: list[saving.Policy] = []
+    for one in listed:
+        policy = auto if one == "auto" else saving.Every(steps=one) if isinstance(one, int) else one
+        if not isinstance(policy, saving.Policy) or isinstance(policy, type):
+            raise TypeError(f'Manager: save_when: {one!r} is no policy: give "auto", or see fastckpt.save_when')
+        found.append(policy)
+    return found
+
+
+def options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``save_options=``."""
+    unknown = sorted(set(options or {}) - _OPTIONS)
+    if unknown:
+        raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(_OPTIONS))}")
+    return dict(options or {})

@@ -1,0 +1,101 @@
+"""How long steps take and what saves cost, measured at the boundaries that the manager sees."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fastckpt.save_when import Moment
+
+#: How many steps the usual duration is the median of: an evaluation in between is no step.
+_STEPS = 15
+#: What a new measurement of a save weighs against all earlier ones.
+_WEIGHT = 0.5
+
+
+class Cadence:
+    """The clock of a run.
+
+    Args:
+        clock: seconds that only rise.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._first: int | None = None
+        self._step: int | None = None
+        self._previous: int | None = None
+        #: When the calling thread left the last boundary.
+        self._left = self._began
+        self._idle: deque[float] = deque(maxlen=_STEPS)
+        self._busy: deque[float] = deque(maxlen=_STEPS)
+        self._stall: float | None = None
+        self._durable: float | None = None
+
+    def reach(self, step: int, *, in_flight: bool) -> None:
+        """Training is at the boundary behind ``step``; again at the same one changes nothing."""
+        if step == self._step:
+            return
+        now = self._clock()
+        if self._first is None:
+            self._first = step
+        elif self._step is not None and step > self._step:
+            (self._busy if in_flight else self._idle).append((now - self._left) / (step - self._step))
+        self._previous, self._step = self._step, step
+        self._left = now
+
+    def resume(self, step: int) -> None:
+        """Training goes on behind ``step``, which is saved."""
+        self._step = step
+        self._left = self._began = self._clock()
+
+    def begin(self) -> float:
+        """A save begins: the moment, for :meth:`durable`."""
+        self._began = self._clock()
+        return self._began
+
+    def leave(self) -> None:
+        """The calling thread goes back to training."""
+        self._left = self._clock()
+
+    def durable(self, began: float, stall: float) -> None:
+        """A save that began then has become durable, and training stood still for ``stall`` seconds."""
+        self._durable = _mean(self._durable, self._clock() - began)
+        self._stall = _mean(self._stall, stall)
+
+    def moment(self, *, in_flight: bool) -> Moment:
+        """What policies are told at this boundary."""
+        step = self._step if self._step is not None else 0
+        return Moment(
+            step=step,
+            previous=self._previous,
+            first=step if self._first is None else self._first,
+            since=self._clock() - self._began,
+            in_flight=in_flight,
+            step_seconds=self.step_seconds,
+            cost=self.cost,
+            durable_seconds=self._durable,
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step while nothing is saved; of any step before there was one."""
+        return statistics.median(self._idle or self._busy) if self._idle or self._busy else None
+
+    @property
+    def cost(self) -> float | None:
+        """Seconds of training that a save costs: the stall, and what steps take longer while it is written."""
+        if self._stall is None or self._durable is None:
+            return None
+        slower = 0.0
+        if self._idle and self._busy:
+            idle, busy = statistics.median(self._idle), statistics.median(self._busy)
+            slower = max(0.0, 1 - idle / busy) * max(0.0, self._durable - self._stall) if busy > 0 else 0.0
+        return self._stall + slower
+
+
+def _mean(known: float | None, new: float) -> float:
+    return new if known is None else known + _WEIGHT * (new - known)

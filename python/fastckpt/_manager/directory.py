@@ -1,0 +1,178 @@
+"""The directory of a run: which names are checkpoints, which are pinned, and the file ``latest``.
+
+The directories are the truth. A directory with the name of a step is a whole checkpoint, for a save gives it that name
+last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
+
+A pin is an empty file beside the checkpoint, ``step-00001000.pin``: it is set and lost in one step of the file system,
+several programs can set pins at a time, it outlives a save that replaces the checkpoint, and ``touch`` sets one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import string
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+LATEST = "latest"
+#: A file of the run that is about to get its name.
+_NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
+#: Seconds after which such a file is one that a killed process left.
+_STALE = 60.0
+_PIN = ".pin"
+MANIFEST = "fastckpt.json"
+
+
+class Names:
+    """The names of checkpoints, from a format such as ``step-{step:08d}``."""
+
+    def __init__(self, form: str) -> None:
+        problem = f'Manager: name must be a format such as "step-{{step:08d}}", not {form!r}'
+        try:
+            parts = list(string.Formatter().parse(form))
+        except (TypeError, ValueError):
+            raise ValueError(problem) from None
+        fields = [part for part in parts if part[1] is not None]
+        texts = "".join(part[0] for part in parts)
+        if len(fields) != 1 or fields[0][1] != "step" or fields[0][3]:
+            raise ValueError(f"{problem}: it must have {{step}} once")
+        if "/" in texts or "\0" in texts or os.sep in texts or form.startswith(".") or form.endswith(_PIN):
+            raise ValueError(f"{problem}: it must make one plain name, without a dot at the start or {_PIN} at the end")
+        self._form = form
+        first = parts.index(fields[0])
+        before = "".join(part[0] for part in parts[: first + 1])
+        after = "".join(part[0] for part in parts[first + 1 :])
+        # A digit beside the number would be read as one of its own.
+        if before[-1:].isdigit() or after[:1].isdigit():
+            raise ValueError(f"{problem}: a digit beside {{step}} would be read as part of the number")
+        self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+        try:
+            whole = [self.step_of(form.format(step=step)) == step for step in (0, 7, 10**12)]
+        except (LookupError, TypeError, ValueError):
+            whole = [False]
+        if not all(whole):
+            raise ValueError(f"{problem}: the step must come out as decimal digits")
+
+    def name_of(self, step: int) -> str:
+        """The name of the checkpoint of a step."""
+        return self._form.format(step=step)
+
+    def step_of(self, name: str) -> int | None:
+        """The step whose checkpoint has this name, or None: then it is something else."""
+        found = self._pattern.fullmatch(name)
+        if found is None:
+            return None
+        step = int(found[1])
+        # Otherwise two names could stand for one step.
+        return step if self._form.format(step=step) == name else None
+
+
+class Listing(NamedTuple):
+    """What a look at the directory shows.
+
+    Attributes:
+        steps: the steps that have a checkpoint, rising.
+        pinned: those of them that are pinned.
+    """
+
+    steps: list[int]
+    pinned: set[int]
+
+
+class Directory:
+    """The directory of a run.
+
+    Args:
+        path: absolute.
+        names: the names of its checkpoints.
+    """
+
+    def __init__(self, path: str, names: Names) -> None:
+        self.path = path
+        self.names = names
+
+    def path_of(self, step: int) -> str:
+        """The path of the checkpoint of a step."""
+        return f"{self.path}{os.sep}{self.names.name_of(step)}"
+
+    def look(self) -> Listing:
+        """Which checkpoints there are, by their names alone."""
+        steps, pins = [], set()
+        step_of = self.names.step_of
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    name = entry.name
+                    step = step_of(name)
+                    if step is not None:
+                        if entry.is_dir(follow_symlinks=False):
+                            steps.append(step)
+                    elif name.endswith(_PIN) and (step := step_of(name[: -len(_PIN)])) is not None:
+                        pins.add(step)
+        except FileNotFoundError:
+            return Listing([], set())
+        steps.sort()
+        return Listing(steps, pins.intersection(steps))
+
+    def newest(self) -> int | None:
+        """The newest step whose directory has a manifest."""
+        for step in reversed(self.look().steps):
+            if Path(self.path_of(step), MANIFEST).exists():
+                return step
+        return None
+
+    def pin(self, step: int) -> None:
+        """Pin the checkpoint of a step, durably."""
+        with Path(self.path_of(step) + _PIN).open("ab") as file:
+            os.fsync(file.fileno())
+        self._sync()
+
+    def unpin(self, step: int) -> None:
+        """Take the pin off."""
+        with contextlib.suppress(FileNotFoundError):
+            Path(self.path_of(step) + _PIN).unlink()
+        self._sync()
+
+    def write_latest(self, step: int) -> None:
+        """Have ``latest`` name the checkpoint of a step."""
+        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
+
+    def replace(self, name: str, content: bytes, *, durable: bool) -> None:
+        """Give a file of the run a new content in one step; what a reader finds is the old one or the new one.
+
+        Without ``durable`` a power cut may leave it empty.
+        """
+        new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
+        try:
+            with new.open("xb") as file:
+                file.write(content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            new.replace(Path(self.path, name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+
+    def sweep(self) -> None:
+        """Remove files that a process left which was killed within :meth:`replace`."""
+        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+            for entry in entries:
+                if _NEW.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):
+                        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
+                            Path(entry.path).unlink()
+
+    def _sync(self) -> None:
+        if os.name != "posix":
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

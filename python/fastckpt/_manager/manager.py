@@ -1,0 +1,440 @@
+"""``fastckpt.Manager``: the checkpoints of one run, saved, kept, found and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from fastckpt import keep as keeping
+from fastckpt import save_when as saving
+from fastckpt._api.progress import until
+from fastckpt._api.reports import SaveReport
+from fastckpt._api.save import save
+from fastckpt._background.pending import PendingSave
+from fastckpt._background.save_async import save_async
+from fastckpt._paths import AnyPath, path_of
+from fastckpt._units import seconds
+
+from .aftermath import Aftermath, left_until
+from .agreement import Alone
+from .arguments import IN_BACKGROUND, have_text, keep_of, metadata_of, options_of, step_of, when_of
+from .cadence import Cadence
+from .catalogue import Catalogue
+from .directory import Directory, Names
+from .restore import Restored, candidates, restore, restore_newest
+from .retention import Retention
+from .run import Run
+from .signals import Signals
+
+logger = logging.getLogger("fastckpt")
+
+#: Mean time to failure of one accelerator, as ``fastckpt.plan`` assumes it.
+_MTTF_HOURS = 50_000.0
+
+
+class Manager(Run):
+    """The checkpoints of one run, in one directory.
+
+    with fastckpt.Manager("runs/gpt", keep=3, save_when=1000) as manager:
+        manager.save_on_signal(signal.SIGTERM, grace="25s")
+        found = manager.restore(into=state)
+        for step in range(found.step + 1 if found else 1, 100_001):
+            train()
+            if manager.should_save(step):
+                manager.save(step, state, metrics={"loss": loss})
+
+    Each checkpoint is a directory of its own, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
+    The directories are the truth. The file ``latest`` names the checkpoint that became durable last, and is a hint for
+    people and scripts.
+
+    Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
+    that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
+    not know; give all the same policies, or all but one ``read_only=True``. docs/manager.md tells more.
+
+    Args:
+        directory: where the checkpoints lie. The first save makes it.
+        keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays that one of them wants. A number is
+            short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
+        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved that one of them wants. A
+            number is short for ``save_when.Every(steps=number)``; ``"auto"`` for the interval that loses the least
+            time, by ``mttf`` and ``overhead`` (:class:`fastckpt.save_when.Auto`). None saves each step for which
+            ``save`` is called.
+        async_save: save in the background (:func:`fastckpt.save_async`), or else at once (:func:`fastckpt.save`).
+        mttf: for ``"auto"``: the mean time to failure of the job: hours, or a string with a unit (``"90min"``). None
+            for 50,000 h per process.
+        overhead: for ``"auto"``: the share of the time that saves may cost.
+        name: the format of the names.
+        read_only: write and remove nothing: for programs that evaluate what another one trains.
+        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, or ``directory`` is a URL.
+    """
+
+    def __init__(
+        self,
+        directory: AnyPath,
+        *,
+        keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
+        save_when: int | str | saving.Policy | Iterable[int | str | saving.Policy] | None = None,
+        async_save: bool = True,
+        mttf: float | str | None = None,
+        overhead: float | str = 0.05,
+        name: str = "step-{step:08d}",
+        read_only: bool = False,
+        save_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._agree = Alone()
+        policies, listing = keep_of(keep), Directory(path_of("Manager", directory), Names(name))
+        texts = None if read_only or not have_text(policies) else [str(policy) for policy in policies]
+        super().__init__(listing, policies, Catalogue(listing, texts), read_only=bool(read_only))
+        self._retention = Retention(listing, self._catalogue, policies)
+        mttf = _MTTF_HOURS / self._agree.size if mttf is None else mttf
+        self._when = when_of(save_when, saving.Auto(mttf, overhead))
+        self._async = bool(async_save)
+        self._options = options_of(save_options)
+        self._cadence = Cadence()
+        self._aftermath = Aftermath(listing, self._catalogue, self._retention, self._cadence)
+        self._signals = Signals(self._signal_came)
+        #: The state that does not change at the moment: what saves it, for a signal that comes now.
+        self._steady: Callable[[], object] | None = None
+        #: The last save that was begun, and its step.
+        self._pending: PendingSave | None = None
+        #: The step that needs no further save: saved, being saved, or restored.
+        self._saved: int | None = None
+        #: The report of the last durable save.
+        self._report: SaveReport | None = None
+        self._looked = False
+        if not self._read_only:
+            self._directory.sweep()
+
+    # Saving.
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``step`` is to be saved; call it at the end of each step, where the state is whole.
+
+        It may be asked again about one step, also during an evaluation. When a signal of :meth:`save_on_signal` has
+        come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
+
+        Args:
+            step: the number of the training step.
+
+        Raises:
+            SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
+        """
+        step = step_of("should_save", step)
+        if self._read_only:
+            return False
+        self._check("should_save")
+        self._cadence.reach(step, in_flight=self._in_flight)
+        if self._agree.any(self._signals.pending):
+            if step == self._saved:
+                self._settle()
+            # What was being saved may have failed.
+            if step != self._saved and time.monotonic() < self._signals.deadline:
+                return True
+            self._answer(step, None)
+            return False
+        if step == self._saved:
+            return False
+        moment = self._cadence.moment(in_flight=self._in_flight)
+        return self._agree.any(not self._when or any(policy.due(moment) for policy in self._when))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` says so.
+
+        In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
+        is durable, the file ``latest`` names it, and what no policy keeps is removed, in the background. For a signal
+        that has come, it is saved at once instead, within the grace period, and the signal is passed on after that.
+
+        Args:
+            step: the number of the training step.
+            state: as for :func:`fastckpt.save`.
+            metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
+            force: save whatever the policies say, also a step that is saved already.
+            metadata: more for the checkpoint's metadata, without tensors.
+
+        Returns:
+            Whether the save was begun.
+
+        Raises:
+            RuntimeError: the manager is read-only, or belongs to the process that this one was forked from.
+            SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
+            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, among it the failure of the
+                last save in the background; that of this call then goes on.
+        """
+        self._check("save")
+        about = metadata_of(step_of("save", step), metrics, metadata)
+        if not self.should_save(step) and not force:
+            return False
+        if self._agree.any(self._signals.pending):
+            return self._answer(step, state, about)
+        self._warn_of_later(step)
+        path = self.path(step)
+        began = self._cadence.begin()
+        try:
+            if not self._async:
+                report = save(state, path, metadata=about, **self._how())
+                self._pending, self._report, self._saved = None, report, step
+                self._aftermath.after(about, began, report)
+                return True
+            try:
+                pending = save_async(state, path, metadata=about, **self._how())
+            except BaseException as error:
+                # An earlier save has failed, and this one has begun.
+                begun = getattr(error, "pending_save", None)
+                if begun is not None:
+                    self._begun(about, began, begun)
+                raise
+            self._begun(about, began, pending)
+            return True
+        finally:
+            self._cadence.leave()
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait until the last save is durable, and what is not kept is removed.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            The report of the last save that became durable, or None.
+
+        Raises:
+            TimeoutError: it is not done in time. It goes on.
+            Exception: the last save failed.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        pending = self._pending
+        if pending is not None:
+            try:
+                self._report = pending.result(left_until(end))
+            finally:
+                # A failure is told once.
+                if pending.done():
+                    self._pending = None
+        self._aftermath.wait(end)
+        return self._report
+
+    # The end of a run.
+
+    def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
+        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
+
+        At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
+        the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
+        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
+        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
+        installed their handlers.
+
+        Args:
+            signals: numbers; SIGTERM without any.
+            grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
+                that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
+            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
+
+        Raises:
+            RuntimeError: not the main thread, or the manager is read-only.
+        """
+        self._check("save_on_signal")
+        from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
+
+        limit = None if grace is None else seconds("save_on_signal: grace", grace)
+        self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
+
+    @property
+    def preempted(self) -> int | None:
+        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
+
+        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
+        """
+        return self._signals.first
+
+    @contextlib.contextmanager
+    def steady(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Iterator[None]:
+        """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
+
+        A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
+        saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
+        is half done. Give the state as :meth:`save` gets it, made at the begin.
+        """
+        self._check("steady")
+        about = metadata_of(step_of("steady", step), metrics, metadata)
+        self._cadence.reach(step, in_flight=self._in_flight)
+        self._steady = lambda: self._answer(step, state, about)
+        try:
+            # It may have come before.
+            self._signal_came()
+            yield
+        finally:
+            self._steady = None
+
+    # Coming back.
+
+    def restore(
+        self, into: Any = None, *, step: int | None = None, exclude: str | Sequence[str] | None = None, **options: Any
+    ) -> Restored | None:
+        """Load the newest checkpoint that verifies, every byte of it, or that of a step.
+
+        A newer one that cannot be loaded is skipped with a warning that says why; it stays where it is, and does not
+        count as one that is kept. One of a format that this release does not read is not skipped but an error.
+
+        Args:
+            into: as for :func:`fastckpt.load`.
+            step: load this one and no other.
+            exclude: as for :func:`fastckpt.load`.
+            options: further arguments of :func:`fastckpt.load`.
+
+        Returns:
+            Step, state, metrics; None where there is no checkpoint at all.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and none can be loaded; tensors of ``into`` may have changed.
+            FileNotFoundError: there is none of ``step``.
+            Exception: what else :func:`fastckpt.load` raises.
+
+        Warns:
+            RuntimeWarning: a checkpoint was skipped.
+        """
+        how = {**options, "into": into, "exclude": exclude}
+        if step is not None:
+            found = restore(self._directory, step_of("restore", step), (), how)
+        else:
+            steps = self._agree.first(lambda: candidates(self._directory))
+            if not steps:
+                return None
+            found = restore_newest(self._directory, steps, how, stacklevel=3)
+        self._retention.damaged.update(number for number, _ in found.skipped)
+        self._saved = found.step
+        self._cadence.resume(found.step)
+        return found
+
+    def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for what is in flight, and put the signal handlers back."""
+        self._steady = None
+        try:
+            if os.getpid() == self._process:
+                if error is None:
+                    self.wait()
+                else:
+                    # What failed is in the log; the error that ends the block must not be lost.
+                    with contextlib.suppress(Exception):
+                        self.wait()
+        finally:
+            self._signals.uninstall()
+
+    # What happens.
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def _how(self) -> dict[str, Any]:
+        """What a save gets beside state, path and metadata; ``base=`` belongs here, once saves know it."""
+        return dict(self._options)
+
+    def _warn_of_later(self, step: int) -> None:
+        """Say once that this run lies behind what is there, as after a restore of an older step."""
+        if not self._looked:
+            self._looked = True
+            steps = self.steps()
+            if steps and steps[-1] > step:
+                logger.warning(
+                    "%s: step %d is saved, but step %d of an earlier run is there, and restore takes the highest that "
+                    "verifies: remove what this run replaces",
+                    *(self.directory, step, steps[-1]),
+                )
+
+    def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
+        step = about["step"]
+        self._pending, self._saved = pending, step
+
+        def failed() -> None:
+            if self._saved == step:
+                self._saved = None
+
+        self._aftermath.follow(about, began, pending, failed)
+
+    def _signal_came(self) -> None:
+        """In the handler, or at the begin of a steady stretch."""
+        answer = self._steady
+        if answer is not None and self._signals.pending:
+            # A second signal meanwhile is only noted.
+            self._steady = None
+            try:
+                answer()
+            finally:
+                self._steady = answer
+
+    def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None) -> bool:
+        """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
+
+        Without ``about`` no time is left to save.
+        """
+        names, deadline = self._signals.names(), self._signals.deadline
+        try:
+            self._settle()
+            if self._saved != step:
+                with until(deadline if about is not None else 0.0):
+                    logger.info("%s: saving step %d for %s", self.directory, step, names)
+                    began = self._cadence.begin()
+                    # In this thread: Python's threads cannot be started reliably in a signal handler.
+                    here = {key: value for key, value in self._how().items() if key not in IN_BACKGROUND}
+                    report = save(state, self.path(step), metadata=about, **{**here, "bandwidth_limit": None})
+                self._pending, self._report, self._saved = None, report, step
+                # Removing old checkpoints is left to the next run: time is short.
+                self._aftermath.note(about or {}, began, report, report.seconds)
+        except TimeoutError as error:
+            self._given_up(f"step {step}: {error}")
+        except Exception as error:
+            # The end of the process may hide it.
+            logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
+            raise
+        finally:
+            self._signals.pass_on()
+        return self._saved == step
+
+    def _settle(self) -> None:
+        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            failure = pending.exception(left_until(self._signals.deadline))
+        except TimeoutError:
+            if pending.cancel():
+                self._pending = self._saved = None
+                self._given_up(f"{pending.path} was not durable in time")
+            return
+        if failure is not None:
+            self._saved = None
+
+    def _given_up(self, what: str) -> None:
+        logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)

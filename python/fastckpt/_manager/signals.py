@@ -1,0 +1,113 @@
+"""Signals that announce the end of a run: noted when they come, answered where the state is whole, then passed on."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for the end.
+_SHARE = 0.9
+
+
+class Signals:
+    """The signals that a manager answers.
+
+    The handler takes no lock and logs nothing: it runs on top of whatever the main thread was doing.
+
+    Args:
+        arrived: called in the handler, in the main thread, after the signal has been noted.
+    """
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._grace = math.inf
+        self._exits = True
+        #: Signals that have come and were not answered, in their order.
+        self._pending: list[int] = []
+        #: When the first of them came.
+        self._since = 0.0
+        #: The first signal that was answered.
+        self.first: signal.Signals | None = None
+
+    def install(self, numbers: tuple[int, ...], grace: float | None, *, exits: bool) -> None:
+        """Answer these signals from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("save_on_signal: Python installs signal handlers in the main thread only: call it there")
+        self._grace = math.inf if grace is None else grace * _SHARE
+        self._exits = exits
+        for number in numbers:
+            before = signal.signal(number, self._handle)
+            if number not in self._before:
+                self._before[number] = before
+
+    def uninstall(self) -> None:
+        """Put the earlier handlers back, where nobody has installed another one since."""
+        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                # None is a handler that was not installed from Python: there is no way back to it.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a signal has come that was not answered."""
+        return bool(self._pending)
+
+    @property
+    def deadline(self) -> float:
+        """When a save for the signals that have come must be done, by ``time.monotonic``."""
+        return self._since + self._grace if self._pending else math.inf
+
+    def names(self) -> str:
+        """The signals that have come, for people."""
+        return " and ".join(signal.Signals(number).name for number in self._pending)
+
+    def pass_on(self) -> None:
+        """Do what the signals would have done without us, each once.
+
+        Raises:
+            SystemExit: nobody had a handler for one whose default is to end the process.
+        """
+        while self._pending:
+            number = self._pending.pop(0)
+            if self.first is None:
+                self.first = signal.Signals(number)
+            before = self._before.get(number)
+            if callable(before):
+                before(number, None)
+            elif before != signal.SIG_IGN and self._exits:
+                self._pending.clear()
+                raise SystemExit(128 + number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._in_child(number, frame)
+            return
+        if not self._pending:
+            self._since = time.monotonic()
+        if number not in self._pending:
+            self._pending.append(number)
+        self._arrived()
+
+    def _in_child(self, number: int, frame: FrameType | None) -> None:
+        """A forked child saves nothing; whoever ends it may do so.
+
+        A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
+        program would lose its data-loader workers before it has saved.
+        """
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN and number in {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

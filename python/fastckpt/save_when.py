@@ -1,0 +1,197 @@
+"""When a :class:`fastckpt.Manager` saves.
+
+fastckpt.Manager("runs/gpt", save_when=[save_when.Every(steps=1000), save_when.Every(time="10min"), save_when.First()])
+
+A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
+it, too, whatever the policies say. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fastckpt._interval import best_interval
+from fastckpt._units import fraction, seconds, show_seconds, show_share
+
+from .keep import named_steps, steps_or_time
+
+__all__ = ["Auto", "Continuously", "Every", "First", "Moment", "Policy", "Steps"]
+
+logger = logging.getLogger("fastckpt")
+
+#: By how much the interval must change before the log says so again.
+_CHANGED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a policy knows when it is asked.
+
+    Attributes:
+        step: the training step.
+        previous: the step before it of which the manager knows, or None.
+        first: the first step that this manager was asked about.
+        since: seconds since the last save began, or since the manager was made.
+        in_flight: whether a save is still being written.
+        step_seconds: how long a step takes, or None before that is known.
+        cost: seconds of training that a save costs, or None before the first is durable.
+        durable_seconds: seconds from the begin of a save until it is durable, or None before the first is.
+    """
+
+    step: int
+    previous: int | None
+    first: int
+    since: float
+    in_flight: bool
+    step_seconds: float | None
+    cost: float | None
+    durable_seconds: float | None
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What decides when to save."""
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved. It may be asked twice about one step."""
+
+
+class Every:
+    """Saves at regular distances.
+
+    Args:
+        steps: at each multiple of this, or at the first step beyond it if the loop counts in larger strides.
+        time: this long after the last save began: seconds, or a string with a unit (``"10min"``). Give one of the two.
+    """
+
+    __slots__ = ("steps", "time")
+
+    def __init__(self, *, steps: int | None = None, time: float | str | None = None) -> None:
+        self.steps, self.time = steps_or_time("save_when.Every", steps, time)
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved."""
+        if self.steps is None:
+            return moment.since >= (self.time or 0.0)
+        if moment.previous is None:
+            return moment.step > 0 and moment.step % self.steps == 0
+        return moment.step // self.steps > moment.previous // self.steps
+
+    def __repr__(self) -> str:
+        return f"Every(steps={self.steps})" if self.steps is not None else f"Every(time={self.time:g})"
+
+
+class Steps:
+    """Saves these steps."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = named_steps("save_when.Steps", steps)
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved."""
+        return moment.step in self.steps
+
+    def __repr__(self) -> str:
+        return f"Steps({', '.join(map(str, sorted(self.steps)))})"
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """Saves the first step that the manager is asked about: it shows at once whether saving works."""
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved."""
+        return moment.step == moment.first
+
+
+class Continuously:
+    """Saves as soon as the last save is durable.
+
+    Args:
+        apart: at least this long after the last save began: seconds, or a string with a unit; None for no least
+            distance.
+    """
+
+    __slots__ = ("apart",)
+
+    def __init__(self, apart: float | str | None = None) -> None:
+        self.apart = 0.0 if apart is None else seconds("save_when.Continuously: apart", apart)
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved."""
+        return not moment.in_flight and moment.since >= self.apart
+
+    def __repr__(self) -> str:
+        return f"Continuously(apart={self.apart:g})"
+
+
+class Auto:
+    """Saves at the interval that loses the least time, as measured; ``Manager(save_when="auto")`` makes it.
+
+    The interval is the optimum that ``fastckpt.plan`` computes, of the measured cost of a save and the mean time to
+    failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead`` of
+    the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint that is durable
+    some seconds after training went on delays all of them alike, and so does not move the optimum.
+
+    The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) says
+    what was chosen and why, and again when it changes by more than a tenth.
+
+    Args:
+        mttf: mean time to failure of the whole job: hours, or a string with a unit (``"90min"``).
+        overhead: the share of the time that saves may cost, between 0 and 1.
+    """
+
+    def __init__(self, mttf: float | str, overhead: float | str = 0.05) -> None:
+        self.mttf = seconds("save_when.Auto: mttf", mttf, "h")
+        self.overhead = fraction("save_when.Auto: overhead", overhead)
+        self._said: float | None = None
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is to be saved."""
+        if moment.in_flight:
+            return False
+        if moment.cost is None or moment.durable_seconds is None:
+            return moment.step > moment.first
+        least, best = self._limits(moment.cost, moment.durable_seconds)
+        interval = max(least, best)
+        self._tell(interval, least, best, moment)
+        # Whichever of this step and the next lies nearer to it; but the limit is a limit.
+        return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
+
+    def interval(self, cost: float, durable_seconds: float) -> float:
+        """Seconds from the begin of a save to the begin of the next.
+
+        Args:
+            cost: seconds of training that a save costs.
+            durable_seconds: seconds from the begin of a save until it is durable.
+        """
+        return max(self._limits(cost, durable_seconds))
+
+    def _limits(self, cost: float, durable_seconds: float) -> tuple[float, float]:
+        # A copy that takes no time measures as 0.
+        cost = max(cost, 1e-6)
+        return max(cost / self.overhead, durable_seconds), best_interval(cost, self.mttf)
+
+    def _tell(self, interval: float, least: float, best: float, moment: Moment) -> None:
+        if self._said is not None and abs(interval - self._said) <= _CHANGED * self._said:
+            return
+        self._said = interval
+        cost, durable = moment.cost or 0.0, moment.durable_seconds or 0.0
+        if best >= least:
+            why = f"the optimum for a mean time to failure of {show_seconds(self.mttf)}"
+        elif least > durable:
+            why = f"the optimum is {show_seconds(best)}, but overhead={show_share(self.overhead)}"
+        else:
+            why = f"the optimum is {show_seconds(best)}, but a save is durable only after {show_seconds(durable)}"
+        steps = f", about {max(1, round(interval / moment.step_seconds))} steps" if moment.step_seconds else ""
+        logger.info(
+            'save_when="auto": a save every %s%s: a save costs %s of training and is durable after %s; %s',
+            *(show_seconds(interval), steps, show_seconds(cost), show_seconds(durable), why),
+        )
+
+    def __repr__(self) -> str:
+        return f"Auto(mttf={self.mttf:g}, overhead={self.overhead:g})"

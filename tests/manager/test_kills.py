@@ -1,0 +1,33 @@
+"""A killed run loses nothing that was acknowledged: a small campaign; FASTCKPT_TEST_KILLS sets another count."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KILLS = int(os.environ.get("FASTCKPT_TEST_KILLS", "40"))
+CAMPAIGN = Path(__file__).parent / "kill_campaign.py"
+
+
+@pytest.mark.timeout(300 + KILLS)
+def test_kills_within_saves_removals_and_restores_lose_nothing(tmp_path):
+    """Mutants: a removal of what is newer than the durable one; a removal before the save; no rename first."""
+    seed = os.environ.get("FASTCKPT_TEST_SEED", "20260101")
+    done = subprocess.run(
+        [sys.executable, str(CAMPAIGN), "--kills", str(KILLS), "--seed", seed, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    result = json.loads(done.stdout)
+    assert result["violations"] == []
+    assert done.returncode == 0
+    assert sum(result["kills"].values()) == KILLS
+    assert min(result["kills"].values()) >= KILLS // 8
+    assert result["newest_acknowledged"] > 0

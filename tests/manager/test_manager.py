@@ -1,0 +1,500 @@
+"""``fastckpt.Manager``: saving, keeping, finding and restoring, in one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import keep, save_when
+from fastckpt._api import manage
+from fastckpt._manager import aftermath, catalogue, retention
+
+
+def state(step):
+    return {"model": {"w": np.full(1000, step)}, "step": step}
+
+
+def fill(directory, steps, **options):
+    with fastckpt.Manager(directory, **options) as manager:
+        for step in steps:
+            assert manager.save(step, state(step), {"loss": abs(step - 3)})
+            manager.wait()
+    return manager
+
+
+def damage(path):
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
+    with fastckpt.Manager(tmp_path / "run", keep=2, save_when=2, async_save=async_save) as manager:
+        assert manager.restore() is None
+        assert (manager.steps(), manager.latest()) == ([], None)
+        saved = [step for step in range(1, 10) if manager.save(step, state(step), {"loss": 1 / step})]
+        report = manager.wait()
+        assert saved == [2, 4, 6, 8]
+        assert report.path == manager.path(8) == str(tmp_path / "run" / "step-00000008")
+        assert manager.steps() == [6, 8]
+        assert manager.latest() == 8
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000008\n"
+    again = fastckpt.Manager(tmp_path / "run")
+    found = again.restore()
+    assert (found.step, found.state["step"], found.metrics, found.skipped) == (8, 8, {"loss": 1 / 8}, ())
+    assert (found.state["model"]["w"] == 8).all()
+    # What is restored is saved.
+    assert not again.should_save(8)
+    assert again.should_save(9)
+
+
+def test_a_restored_state_fills_what_it_is_given(tmp_path):
+    fill(tmp_path, [1, 2])
+    into = state(0)
+    tensor = into["model"]["w"]
+    found = fastckpt.Manager(tmp_path).restore(into=into, exclude="step")
+    assert found.state["model"]["w"] is tensor
+    assert (tensor == 2).all()
+    assert "step" not in found.state
+    assert fastckpt.Manager(tmp_path).restore(step=1).state["step"] == 1
+    with pytest.raises(FileNotFoundError):
+        fastckpt.Manager(tmp_path).restore(step=7)
+
+
+def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
+    fill(tmp_path, [1, 2, 3, 4])
+    damage(tmp_path / "step-00000004")
+    (tmp_path / "step-00000003" / "fastckpt.json").unlink()
+    (tmp_path / "step-00000009").mkdir()
+    manager = fastckpt.Manager(tmp_path)
+    assert manager.latest() == 4  # a directory without a manifest is none
+    with pytest.warns(RuntimeWarning, match="is skipped") as caught:
+        found = manager.restore()
+    assert found.step == 2
+    assert [step for step, _ in found.skipped] == [9, 4, 3]
+    assert "model.safetensors" in found.skipped[1][1]
+    assert len(caught) == 3
+    assert all(one.filename == __file__ for one in caught)
+
+
+def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
+    fill(tmp_path, [1])
+    damage(tmp_path / "step-00000001")
+    with (
+        pytest.warns(RuntimeWarning, match="step-00000001"),
+        pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1 checkpoints"),
+    ):
+        fastckpt.Manager(tmp_path).restore()
+
+
+def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path, monkeypatch):
+    from fastckpt._manager import restore
+
+    fill(tmp_path, [1, 2])
+    real = restore.load
+
+    def load(path, **options):
+        if path.endswith("2"):
+            raise OSError(failure, os.strerror(failure), path)
+        return real(path, **options)
+
+    monkeypatch.setattr(restore, "load", load)
+    failure = errno.EACCES
+    with pytest.raises(PermissionError):
+        fastckpt.Manager(tmp_path).restore()
+    failure = errno.EIO
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        assert fastckpt.Manager(tmp_path).restore().step == 1
+
+
+def test_one_that_a_killed_save_took_aside_is_found(tmp_path):
+    fill(tmp_path, [1, 2])
+    # Without the exchange of names a save renames the old one away first, and then its own workspace into its place.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    writer = f"node7-{boot}-{space}-4194303-7-0123abcd"
+    (tmp_path / f".step-00000002.tmp-{writer}").mkdir()
+    (tmp_path / f".step-00000002.tmp-{writer}" / "fastckpt.json").touch()
+    (tmp_path / "step-00000002").rename(tmp_path / f".step-00000002.old-{writer}00")
+    manager = fastckpt.Manager(tmp_path)
+    assert manager.steps() == [1]
+    assert manager.restore().step == 2
+
+
+def test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step(tmp_path):
+    """After a fall back to 2, ``keep=1`` must not count the damaged step 3 as the one to keep."""
+    fill(tmp_path, [1, 2, 3, 8])
+    damage(tmp_path / "step-00000003")
+    damage(tmp_path / "step-00000008")
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert manager.restore().step == 2
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.steps() == [3, 4, 8]
+        assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
+    fill(tmp_path, [1, 10])
+    with caplog.at_level(logging.WARNING, "fastckpt"), fastckpt.Manager(tmp_path, keep=1) as manager:
+        manager.save(5, state(5))
+        manager.save(6, state(6))
+    assert manager.steps() == [6, 10]
+    (told,) = [record.message for record in caplog.records if "earlier run" in record.message]
+    assert told.startswith(f"{tmp_path}: step 5 is saved, but step 10 of an earlier run is there")
+
+
+def test_nothing_goes_before_the_newer_one_is_durable(tmp_path, monkeypatch):
+    """accelerate's ``total_limit=1`` removes the only checkpoint, and saves after that."""
+    removed = []
+
+    def remove(path, **options):
+        newest = fastckpt.Manager(tmp_path, read_only=True).restore()
+        removed.append((Path(path).name, newest.step))
+        manage.remove(path, **options)
+
+    monkeypatch.setattr(retention, "remove", remove)
+    fill(tmp_path, [1, 2, 3], keep=1)
+    assert removed == [("step-00000001", 2), ("step-00000002", 3)]
+
+
+def test_a_failed_save_removes_nothing_and_does_not_advance_latest(tmp_path, monkeypatch):
+    fill(tmp_path, [1])
+    blocked = tmp_path / "step-00000002"
+    blocked.write_text("in the way")
+    with fastckpt.Manager(tmp_path, keep=1, async_save=False) as manager:
+        with pytest.raises(FileExistsError):
+            manager.save(2, state(2))
+        manager.wait()
+        assert manager.steps() == [1]
+        assert (tmp_path / "latest").read_text() == "step-00000001\n"
+        blocked.unlink()
+        assert manager.save(2, state(2))
+        manager.wait()
+        assert manager.steps() == [2]
+
+
+def break_writing(monkeypatch):
+    """Have the writing of every snapshot fail from now on."""
+    from fastckpt._background import job
+
+    def save(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Broken:
+        def __init__(self, *arguments):
+            self._core = real(*arguments)
+
+        def __getattr__(self, name):
+            return save if name == "save" else getattr(self._core, name)
+
+    real = job._core.Snapshot
+    core = type("Core", (), {"__getattr__": lambda _, name: Broken if name == "Snapshot" else getattr(whole, name)})
+    whole = job._core
+    monkeypatch.setattr(job, "_core", core())
+
+
+def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
+    fill(tmp_path, [1])
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        with monkeypatch.context() as patched:
+            break_writing(patched)
+            manager.save(2, state(2))
+            with pytest.raises(OSError, match="No space"):
+                manager.wait()
+        assert manager.steps() == [1]
+        assert (tmp_path / "latest").read_text() == "step-00000001\n"
+        # It may be saved again.
+        assert manager.save(2, state(2))
+    assert manager.steps() == [2]
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_save_which_goes_on(tmp_path, monkeypatch):
+    with fastckpt.Manager(tmp_path) as manager:
+        with monkeypatch.context() as patched:
+            break_writing(patched)
+            manager.save(1, state(1))
+            fastckpt._api.in_flight.saves() and [save.finished.wait(60) for save in fastckpt._api.in_flight.saves()]
+        with pytest.raises(OSError, match="No space"):
+            manager.save(2, state(2))
+    assert manager.steps() == [2]
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+
+
+def test_one_failed_removal_does_not_stop_the_rest_and_is_told_once(tmp_path, caplog):
+    fill(tmp_path, [1, 2, 3])
+    (tmp_path / "step-00000001" / "notes").mkdir()
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        fill(tmp_path, [4, 5], keep=1)
+    assert fastckpt.Manager(tmp_path).steps() == [1, 5]
+    told = [record.message for record in caplog.records if "cannot be removed" in record.message]
+    assert len(told) == 1
+    assert "step-00000001" in told[0]
+
+
+def test_files_laid_beside_the_shards_go_with_them(tmp_path):
+    fill(tmp_path, [1])
+    (tmp_path / "step-00000001" / "config.json").write_text("{}")
+    fill(tmp_path, [2], keep=1)
+    assert fastckpt.Manager(tmp_path).steps() == [2]
+
+
+def test_the_best_and_the_pinned_stay(tmp_path):
+    with fastckpt.Manager(tmp_path, keep=[keep.Last(1), keep.Best(1, "loss")]) as manager:
+        for step in range(1, 8):
+            manager.save(step, state(step), {"loss": abs(step - 3)})
+            manager.wait()
+            if step == 5:
+                manager.pin(5)
+        assert manager.steps() == [3, 5, 7]
+        assert manager.best() == manager.best("loss") == 3
+        assert manager.best("loss", "max") == 7
+        assert manager.pinned() == [5]
+        manager.unpin(5)
+        manager.save(8, state(8))
+    assert manager.steps() == [3, 8]
+    assert not list(tmp_path.glob("*.pin"))
+    with pytest.raises(FileNotFoundError, match="pin: there is no such checkpoint"):
+        manager.pin(99)
+
+
+def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
+    fill(tmp_path, range(1, 6), keep=keep.Last(9))
+    cache = tmp_path / catalogue.FILE
+    whole = json.loads(cache.read_text())
+    assert len(whole["checkpoints"]) == 5
+    for content in (None, b"", b"{", b"[]", b'{"version": 1, "keep": 3, "checkpoints": {"step-00000001": 7}}'):
+        cache.unlink(missing_ok=True)
+        if content is not None:
+            cache.write_bytes(content)
+        assert fastckpt.Manager(tmp_path, read_only=True).best("loss") == 3
+        assert (cache.read_bytes() if cache.exists() else None) == content
+        assert fastckpt.Manager(tmp_path, keep=9).best("loss") == 3
+        again = json.loads(cache.read_text())["checkpoints"]
+        # When the save began is measured by the manager, and read from the manifest later.
+        assert all(entry.pop(3) == pytest.approx(whole["checkpoints"][name][3], abs=5) for name, entry in again.items())
+        assert again == {name: [*entry[:3], entry[4]] for name, entry in whole["checkpoints"].items()}
+
+
+def test_an_entry_of_the_cache_counts_for_the_same_directory_only(tmp_path):
+    fill(tmp_path, [1, 2, 3])
+    fastckpt.save(state(1), tmp_path / "step-00000001", metadata={"step": 1, "metrics": {"loss": -5.0}})
+    assert fastckpt.Manager(tmp_path).best("loss") == 1
+
+
+def test_a_read_only_manager_writes_nothing(tmp_path):
+    fill(tmp_path, [1, 2], keep=9)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir())
+    manager = fastckpt.Manager(tmp_path, keep=1, read_only=True)
+    assert (manager.best("loss"), manager.latest(), manager.restore().step) == (2, 2, 2)
+    assert not manager.should_save(3)
+    for call in (lambda: manager.save(3, state(3)), lambda: manager.pin(1), lambda: manager.unpin(1)):
+        with pytest.raises(RuntimeError, match="the manager is read-only"):
+            call()
+    with pytest.raises(RuntimeError, match="the manager is read-only"):
+        manager.save_on_signal()
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()) == before
+    assert fastckpt.Manager(tmp_path / "nothing", read_only=True).latest() is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_step_is_saved_once_unless_forced(tmp_path):
+    with fastckpt.Manager(tmp_path, save_when=save_when.Steps(1)) as manager:
+        assert manager.save(1, state(1))
+        assert not manager.save(1, state(2))
+        assert not manager.save(2, state(2))
+        assert manager.save(1, state(7), force=True)
+        assert manager.save(2, state(2), force=True)
+    assert fastckpt.load(manager.path(1))["step"] == 7
+    assert manager.steps() == [1, 2]
+
+
+def test_several_managers_in_one_directory_leave_the_newest(tmp_path):
+    with fastckpt.Manager(tmp_path, keep=1) as one, fastckpt.Manager(tmp_path, keep=2) as other:
+        for step in range(1, 9):
+            (one if step % 2 else other).save(step, state(step))
+            (one if step % 2 else other).wait()
+            assert other.latest() == step
+    # The other one keeps two, and removes nothing that is newer than its own.
+    assert other.steps() == [7, 8]
+
+
+def test_metadata_and_metrics_lie_in_the_checkpoint(tmp_path):
+    with fastckpt.Manager(tmp_path) as manager:
+        manager.save(1, state(1), {"loss": np.float32(0.5)}, metadata={"git": "abc"})
+        with pytest.raises(TypeError, match="'loss' must be a number"):
+            manager.save(2, state(2), {"loss": "low"})
+        with pytest.raises(ValueError, match="metrics and step are names"):
+            manager.save(2, state(2), metadata={"step": 2, "metrics": 1})
+    with fastckpt.open(manager.path(1)) as checkpoint:
+        assert checkpoint.metadata == {"git": "abc", "step": 1, "metrics": {"loss": 0.5}}
+    found = manager.restore()
+    assert (found.metadata, found.metrics) == ({"git": "abc"}, {"loss": 0.5})
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "1", None])
+def test_a_step_is_a_whole_number(tmp_path, step):
+    with pytest.raises(ValueError, match="step must be a whole number"):
+        fastckpt.Manager(tmp_path).save(step, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep": "3"}, "keep: '3' is no policy"),
+        ({"keep": [keep.Last]}, "is no policy"),
+        ({"keep": 0}, "count must be a whole number"),
+        ({"save_when": "often"}, "save_when: 'often' is no policy"),
+        ({"save_when": [save_when.First]}, "is no policy"),
+        ({"save_when": 0}, "steps must be a whole number"),
+        ({"overhead": 2}, "overhead must lie between 0 and 1"),
+        ({"mttf": "soon"}, "mttf 'soon'"),
+        ({"save_options": {"overwrite": False}}, "save_options: overwrite: known are"),
+        ({"name": "step"}, "must have {step} once"),
+        ({"name": "{step}-{step}"}, "must have {step} once"),
+        ({"name": "{step:x}"}, "decimal digits"),
+        ({"name": "v2{step}"}, "a digit beside"),
+        ({"name": "a/{step}"}, "one plain name"),
+        ({"name": ".{step}"}, "one plain name"),
+        ({"name": "{step"}, "must be a format"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        fastckpt.Manager(tmp_path, **options)
+
+
+def test_other_names(tmp_path):
+    fill(tmp_path, [5], name="gpt.{step}.ckpt")
+    assert [path.name for path in tmp_path.glob("gpt*")] == ["gpt.5.ckpt"]
+    assert fastckpt.Manager(tmp_path, name="gpt.{step}.ckpt").steps() == [5]
+    # Names that the format would not make are something else.
+    (tmp_path / "gpt.05.ckpt").mkdir()
+    (tmp_path / "gpt.6.ckpt").write_text("a file")
+    (tmp_path / "gpt.7.ckpt").symlink_to("gpt.5.ckpt")
+    assert fastckpt.Manager(tmp_path, name="gpt.{step}.ckpt").steps() == [5]
+    assert fastckpt.Manager(tmp_path).steps() == []
+
+
+def test_ten_thousand_checkpoints_are_listed_without_opening_them():
+    """``latest`` and ``steps`` open nothing: beside a plain listing of the same directory, in one run."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        compare_listings(Path(directory))
+
+
+def compare_listings(tmp_path):
+    for step in range(10_000):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / "step-00009999" / "fastckpt.json").touch()
+    manager = fastckpt.Manager(tmp_path, read_only=True)
+    assert manager.latest() == 9999
+    assert manager.steps() == list(range(10_000))
+
+    def cpu(function):
+        took = []
+        for _ in range(7):
+            began = time.process_time()
+            function()
+            took.append(time.process_time() - began)
+        return min(took)
+
+    plain = cpu(lambda: [(path.name, path.is_dir()) for path in tmp_path.iterdir()])
+    assert max(cpu(manager.latest), cpu(manager.steps)) < plain, plain
+
+
+def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
+    fill(tmp_path, [1])
+
+    def die(*_):
+        raise SystemExit
+
+    # Killed before it could give the file its name.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", die)
+        patched.setattr(Path, "unlink", die)
+        for name in (catalogue.FILE, "latest"):
+            with pytest.raises(SystemExit):
+                fastckpt.Manager(tmp_path)._directory.replace(name, b"", durable=True)
+    left = list(tmp_path.glob(".*.new"))
+    assert len(left) == 2
+    fastckpt.Manager(tmp_path)  # another program may be writing them at this moment
+    assert all(file.exists() for file in left)
+    for file in left:
+        os.utime(file, (1, 1))
+    fastckpt.Manager(tmp_path, read_only=True)
+    assert all(file.exists() for file in left)
+    fastckpt.Manager(tmp_path)
+    assert not any(file.exists() for file in left)
+
+
+def test_a_hint_that_cannot_be_written_does_not_fail_the_save(tmp_path, caplog):
+    (tmp_path / "latest").mkdir()
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        fill(tmp_path, [1])
+    assert fastckpt.Manager(tmp_path).latest() == 1
+    assert any("the file latest is not written" in record.message for record in caplog.records)
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".new"]
+
+
+def test_the_hint_goes_forward_only(tmp_path):
+    manager = fill(tmp_path, [1, 2])
+    report = fastckpt.save(state(1), manager.path(1))
+    about = {"step": 1, "metrics": {}}
+    manager._aftermath.note(about, time.monotonic(), report, 0.1)
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    manager._aftermath.note({**about, "step": 2}, 0.0, report, 0.1)
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_a_policy_that_raises_removes_nothing(tmp_path, caplog):
+    class Broken:
+        def kept(self, *_):
+            raise ZeroDivisionError
+
+    with caplog.at_level(logging.ERROR, "fastckpt"):
+        fill(tmp_path, [1, 2], keep=[keep.Last(1), Broken()])
+    assert fastckpt.Manager(tmp_path).steps() == [1, 2]
+    assert any("a policy raised" in record.message for record in caplog.records)
+
+
+def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch):
+    break_writing(monkeypatch)
+
+    def program():
+        with fastckpt.Manager(tmp_path) as manager:
+            manager.save(1, state(1))
+            raise KeyError("the program's own")
+
+    with pytest.raises(KeyError):
+        program()
+    assert fastckpt._api.in_flight.unasked() == ()
+
+
+def test_wait_gives_up_and_the_save_goes_on(tmp_path):
+    with fastckpt.Manager(tmp_path, save_options={"bandwidth_limit": "1MB"}) as manager:
+        manager.save(1, {"a": np.zeros(200_000)})
+        with pytest.raises(TimeoutError):
+            manager.wait(0.01)
+    assert manager.steps() == [1]
+
+
+def test_no_warning_in_an_ordinary_run(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(tmp_path, range(1, 6), keep=2)
+        assert fastckpt.Manager(tmp_path).restore().step == 5
+    assert aftermath.left_until(float("inf")) is None

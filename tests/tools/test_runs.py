@@ -1,0 +1,124 @@
+"""``fastckpt runs`` and ``fastckpt prune``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import keep
+from fastckpt._tools import cli
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Six checkpoints, of which a manager that keeps less has removed nothing yet."""
+    with fastckpt.Manager(tmp_path) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"a": np.full(1000, step)}, {"loss": abs(step - 2) + 0.5})
+            manager.wait()
+        manager.pin(4)
+    return tmp_path
+
+
+def command(capsys, *arguments):
+    status = cli.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_runs_says_what_is_there_and_why_it_stays(run, capsys):
+    status, document = command(capsys, "runs", run, "--keep", "last=2", "--keep", "best=1:loss:min")
+    assert status == 0
+    why = {one["step"]: one["kept"] for one in document["checkpoints"]}
+    assert why == {1: [], 2: ["best=1:loss:min"], 3: [], 4: ["pinned"], 5: ["last=2"], 6: ["last=2"]}
+    first = document["checkpoints"][0]
+    assert first["metrics"] == {"loss": 1.5}
+    assert first["bytes"] == sum(file.stat().st_size for file in (run / "step-00000001").iterdir())
+    assert first["gigabytes_per_second"] > 0
+    assert document["bytes"] == sum(one["bytes"] for one in document["checkpoints"])
+    assert cli.main(["runs", str(run), "--keep", "last=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "created", "size", "shared", "GB/s", "metrics", "kept", "for"]
+    assert lines[1].endswith("loss 1.5  nothing")
+    assert lines[4].endswith("pinned")
+    assert lines[-1].startswith("6 checkpoints, ")
+
+
+def test_bytes_that_several_checkpoints_share_count_once(run, capsys):
+    one, other = run / "step-00000001" / "model.safetensors", run / "step-00000002" / "model.safetensors"
+    other.unlink()
+    os.link(one, other)
+    _, document = command(capsys, "runs", run)
+    first, second = document["checkpoints"][:2]
+    assert (first["shared_bytes"], second["shared_bytes"]) == (0, one.stat().st_size)
+    assert document["bytes"] == sum(each["bytes"] for each in document["checkpoints"]) - one.stat().st_size
+
+
+def test_a_damaged_one_is_named_and_counts_for_nothing(run, capsys):
+    (run / "step-00000006" / "fastckpt.json").write_bytes(b"{")
+    _, document = command(capsys, "runs", run, "--keep", "last=1")
+    assert [one["step"] for one in document["checkpoints"] if one["kept"]] == [4, 5]
+    assert "manifest" in document["checkpoints"][-1]["damage"]
+
+
+def test_a_dry_run_removes_nothing(run, capsys):
+    status, document = command(capsys, "prune", run, "--keep", "last=1", "--dry-run")
+    assert (status, document["removed"], document["dry_run"]) == (0, [1, 2, 3, 5], True)
+    assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
+    assert cli.main(["prune", str(run), "--keep", "last=1", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 checkpoints would be removed, 2 stay"
+
+
+def test_prune_removes_what_no_policy_keeps(run, capsys):
+    status, document = command(capsys, "prune", run, "--keep", "every=3")
+    assert (status, document["removed"]) == (0, [1, 2, 5])
+    assert document["kept"] == {"3": ["every=3"], "4": ["pinned"], "6": ["every=3"]}
+    assert fastckpt.Manager(run).steps() == [3, 4, 6]
+
+
+def test_prune_takes_the_policies_of_the_runs_manager(run, capsys):
+    with fastckpt.Manager(run, keep=[keep.Last(5), keep.Best(1, "loss")]) as manager:
+        manager.save(7, {"a": 7}, {"loss": 9.0})
+    _, document = command(capsys, "prune", run)
+    assert (document["keep"], document["removed"]) == (["last=5", "best=1:loss:min"], [])
+    assert manager.steps() == [2, 3, 4, 5, 6, 7]
+
+
+def test_prune_without_policies_is_an_error(run, capsys):
+    (run / ".fastckpt-run.json").unlink()
+    status, document = command(capsys, "prune", run)
+    assert status == 2
+    assert "nothing says what to keep" in document["error"]
+    status, document = command(capsys, "prune", run, "--keep", "most")
+    assert status == 2
+    assert "'most' is no policy" in document["error"]
+
+
+def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
+    file = run / "step-00000006" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0" if file.read_bytes()[-1] else file.read_bytes()[:-1] + b"\1")
+    status, document = command(capsys, "prune", run, "--keep", "last=1")
+    assert status == 1
+    assert "step-00000006, is damaged" in document["error"]
+    assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
+    (run / "step-00000001" / "notes").mkdir()
+    status, document = command(capsys, "prune", run, "--keep", "last=1")
+    assert (status, document["removed"], len(document["failures"])) == (1, [2, 3, 5], 1)
+
+
+def test_other_names_and_nothing(tmp_path, capsys):
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"there is no checkpoint in {tmp_path}\n"
+    assert cli.main(["runs", str(tmp_path / "nowhere")]) == 2
+    assert "cannot runs" not in capsys.readouterr().err
+    fastckpt.save({"a": 1}, tmp_path / "gpt.5")
+    _, document = command(capsys, "runs", tmp_path, "--name", "gpt.{step}")
+    assert [one["step"] for one in document["checkpoints"]] == [5]
+    assert Path(document["path"]) == tmp_path
