@@ -100,9 +100,10 @@ def load(  # noqa: PLR0913 - all by name
             tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
             Tensors that overlap in memory without being tied are a mismatch.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
-            (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). Only tensors that match are
-            read, and the result holds only what matches, tensors and values, and the containers that lead there:
-            positions in lists close up. An empty container is a value. What is made of several parts (a sparse
+            (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
+            and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the
+            result holds only what matches, tensors and values, and the containers that lead there: positions in lists
+            close up. An empty container is a value. What is made of several parts (a sparse
             tensor, a registered object) comes whole when it or one of its parts matches; types of other parts need not
             be registered. A tied tensor has a name at each of its places, and comes back at those that match.
         exclude: likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
+_COUNTABLE = _CASTABLE + r"|bool|u?int\d+|[<>|][biu]\d+"
 _SAVED = "saved"
 #: Bytes of the state of a random generator of torch's: of a GPU, of the CPU.
 _RANDOM = frozenset({16, 5056})
@@ -89,18 +90,34 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
             index: found for index, found in _devices(stock, tensors, device, strict=strict) if found is not None
         }
     if dtype is not None:
-        kept = bound(stock.tokens, stock.types)
-        tensors = {
-            index: token
-            for index, token in stock.tensors(frozenset({"tensor", "array"})).items()
-            if index not in kept and re.fullmatch(_CASTABLE, _dtype_of(stock.stored[index]))
-        }
-        dtypes = {
-            index: found
-            for index, found in _dtypes(stock, tensors, dtype, strict=strict)
-            if found is not None and found != _dtype_of(stock.stored[index])
-        }
+        dtypes = dtypes_of(stock, dtype, strict=strict)
     return Placement(devices, dtypes)
+
+
+def dtypes_of(stock: Stock, dtype: Any, *, strict: bool, exact: Container[int] = ()) -> dict[int, str]:
+    """The names of the dtypes that tensors are cast to, by number: those that are not what is stored.
+
+    Args:
+        stock: what is there.
+        dtype: as :func:`fastckpt.load` takes it.
+        strict: whether a pattern that matches nothing is an error.
+        exact: the numbers of tensors that may be integers or booleans, too.
+
+    Raises:
+        KeyError, TypeError, ValueError: as for :func:`place`.
+    """
+    kept = bound(stock.tokens, stock.types)
+    tensors = {
+        index: token
+        for index, token in stock.tensors(frozenset({"tensor", "array"})).items()
+        if index not in kept
+        and re.fullmatch(_COUNTABLE if index in exact else _CASTABLE, _dtype_of(stock.stored[index]))
+    }
+    return {
+        index: found
+        for index, found in _dtypes(stock, tensors, dtype, strict=strict)
+        if found is not None and found != _dtype_of(stock.stored[index])
+    }
 
 
 def _dtype_of(stored: StoredTensor) -> str:
@@ -193,8 +210,8 @@ def _dtypes(
 ) -> list[tuple[int, str | None]]:
     if isinstance(dtype, Mapping) or (callable(dtype) and not isinstance(dtype, type)):
         found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
-        return [(index, None if value is None else floating(value)) for index, value in found]
-    name = floating(dtype)
+        return [(index, None if value is None else floating(value, stock.operation)) for index, value in found]
+    name = floating(dtype, stock.operation)
     # A dtype of few bits cannot count the steps of an optimizer: torch, too, leaves its step as it is.
     return [(index, name) for index in tensors if not _counts(stock.stored[index])]
 
@@ -204,12 +221,12 @@ def can_cast(source: str, target: str) -> bool:
     return re.fullmatch(_CASTABLE, source) is not None and re.fullmatch(_FLOATING, target) is not None
 
 
-def floating(dtype: Any) -> str:
+def floating(dtype: Any, operation: str = "load") -> str:
     """The name of a floating-point dtype of torch or numpy, or of one of that name; ValueError for anything else."""
     name = (dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
     if re.fullmatch(_FLOATING, name) is None:
         raise ValueError(
-            f"load: dtype must be a floating-point dtype or its name, patterns or a function, not {dtype!r}: "
+            f"{operation}: dtype must be a floating-point dtype or its name, patterns or a function, not {dtype!r}: "
             "only floating-point tensors are cast"
         )
     return name

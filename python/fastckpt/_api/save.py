@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastckpt import _core
@@ -24,6 +24,7 @@ from .options import DeviceEngine, check_bandwidth, check_engine
 from .outcome import Attempt, conclude
 from .progress import ticker
 from .reports import SaveReport
+from .tailor import Tailor
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
@@ -37,6 +38,8 @@ def save(  # noqa: PLR0913 - all by name
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    exclude: str | Sequence[str] | None = None,
+    dtype: Any = None,
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
     io: DeviceEngine = "auto",
@@ -71,6 +74,13 @@ def save(  # noqa: PLR0913 - all by name
             ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key
             makes names that start like its own (``model.ema`` beside ``model``); without one, or with None, the whole
             state is written as the model.
+        exclude: a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as
+            for :func:`fastckpt.load`: what matches is left out, as if it were not in the state, also what could not be
+            saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name.
+        dtype: cast floating-point tensors and arrays on the way, piece by piece, on their device: a dtype, a dict of
+            patterns, as ``{"model": "bfloat16"}``, or a function, as for :func:`fastckpt.load`, where ``shard`` of the
+            :class:`TensorInfo` is empty. A tensor of integers or booleans is cast where its very name is in the dict.
+            ``warnings`` of the report name tensors with numbers beyond the range of their new dtype.
         default: called with what cannot be saved; returns something that can, which is stored in its place, or raises
             TypeError. (A generator, for example: ``lambda value: list(value)``.)
         registry: types that this call knows before those of :func:`fastckpt.register_type`.
@@ -90,15 +100,18 @@ def save(  # noqa: PLR0913 - all by name
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows; nothing was written.
+            allows, or a tensor cannot be cast; nothing was written.
+        KeyError: a pattern of ``exclude`` or ``dtype`` matches nothing.
+        TypeError: a pattern is not a string.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was written.
-        ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, or a name in
-            ``files`` is not a plain file name, or one of fastckpt's own.
+        ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, ``dtype`` is
+            none of floating-point numbers, nothing is left, or a name in ``files`` is not a plain file name, or one of
+            fastckpt's own.
 
     Warns:
         RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
@@ -110,11 +123,13 @@ def save(  # noqa: PLR0913 - all by name
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
+    tailor = Tailor("save", exclude, dtype)
     with range_of("fastckpt.save"), Attempt("save", target):
         types = Types("save", registry)
         about = flatten(metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=default)
-        flat = flatten(state, types=types, default=default)
+        flat = flatten(state, types=types, default=default, excluded=tailor.excluded)
         try:
+            tailor.fit(flat, types)
             sources = Sources("save", flat.movers)
             warn_of_unnamed("save", flat, about)
             prefix = split_model("save", flat, model_key)
@@ -146,7 +161,7 @@ def save(  # noqa: PLR0913 - all by name
                         sources.fill if flat.movers else None,
                         tick,
                     )
-                report = way.noted(staging.noted(done))
+                report = tailor.noted(way.noted(staging.noted(done)))
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             flat.keep.clear()

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 _KNOWN, _LONG = 5000, 500
 
 
+def _expression(pattern: str) -> str:
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.translate(pattern)
+    return rf"(?s:{re.escape(pattern)}(?:\..*)?)\Z"
+
+
 class Patterns:
-    """The glob patterns of one argument.
+    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses all that is below that name.
 
     Args:
         argument: its name.
@@ -36,7 +42,7 @@ class Patterns:
         for text in self.texts:
             if not isinstance(text, str):
                 raise TypeError(f"{operation}: {argument}: a pattern must be a string, not {text!r}")
-        self._matches = [re.compile(fnmatch.translate(text)).match for text in self.texts]
+        self._matches = [re.compile(_expression(text)).match for text in self.texts]
         self._used = [False] * len(self.texts)
         self._known: list[str] = []
 
@@ -67,10 +73,10 @@ class Patterns:
             raise KeyError(f"{self.operation}: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
 
 
-def _patterns(argument: str, given: Any) -> Patterns:
+def _patterns(argument: str, given: Any, operation: str) -> Patterns:
     if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
-        raise TypeError(f"load: {argument} must be a pattern or a sequence of patterns, not {given!r}")
-    return Patterns(argument, [given] if isinstance(given, str) else given)
+        raise TypeError(f"{operation}: {argument} must be a pattern or a sequence of patterns, not {given!r}")
+    return Patterns(argument, [given] if isinstance(given, str) else given, operation)
 
 
 class Selection:
@@ -80,9 +86,9 @@ class Selection:
         TypeError: they are neither patterns nor None.
     """
 
-    def __init__(self, keys: Any, exclude: Any) -> None:
-        self.keys = None if keys is None else _patterns("keys", keys)
-        self.exclude = None if exclude is None else _patterns("exclude", exclude)
+    def __init__(self, keys: Any, exclude: Any, operation: str = "load") -> None:
+        self.keys = None if keys is None else _patterns("keys", keys, operation)
+        self.exclude = None if exclude is None else _patterns("exclude", exclude, operation)
 
     @property
     def all(self) -> bool:

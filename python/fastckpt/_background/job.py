@@ -28,6 +28,7 @@ from .late import Late, changed, versions_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fastckpt._api.tailor import Tailor
     from fastckpt._state.flatten import Flat
     from fastckpt._tensors.movers import Range
 
@@ -56,6 +57,7 @@ class Job:
         flat: Flat,
         metadata: str,
         settings: dict[str, Any],
+        tailor: Tailor,
         *,
         lazy: bool,
         pin: int | None,
@@ -65,6 +67,7 @@ class Job:
         self.keep = flat.keep
         self.movers = flat.movers
         self.settings = settings
+        self.tailor = tailor
         self.options = _core.SaveOptions(**settings)
         self.progress = progress
         self.inline = False
@@ -305,7 +308,7 @@ class Job:
                     bar(done, total)
 
             with range_of("fastckpt.write"):
-                core = self.snapshot.save(pending.path, self.options, tick)
+                core = self.tailor.noted(self.snapshot.save(pending.path, self.options, tick))
         pending._written = core["bytes"]
         core["warnings"] = (*core["warnings"], *self.devices.warnings)
         # What the core did not see counts as planning, but for what is known.

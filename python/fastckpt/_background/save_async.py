@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastckpt import _core
@@ -22,6 +22,7 @@ from fastckpt._api.options import (
 )
 from fastckpt._api.outcome import Attempt, logger
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._api.tailor import Tailor
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import flatten
@@ -47,6 +48,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    exclude: str | Sequence[str] | None = None,
+    dtype: Any = None,
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
     io: DeviceEngine = "auto",
@@ -92,6 +95,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         files: as for :func:`fastckpt.save`. Contents are taken at the call.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
+        exclude: as for :func:`fastckpt.save`.
+        dtype: as for :func:`fastckpt.save`. The snapshot has the new dtype.
         default: as for :func:`fastckpt.save`.
         registry: as for :func:`fastckpt.save`.
         io: as for :func:`fastckpt.save`.
@@ -108,13 +113,15 @@ def save_async(  # noqa: PLR0913 - one more than save has
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows.
+            allows, or a tensor cannot be cast.
+        KeyError: a pattern matches nothing.
+        TypeError: a pattern is not a string.
         FileExistsError: something has the name that may not be replaced.
         NotADirectoryError: a directory above ``path`` is a file.
         PermissionError: no directory can be made where ``path`` lies.
         Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
             ``pending_save`` of the exception is its handle. Or the copy failed.
-        ValueError: an argument is out of range, or ``path`` is a URL.
+        ValueError: an argument is out of range, nothing of the state is left, or ``path`` is a URL.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed.
@@ -137,7 +144,9 @@ def save_async(  # noqa: PLR0913 - one more than save has
             about = flatten(
                 metadata, operation="save_async: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
             )
-            flat = flatten(state, operation="save_async", types=types, default=default)
+            tailor = Tailor("save_async", exclude, dtype)
+            flat = flatten(state, operation="save_async", types=types, default=default, excluded=tailor.excluded)
+            tailor.fit(flat, types)
             warn_of_unnamed("save_async", flat, about)
             settings = {
                 "model_prefix": split_model("save_async", flat, model_key),
@@ -152,7 +161,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
                 "step": step_of(metadata),
             }
             pending = PendingSave(target, began, on_error)
-            job = Job(pending, flat, about.structure(), settings, lazy=bool(lazy), pin=most, progress=progress)
+            job = Job(pending, flat, about.structure(), settings, tailor, lazy=bool(lazy), pin=most, progress=progress)
             pending._snapshot, pending._total = job.snapshot, job.snapshot.total
         del flat, about
         _launch(job, max_in_flight)

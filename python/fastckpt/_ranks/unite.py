@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.collector import paused
 from fastckpt._state.flatten import Flat
-from fastckpt._state.key_paths import KeyText
+from fastckpt._state.key_paths import KeyText, unique
 from fastckpt._state.select import MAPPINGS, ends_of
 from fastckpt._state.unflatten import arity, is_tensor
 from fastckpt._tensors.described import THROUGH, Tensor
@@ -362,7 +362,7 @@ class _Union:
             self.sources.append(sources)
             self.paths.append(path)
             kind = self.kind(which, index)
-            self.flat.tensors.append(Tensor(self.unique(name), kind.dtype, kind.shape, 0, 0, kind.logical))
+            self.flat.tensors.append(Tensor(unique(self._taken, name), kind.dtype, kind.shape, 0, 0, kind.logical))
         for which, _, index in found:
             if which not in sources:
                 sources[which] = index
@@ -372,17 +372,6 @@ class _Union:
     def kind(self, which: int, index: int) -> Kind:
         table = self.tables[which]
         return table.kinds[int(table.kind[index])]
-
-    def unique(self, name: str) -> str:
-        taken = self._taken.get(name)
-        if taken is None:
-            self._taken[name] = 1
-            return name
-        while f"{name}~{taken}" in self._taken:
-            taken += 1
-        self._taken[name] = taken + 1
-        self._taken[f"{name}~{taken}"] = 1
-        return f"{name}~{taken}"
 
     def differ(self, path: Path, one: tuple[int, int], other: tuple[int, int]) -> None:
         sides = []

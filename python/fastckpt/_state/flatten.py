@@ -26,7 +26,7 @@ from . import hashes as _hashes
 from . import values as _values
 from .built_in import ATTRIBUTED
 from .collector import paused
-from .key_paths import KeyText, Place, Places, name_of, place_of, prefix_of, show
+from .key_paths import RESERVED, KeyText, Place, Places, name_of, place_of, prefix_of, show, unique
 from .registry import Types
 from .structural import Codec, codec_of
 from .structural import name_of as name_of_class
@@ -352,6 +352,7 @@ class _Flattener:
         *,
         observe: bool,
         spreads: Spreads | None,
+        excluded: Callable[[str], bool] | None,
     ) -> None:
         self.operation = operation
         self.refuse_tensors = refuse_tensors
@@ -359,13 +360,14 @@ class _Flattener:
         self.default = default
         self.observe = observe
         self.spreads = spreads
+        self.excluded = excluded
         self.flat = Flat()
         # What is learned of a type holds for this walk: it may be registered before the next one.
         self.describe = dict(_DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
         self.ties: dict[Any, int] = {}
-        self.names: dict[str, int] = {"__metadata__": 1}
+        self.names = dict(RESERVED)
         self.keys_in_keys = 0
         #: The tensor on the stack whose parts are being flattened, the first if there are several.
         self.tensor: _Frame | None = None
@@ -508,7 +510,8 @@ class _Flattener:
             nbytes = value.nbytes
         else:
             flat.spreads[index], value, nbytes = local
-        flat.tensors.append(Tensor(self.name(frame), dtype, shape, address, nbytes, logical))
+        name = unique(self.names, self.place_name(frame))
+        flat.tensors.append(Tensor(name, dtype, shape, address, nbytes, logical))
         flat.keep.append(value)
         if mover is not None:
             flat.movers[index] = mover
@@ -536,20 +539,6 @@ class _Flattener:
         if frame.prefix is None:
             frame.prefix = prefix_of(parent.key for parent in self.stack[:-1])
         return name_of(frame.prefix, frame.key)
-
-    def name(self, frame: _Frame) -> str:
-        """A tensor's name: that of its key path, made unique."""
-        name = self.place_name(frame)
-        taken = self.names.get(name)
-        if taken is None:
-            self.names[name] = 1
-            return name
-        # The count makes many clashes linear; what it leads to may be another tensor's own name.
-        while f"{name}~{taken}" in self.names:
-            taken += 1
-        self.names[name] = taken + 1
-        self.names[f"{name}~{taken}"] = 1
-        return f"{name}~{taken}"
 
     def open(self, value: Any, parts: Parts) -> _Frame:
         """Begin a value with children."""
@@ -615,11 +604,26 @@ class _Flattener:
         """Raise, or with ``observe`` note it and go on: what ``into=`` holds beside tensors does not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
-            raise UnsupportedTypeError(f"{self.operation}: cannot store {place}: {reason}") from cause
+            reason = f"{self.operation}: cannot store {place}: {reason}"
+            if not self.is_excluded():
+                raise UnsupportedTypeError(reason) from cause
+            self.flat.tokens.append(canonical([EXCLUDED, reason]))
+            return
         self.flat.problems.append((self.flat.places.at(self.stack), reason))
         self.flat.tokens.append("null")
 
+    def is_excluded(self) -> bool:
+        """Whether the value at hand, of which no token has been emitted, will be left out of the state."""
+        frame = self.stack[-1]
+        # A set is refused as a whole, after its members.
+        if self.excluded is None or self.keys_in_keys or type(frame.hold) in _SETS:
+            return False
+        return self.excluded(self.place_name(frame))
 
+
+#: The tag of what stands for a value that cannot be stored and will be left out, with the error.
+EXCLUDED = "excluded"
+_SETS = frozenset((set, frozenset))
 #: No mapping deeper than this is the outer one, or one of those in it.
 _OUTER = 16
 _EXPORTED = frozenset((bytes, bytearray))
@@ -635,6 +639,7 @@ def flatten(
     types: Types | None = None,
     default: Callable[[Any], Any] | None = None,
     spreads: Spreads | None = None,
+    excluded: Callable[[str], bool] | None = None,
 ) -> Flat:
     """Flatten ``state``.
 
@@ -647,12 +652,19 @@ def flatten(
         default: makes something else of what cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
             do not have the index of the device then: each rank has another.
+        excluded: whether what has a name will be left out: then a token :data:`EXCLUDED` may stand for it.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.
     """
     flattener = _Flattener(
-        operation, refuse_tensors, types or Types(operation), default, observe=observe, spreads=spreads
+        operation,
+        refuse_tensors,
+        types or Types(operation),
+        default,
+        observe=observe,
+        spreads=spreads,
+        excluded=excluded,
     )
     flat = flattener.flat
     try:

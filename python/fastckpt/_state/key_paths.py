@@ -152,6 +152,24 @@ def name_of(prefix: str, key: Any) -> str:
     return prefix[:-1] if prefix else "tensor"
 
 
+#: Names that no tensor can have, as :func:`unique` takes them.
+RESERVED = {"__metadata__": 1}
+
+
+def unique(taken: dict[str, int], name: str) -> str:
+    """``name``, with a number behind it where it is in ``taken``, to which what is returned is added."""
+    count = taken.get(name)
+    if count is None:
+        taken[name] = 1
+        return name
+    # The count makes many clashes linear; what it leads to may be another tensor's own name.
+    while f"{name}~{count}" in taken:
+        count += 1
+    taken[name] = count + 1
+    taken[f"{name}~{count}"] = 1
+    return f"{name}~{count}"
+
+
 def _digits(value: int) -> str:
     """An integer's digits, hexadecimal where Python refuses to convert that many decimal ones."""
     return str(value) if value.bit_length() < _DECIMAL else hex(value)

@@ -213,6 +213,33 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     return out
 
 
+def tensor_names(tokens: list[Token]) -> Iterator[tuple[int, str | None, bool]]:
+    """Position of each place of a tensor, the name that its key path makes, and whether it is in a key.
+
+    The name is None in a key, and where the keys do not tell it.
+    """
+    for position, stack, in_key in _walk(tokens):
+        if is_tensor(tokens[position]):
+            yield position, None if in_key else _name(stack, _NAMES), in_key
+
+
+def outer_values(tokens: list[Token]) -> list[range]:
+    """The positions of each value of the outer mapping, in order; nothing where there is none."""
+    ends = ends_of(tokens)
+    for position, stack, in_key in _walk(tokens):
+        if in_key or any(frame.key is not THROUGH for frame in stack):
+            break
+        tag = _tag(tokens[position])
+        if tag in MAPPINGS:
+            first = position + 1 + (tag == "ddict")
+            values = []
+            while first < ends[position]:
+                values.append(range(ends[first], ends[ends[first]]))
+                first = ends[ends[first]]
+            return values
+    return []
+
+
 def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
 

@@ -200,9 +200,13 @@ class Download(_Tensor):
         for begin in range(first, last, step):
             for part, size in self._pieces(begin, min(last, begin + step)):
                 taken = min(size - skip, left)
-                yield _bytes(self.torch, part.contiguous())[skip : skip + taken], taken
+                yield _bytes(self.torch, self.ordered(part))[skip : skip + taken], taken
                 left -= taken
                 skip = 0
+
+    def ordered(self, part: Any) -> Any:
+        """A part of the tensor with its elements in order, as they are stored."""
+        return part.contiguous()
 
 
 class Upload(_Tensor):

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt.exceptions import UnsupportedTypeError
 
+from . import cast_out as _cast_out
 from . import device as _device
 from . import memory as _memory
 from . import pinned as _pinned
@@ -436,6 +437,12 @@ def mover_out(value: Tensor) -> Mover:
             flip(contiguous)
 
     return partial(_memory.copy_out, tuple(raw.shape), raw.element_size(), copy)
+
+
+def recast(value: Tensor, name: str) -> _cast_out.Recast | None:
+    """``value`` in the dtype of that name; None where this torch has none, RuntimeError where it cannot convert it."""
+    dtype = DTYPES.get(name)
+    return None if dtype is None else _cast_out.recast_tensor(torch, value, dtype, *_STORED[dtype])
 
 
 def mover_in(value: Tensor) -> Mover | None:

@@ -1,0 +1,150 @@
+"""The copy that is shipped: what a save leaves out of a state (``exclude=``), and what it casts (``dtype=``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastckpt._state.builders import torch_for
+from fastckpt._state.leave_out import leave_out
+from fastckpt._tensors import numpy as _numpy
+from fastckpt._tensors.cast_out import Recast, recast_array
+from fastckpt._text import count
+from fastckpt.exceptions import UnsupportedTypeError
+
+from .placement import Stock, dtypes_of
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastckpt._state.flatten import Flat
+    from fastckpt._state.registry import Types
+    from fastckpt._state.unflatten import Token
+    from fastckpt._tensors.cast_out import Loss
+    from fastckpt._tensors.described import Tensor
+
+#: How many tensors a warning names.
+_NAMED = 3
+
+
+class _Logical(NamedTuple):
+    dtype: str
+    shape: Sequence[int]
+
+
+class _Given(NamedTuple):
+    """A tensor of a state, as if it had been stored."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    nbytes: int
+    logical: _Logical | None
+    shard: int = 0
+
+
+class Tailor:
+    """What one save leaves out and casts.
+
+    Args:
+        operation: the word that error messages begin with.
+        exclude: as :func:`fastckpt.save` takes it.
+        dtype: likewise.
+
+    Raises:
+        TypeError: ``exclude`` is neither patterns nor None.
+    """
+
+    def __init__(self, operation: str, exclude: Any, dtype: Any) -> None:
+        self._operation = operation
+        self._selection = None if exclude is None else Selection(None, exclude, operation)
+        self._dtype = dtype
+        self._losses: list[tuple[str, str, Loss]] = []
+
+    @property
+    def excluded(self) -> Callable[[str], bool] | None:
+        """Whether what has a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
+        selection = self._selection
+        return None if selection is None else lambda name: not selection.takes(name)
+
+    def fit(self, flat: Flat, types: Types) -> None:
+        """Change a flattened state: no element is converted yet.
+
+        Raises:
+            KeyError: a pattern matches nothing.
+            TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
+            UnsupportedTypeError: a tensor cannot be cast, or something that is left cannot be saved.
+        """
+        if self._selection is None and self._dtype is None:
+            return
+        try:
+            tokens = json.loads(flat.structure())
+            dtypes = {} if self._dtype is None else self._dtypes(flat, tokens, types)
+            if self._selection is not None:
+                wanted, _ = self._selection.of(tokens, [tensor.name for tensor in flat.tensors], strict=True)
+                try:
+                    numbers = leave_out(flat, tokens, wanted)
+                except ValueError as error:
+                    raise ValueError(f"{self._operation}: exclude: {error}") from error
+                dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
+            for index, name in dtypes.items():
+                self._cast(flat, index, name)
+        except BaseException:
+            # The traceback has frames that hold exports of the caller's buffers.
+            flat.keep.clear()
+            raise
+
+    def _dtypes(self, flat: Flat, tokens: list[Token], types: Types) -> dict[int, str]:
+        given: list[Any] = [_given(tensor) for tensor in flat.tensors]
+        wanted = [token for token in tokens if type(token) is list and token[0] in {"tensor", "array"}]
+        stock = Stock(tokens, given, [""], wanted, types, self._operation)
+        exact = set()
+        if isinstance(self._dtype, Mapping):
+            exact = {index for index, name in stock.names() if name in self._dtype and index not in flat.inner}
+        return dtypes_of(stock, self._dtype, strict=True, exact=exact)
+
+    def _cast(self, flat: Flat, index: int, name: str) -> None:
+        value, tensor = flat.keep[index], flat.tensors[index]
+        found: Recast | None = None
+        try:
+            if not isinstance(value, np.ndarray):
+                found = torch_for("a torch tensor").recast(value, name)
+            elif (dtype := _numpy.dtype_of_torch(name)) is not None and dtype.kind == "f":
+                found = recast_array(value, dtype)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise UnsupportedTypeError(
+                f"{self._operation}: tensor {tensor.name!r} cannot be cast to {name} ({error}): leave it out of dtype="
+            ) from error
+        if found is None:
+            lacking = "numpy" if isinstance(value, np.ndarray) else "this version of torch"
+            raise UnsupportedTypeError(
+                f"{self._operation}: tensor {tensor.name!r} is to be cast to {name}, which {lacking} does not have: "
+                "give another dtype="
+            )
+        flat.tensors[index] = found.of(tensor, value.size if isinstance(value, np.ndarray) else value.numel())
+        if value.nbytes:
+            flat.movers[index] = found.mover
+        self._losses.append((tensor.name, name, found.loss))
+
+    def noted(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """The core's report, with a warning of what the casts lost. To be asked once everything is written."""
+        names: dict[str, list[str]] = {}
+        for tensor, dtype, loss in self._losses:
+            if loss.happened():
+                names.setdefault(dtype, []).append(tensor)
+        warnings = [
+            f"{count(len(found), 'tensor')} cast to {dtype} had numbers beyond its range, which are stored as inf, nan "
+            f"or the nearest it has: {', '.join(map(repr, found[:_NAMED]))}{', ...' if len(found) > _NAMED else ''}; "
+            "give them another dtype="
+            for dtype, found in names.items()
+        ]
+        return {**report, "warnings": (*report["warnings"], *warnings)}
+
+
+def _given(tensor: Tensor) -> _Given:
+    logical = None if tensor.logical is None else _Logical(*tensor.logical)
+    return _Given(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.capacity, logical)

@@ -1,0 +1,215 @@
+"""Elements that change their dtype on their way out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import device as _device
+from . import memory as _memory
+from .numpy import stored_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from .described import Tensor
+    from .memory import Bytes, Mover
+    from .pieces import Index
+
+#: Elements that are converted at a time: what fits the processor's caches, and what torch does in the calling thread.
+_PIECE = 30 << 10
+
+
+class Loss:
+    """Whether a cast met numbers that the new dtype does not reach. Any thread may note it."""
+
+    __slots__ = ("_flags", "_is_certain")
+
+    def __init__(self) -> None:
+        self._is_certain = False
+        #: Of one element each, on a device: whether a part had such numbers.
+        self._flags: list[Any] = []
+
+    def note(self, found: bool) -> None:  # noqa: FBT001 - the one thing it says
+        """Such numbers were found, or not."""
+        if found:
+            self._is_certain = True
+
+    def note_flag(self, flag: Any) -> None:
+        """A device will know."""
+        self._flags.append(flag)
+
+    def happened(self) -> bool:
+        """Whether any was met; to be asked once all copies have ended."""
+        flags, self._flags = self._flags, []
+        for flag in flags:
+            self.note(bool(flag))
+        return self._is_certain
+
+
+class Recast(NamedTuple):
+    """A tensor that is stored in another dtype.
+
+    Attributes:
+        dtype: the name in the file.
+        logical: the name that the user sees, where that is another.
+        size: bytes of an element.
+        mover: brings the elements.
+        loss: what is lost.
+    """
+
+    dtype: str
+    logical: str | None
+    size: int
+    mover: Mover
+    loss: Loss
+
+    def of(self, tensor: Tensor, count: int) -> Tensor:
+        """A tensor of which ``count`` elements are here, in this dtype."""
+        shape: Sequence[int] = tensor.shape if tensor.logical is None else tensor.logical[1]
+        capacity = count * self.size
+        if self.logical is None:
+            return tensor._replace(dtype=self.dtype, shape=shape, address=0, capacity=capacity, logical=None)
+        return tensor._replace(
+            dtype=self.dtype,
+            shape=(math.prod(shape) * self.size,),
+            address=0,
+            capacity=capacity,
+            logical=(self.logical, shape),
+        )
+
+
+class CastOut:
+    """A mover of converted elements, piece by piece in the calling thread.
+
+    Args:
+        shape: sizes of the tensor.
+        size: bytes of a converted element.
+        convert: fills contiguous, aligned bytes from the sub-tensor under an index.
+    """
+
+    __slots__ = ("_convert", "_shape", "_size")
+
+    def __init__(self, shape: Sequence[int], size: int, convert: Callable[[Index, Bytes], None]) -> None:
+        self._shape = shape
+        self._size = size
+        self._convert = convert
+
+    def __call__(self, start: int, address: int, nbytes: int) -> None:
+        """See :data:`._memory.Mover`."""
+        step = _PIECE * self._size
+        for done in range(0, nbytes, step):
+            _memory.copy_out(
+                self._shape, self._size, self._convert, start + done, address + done, min(step, nbytes - done)
+            )
+
+
+class CastDownload(_device.Download):
+    """What brings ranges of a tensor of a device, converted there.
+
+    Args:
+        torch: the module.
+        value: the tensor.
+        dtype: a ``torch.dtype``.
+        lost: whether a part has numbers that the dtype does not reach, as a tensor of one element; None if none can.
+        loss: what is told of it.
+    """
+
+    __slots__ = ("_dtype", "_loss", "_lost")
+
+    def __init__(
+        self, torch: ModuleType, value: Any, dtype: Any, lost: Callable[[Any], Any] | None, loss: Loss
+    ) -> None:
+        # Not what the class above makes of its tensor: no bytes of it are stored as they lie.
+        self.torch = torch
+        self.raw = value
+        self.flip = None
+        self.device = value.device
+        self.size = dtype.itemsize
+        self.nbytes = value.numel() * self.size
+        self.flat = None
+        self._dtype = dtype
+        self._lost = lost
+        self._loss = loss
+
+    def ordered(self, part: Any) -> Any:
+        """See :meth:`.device.Download.ordered`."""
+        if self._lost is not None:
+            self._loss.note_flag(self._lost(part))
+        return part.to(self._dtype, memory_format=self.torch.contiguous_format)
+
+
+def recast_array(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> Recast:
+    """An array in another floating-point dtype of numpy's own."""
+    high = float(np.finfo(dtype).max)
+    kind = array.dtype.kind
+    narrows = kind != "b" and bool((np.finfo if kind == "f" else np.iinfo)(array.dtype).max > high)
+    loss = Loss()
+
+    def convert(index: Index, contiguous: Bytes) -> None:
+        part = array[(*index, ...)]
+        with np.errstate(all="ignore"):
+            np.copyto(contiguous.view(dtype).reshape(part.shape), part, casting="unsafe")
+            if narrows:
+                loss.note(bool((np.isfinite(part) & ((part > high) | (part < -high))).any()))
+
+    name, logical = stored_dtype(dtype)
+    return Recast(name, logical, dtype.itemsize, CastOut(array.shape, dtype.itemsize, convert), loss)
+
+
+def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical: str | None) -> Recast:
+    """A tensor of torch's in another floating-point dtype, which is converted where it is.
+
+    Args:
+        torch: the module.
+        value: the tensor.
+        dtype: a ``torch.dtype``.
+        name: what the file calls that.
+        logical: what the user calls it, where that is another.
+
+    Raises:
+        RuntimeError: torch cannot convert it.
+    """
+    value = value.detach()
+    loss, lost, size = Loss(), _losing(torch, value.dtype, dtype), dtype.itemsize
+    if not value.is_cpu:
+        return Recast(name, logical, size, CastDownload(torch, value, dtype, lost, loss), loss)
+    if value.is_contiguous():
+        value = value.view(-1)
+
+    def convert(index: Index, contiguous: Bytes) -> None:
+        part = value[index] if index else value
+        torch.from_numpy(contiguous).view(dtype).view(part.shape).copy_(part)
+        if lost is not None:
+            loss.note(bool(lost(part)))
+
+    return Recast(name, logical, size, CastOut(tuple(value.shape), size, convert), loss)
+
+
+@functools.cache
+def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
+    """What tells whether a part of a tensor has numbers that ``target`` does not reach; None where none can have."""
+    # Refused here if at all; and not every dtype has infinities.
+    keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
+    torch.zeros(1, dtype=source).to(target)
+    if source is torch.bool:
+        return None
+    low, high = torch.finfo(target).min, torch.finfo(target).max
+    reach = (torch.finfo if source.is_floating_point else torch.iinfo)(source)
+    if low <= reach.min and reach.max <= high:
+        return None
+
+    def lost(part: Any) -> Any:
+        wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
+        if part.is_cpu:
+            least, most = torch.aminmax(wide)
+            if low <= least.item() and most.item() <= high:
+                return False
+        beyond = (wide < low) | (wide > high)
+        return (beyond & wide.isfinite() if keeps_infinities else beyond).any()
+
+    return lost
