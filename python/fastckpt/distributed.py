@@ -24,6 +24,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
 from fastckpt._api.reports import Loaded
 from fastckpt._api.save import warn_of_failures
+from fastckpt._api.tailor import Tailor
 from fastckpt._background.pending import OnError, PendingSave, check_on_error
 from fastckpt._background.save_async import tell_unasked_but
 from fastckpt._files import Files
@@ -54,6 +55,8 @@ def save(  # noqa: PLR0913 - all by name
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    exclude: str | Sequence[str] | None = None,
+    dtype: Any = None,
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
     io: DeviceEngine = "auto",
@@ -85,6 +88,9 @@ def save(  # noqa: PLR0913 - all by name
         files: the same on all ranks.
         shard_size: the same on all ranks.
         model_key: the same on all ranks.
+        exclude: as for :func:`fastckpt.save`, of ``state``; so is ``dtype``. A rank need not have what a pattern
+            matches, but one rank has to.
+        dtype: each rank casts what it holds, and its report says what that loses. The same on all ranks.
         default: for what cannot be saved.
         registry: types that this call knows.
         io: the engine of this rank. ``gds`` is ``auto`` here, and the report says so.
@@ -125,6 +131,7 @@ def save(  # noqa: PLR0913 - all by name
             files=files,
             shard_size=shard_size,
             model_key=model_key,
+            tailor=Tailor("save", exclude, dtype),
             default=default,
             registry=registry,
             io=io,
@@ -159,6 +166,8 @@ def save_async(  # noqa: PLR0913 - all by name
     files: Files | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
+    exclude: str | Sequence[str] | None = None,
+    dtype: Any = None,
     default: Callable[[Any], Any] | None = None,
     registry: Registry | None = None,
     io: DeviceEngine = "auto",
@@ -187,6 +196,8 @@ def save_async(  # noqa: PLR0913 - all by name
         files: as for :func:`save`. Contents are taken at the call.
         shard_size: as for :func:`save`.
         model_key: as for :func:`save`.
+        exclude: as for :func:`save`.
+        dtype: as for :func:`save`.
         default: as for :func:`save`.
         registry: as for :func:`save`.
         io: as for :func:`save`.
@@ -228,6 +239,7 @@ def save_async(  # noqa: PLR0913 - all by name
                     files=files,
                     shard_size=shard_size,
                     model_key=model_key,
+                    tailor=Tailor("save_async", exclude, dtype),
                     default=default,
                     registry=registry,
                     io=io,

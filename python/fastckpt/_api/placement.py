@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
-_COUNTABLE = _CASTABLE + r"|bool|u?int\d+|[<>|][biu]\d+"
+_WHOLE = r"bool|u?int\d+|[<>|][biu]\d+"
 _SAVED = "saved"
 #: Bytes of the state of a random generator of torch's: of a GPU, of the CPU.
 _RANDOM = frozenset({16, 5056})
@@ -94,14 +94,13 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
     return Placement(devices, dtypes)
 
 
-def dtypes_of(stock: Stock, dtype: Any, *, strict: bool, exact: Container[int] = ()) -> dict[int, str]:
+def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
     """The names of the dtypes that tensors are cast to, by number: those that are not what is stored.
 
     Args:
         stock: what is there.
         dtype: as :func:`fastckpt.load` takes it.
         strict: whether a pattern that matches nothing is an error.
-        exact: the numbers of tensors that may be integers or booleans, too.
 
     Raises:
         KeyError, TypeError, ValueError: as for :func:`place`.
@@ -110,13 +109,25 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool, exact: Container[int] =
     tensors = {
         index: token
         for index, token in stock.tensors(frozenset({"tensor", "array"})).items()
-        if index not in kept
-        and re.fullmatch(_COUNTABLE if index in exact else _CASTABLE, _dtype_of(stock.stored[index]))
+        if index not in kept and re.fullmatch(_CASTABLE, _dtype_of(stock.stored[index]))
     }
     return {
         index: found
         for index, found in _dtypes(stock, tensors, dtype, strict=strict)
         if found is not None and found != _dtype_of(stock.stored[index])
+    }
+
+
+def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
+    """Likewise for tensors of integers and booleans whose very name is in ``dtype``, which patterns do not choose.
+
+    Those whose number is in ``inner`` are parts of other tensors, and stay as they are.
+    """
+    tensors = stock.tensors(frozenset({"tensor", "array"})).keys() - inner
+    return {
+        index: floating(dtype[name], stock.operation)
+        for index, name in stock.names()
+        if dtype.get(name) is not None and index in tensors and re.fullmatch(_WHOLE, _dtype_of(stock.stored[index]))
     }
 
 

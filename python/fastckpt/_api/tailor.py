@@ -15,8 +15,8 @@ from fastckpt._tensors.cast_out import Recast, recast_array
 from fastckpt._text import count
 from fastckpt.exceptions import UnsupportedTypeError
 
-from .placement import Stock, dtypes_of
-from .selection import Selection
+from .placement import Stock, dtypes_of, named_dtypes_of
+from .selection import Patterns, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,12 +57,16 @@ class Tailor:
 
     Raises:
         TypeError: ``exclude`` is neither patterns nor None.
+
+    Attributes:
+        unused: of several ranks, the patterns that match nothing on this one, with their argument.
     """
 
     def __init__(self, operation: str, exclude: Any, dtype: Any) -> None:
         self._operation = operation
         self._selection = None if exclude is None else Selection(None, exclude, operation)
         self._dtype = dtype
+        self.unused: list[str] = []
         self._losses: list[tuple[str, str, Loss]] = []
 
     @property
@@ -71,11 +75,11 @@ class Tailor:
         selection = self._selection
         return None if selection is None else lambda name: not selection.takes(name)
 
-    def fit(self, flat: Flat, types: Types) -> None:
+    def fit(self, flat: Flat, types: Types, *, strict: bool = True) -> None:
         """Change a flattened state: no element is converted yet.
 
         Raises:
-            KeyError: a pattern matches nothing.
+            KeyError: a pattern matches nothing, and ``strict`` is set.
             TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
             UnsupportedTypeError: a tensor cannot be cast, or something that is left cannot be saved.
         """
@@ -83,9 +87,10 @@ class Tailor:
             return
         try:
             tokens = json.loads(flat.structure())
-            dtypes = {} if self._dtype is None else self._dtypes(flat, tokens, types)
+            dtypes = {} if self._dtype is None else self._dtypes(flat, tokens, types, strict=strict)
             if self._selection is not None:
-                wanted, _ = self._selection.of(tokens, [tensor.name for tensor in flat.tensors], strict=True)
+                wanted, _ = self._selection.of(tokens, [tensor.name for tensor in flat.tensors], strict=strict)
+                self._note_unused(self._selection.exclude)
                 try:
                     numbers = leave_out(flat, tokens, wanted)
                 except ValueError as error:
@@ -98,14 +103,22 @@ class Tailor:
             flat.keep.clear()
             raise
 
-    def _dtypes(self, flat: Flat, tokens: list[Token], types: Types) -> dict[int, str]:
+    def _note_unused(self, patterns: Patterns | None) -> None:
+        if patterns is not None:
+            self.unused += [f"{patterns.argument}: {text!r}" for text in patterns.unused()]
+
+    def _dtypes(self, flat: Flat, tokens: list[Token], types: Types, *, strict: bool) -> dict[int, str]:
         given: list[Any] = [_given(tensor) for tensor in flat.tensors]
         wanted = [token for token in tokens if type(token) is list and token[0] in {"tensor", "array"}]
         stock = Stock(tokens, given, [""], wanted, types, self._operation)
-        exact = set()
-        if isinstance(self._dtype, Mapping):
-            exact = {index for index, name in stock.names() if name in self._dtype and index not in flat.inner}
-        return dtypes_of(stock, self._dtype, strict=True, exact=exact)
+        dtypes = dtypes_of(stock, self._dtype, strict=strict)
+        if not isinstance(self._dtype, Mapping):
+            return dtypes
+        patterns = Patterns("dtype", self._dtype)
+        for _, name in stock.names():
+            patterns.first(name)
+        self._note_unused(patterns)
+        return dtypes | named_dtypes_of(stock, self._dtype, flat.inner)
 
     def _cast(self, flat: Flat, index: int, name: str) -> None:
         value, tensor = flat.keep[index], flat.tensors[index]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt._state.flatten import Flat, flatten
+from fastckpt._state.registry import Types
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spreads import Spreads
@@ -22,7 +23,7 @@ from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastckpt._state.registry import Types
+    from fastckpt._api.tailor import Tailor
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
@@ -93,6 +94,7 @@ def describe(
     metadata: Any = None,
     per_rank: Any = None,
     model_key: str | None = "auto",
+    tailor: Tailor | None = None,
     types: Types | None = None,
     default: Callable[[Any], Any] | None = None,
 ) -> Local:
@@ -106,6 +108,7 @@ def describe(
         metadata: see :func:`fastckpt.save`.
         per_rank: a state that belongs to this rank alone, without DTensors; None for none.
         model_key: see :func:`fastckpt.save`.
+        tailor: what is left out of the state, and cast; None for nothing.
         types: the types with names that are known.
         default: see :func:`fastckpt.save`.
 
@@ -117,9 +120,12 @@ def describe(
         metadata, operation=f"{operation}: metadata", refuse_tensors=NO_TENSORS, types=types, default=default
     )
     spreads = Spreads(ranks, rank)
-    flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads)
+    excluded = None if tailor is None else tailor.excluded
+    flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads, excluded=excluded)
     extra = None
     try:
+        if tailor is not None:
+            tailor.fit(flat, types or Types(operation), strict=len(ranks) == 1)
         if per_rank is not None:
             extra = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
         movers = dict(flat.movers)

@@ -33,6 +33,7 @@ from .offers import combine_arrivals, combine_offers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from fastckpt._api.tailor import Tailor
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
@@ -88,10 +89,12 @@ class Order:
     Attributes:
         local: what this rank saves.
         settings: how, but for the prefix of the model.
+        tailor: what is left out and cast.
     """
 
     local: Local
     settings: dict[str, Any]
+    tailor: Tailor
 
     def terms(self) -> str:
         """What has to be equal on all ranks beside the state."""
@@ -111,6 +114,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     files: Files | None,
     shard_size: int | str,
     model_key: str | None,
+    tailor: Tailor,
     default: Callable[[Any], Any] | None,
     registry: Registry | None,
     io: str,
@@ -141,13 +145,14 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         metadata=metadata,
         per_rank=per_rank,
         model_key=model_key,
+        tailor=tailor,
         types=Types(operation, registry),
         default=default,
     )
     warn_of_unnamed(
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
-    return Order(local, settings)
+    return Order(local, settings, tailor)
 
 
 def save_order(
@@ -167,7 +172,7 @@ def save_order(
     agreement = Agreement(order.local)
     verdict = operation.round(
         "arrive",
-        [agreement.arrival(), [[session.group.rank, order.terms()]]],
+        [agreement.arrival(), [[session.group.rank, order.terms()]], order.tailor.unused],
         combine=_combine_calls,
         decide=lambda arrived: _decide(agreement, path, arrived),
     )
@@ -195,7 +200,7 @@ def save_order(
         written = write_checkpoint(
             session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick
         )
-        return written._replace(own=staging.noted(written.own))
+        return written._replace(own=order.tailor.noted(staging.noted(written.own)))
 
 
 def core_spread(spread: Spread) -> _core.Spread:
@@ -206,17 +211,18 @@ def core_spread(spread: Spread) -> _core.Spread:
 
 
 def _combine_calls(calls: list[Any]) -> list[Any]:
-    """What several ranks say when they arrive: their tables, and the first of each kind of terms."""
+    """What several ranks say when they arrive: their tables, the first of each kind of terms, and unused patterns."""
     terms: dict[str, int] = {}
-    for _, pairs in calls:
+    for _, pairs, _ in calls:
         for rank, text in pairs:
             terms.setdefault(text, rank)
     shown = sorted((rank, text) for text, rank in terms.items())[:2]
-    return [combine_arrivals([arrival for arrival, _ in calls]), [list(one) for one in shown]]
+    unused = [text for text in calls[0][2] if all(text in others for _, _, others in calls)]
+    return [combine_arrivals([arrival for arrival, _, _ in calls]), [list(one) for one in shown], unused]
 
 
 def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
-    arrival, terms = arrived
+    arrival, terms, unused = arrived
     if len(terms) > 1:
         (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in terms]
         name = next(name for name in own if own[name] != other[name])
@@ -225,6 +231,8 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
             f"save: {path}: {name}= differs between ranks: {values[0]} on rank {first}, {values[1]} on rank {second}: "
             "give the same on all ranks"
         )
+    if unused:
+        raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
     return agreement.decide(arrival)
 
 
