@@ -71,6 +71,13 @@ class Report(TypedDict):
     tensors: int
 
 @type_check_only
+class WrittenReport(Report):
+    """A report of a save, and what it linked from its base."""
+
+    linked_files: int
+    linked_bytes: int
+
+@type_check_only
 class ExchangedReport(Report):
     """A report of one rank, and the bytes that it sent to other ranks and received from them."""
 
@@ -109,6 +116,8 @@ class SaveOptions:
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
     Names that begin with ``training_prefix`` are not the model's, unless it is empty.
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
+    ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for each
+    tensor whether it stays as it is, and is empty where that is not said. Ranks ignore both.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
     ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
@@ -127,6 +136,8 @@ class SaveOptions:
         training_prefix: str = "",
         overwrite: bool = True,
         files: Sequence[tuple[str, bytes]] = ...,
+        base: str | None = None,
+        frozen: Sequence[bool] = ...,
         io: str = "auto",
         threads: int | None = None,
         bandwidth_limit: int | None = None,
@@ -145,7 +156,7 @@ def save(
     options: SaveOptions,
     fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     tick: Callable[[int, int], None] | None,
-) -> Report:
+) -> WrittenReport:
     """Write a checkpoint; durable and visible when it returns.
 
     ``fill(ranges)`` brings the bytes of tensors without an address; worker threads call it. A range is a tuple
@@ -365,7 +376,7 @@ class Snapshot:
 
         RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
         """
-    def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> Report:
+    def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
         """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`."""
     def close(self) -> None:
         """Give the memory back, and free what it knows."""

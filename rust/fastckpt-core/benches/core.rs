@@ -79,6 +79,8 @@ fn manifests(c: &mut Criterion) {
             data_offset: shard.header.len() as u64,
             header_crc: hex.clone(),
             crc: hex.clone(),
+            modified: Some(1 << 60),
+            links: 0,
         }],
         tensors: specs
             .into_iter()
@@ -93,6 +95,7 @@ fn manifests(c: &mut Criterion) {
                     shard,
                     offset,
                     crc: hex.repeat(extents as usize),
+                    crc64xz: hex.clone(),
                     logical: None,
                 }
             })

@@ -88,6 +88,18 @@ pub struct ShardEntry {
     pub header_crc: String,
     /// CRC of the whole file.
     pub crc: String,
+    /// When the file was changed last, in nanoseconds since 1970 UTC, as its file system said when its bytes were last
+    /// written or read. Without it, its bytes are read before it is linked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub modified: Option<i64>,
+    /// How many saves have linked it since it was written.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub links: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde passes")]
+const fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// A tensor in the manifest.
@@ -106,6 +118,9 @@ pub struct TensorEntry {
     pub offset: u64,
     /// CRCs of its extents, 16 digits each.
     pub crc: String,
+    /// CRC-64/XZ of all its bytes; empty if it was not taken.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub crc64xz: String,
     /// Logical dtype and shape, if they differ from the stored ones.
     #[serde(rename = "as", default, skip_serializing_if = "Option::is_none")]
     pub logical: Option<Logical>,
@@ -235,9 +250,9 @@ pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
         let extents = geometry::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size);
         let logical = tensor.logical.as_ref();
         let logical = logical.map_or(0, |(dtype, shape)| 40 + text(dtype) + numbers(shape));
-        160 + text(&tensor.name) + numbers(&tensor.shape) + HEX as u64 * extents + logical
+        190 + text(&tensor.name) + numbers(&tensor.shape) + HEX as u64 * extents + logical
     });
-    let shards = plan.shards.iter().map(|shard| 200 + text(&shard.file) + text(&shard.prefix));
+    let shards = plan.shards.iter().map(|shard| 270 + text(&shard.file) + text(&shard.prefix));
     tensors.chain(shards).sum::<u64>() + texts.iter().map(|text| text.len() as u64).sum::<u64>() + 2 * LEEWAY
 }
 
@@ -295,6 +310,8 @@ pub(super) mod tests {
                 data_offset: 4096,
                 header_crc: checksum::to_hex(1),
                 crc: checksum::to_hex(2),
+                modified: None,
+                links: 0,
             }],
             tensors: vec![TensorEntry {
                 name: "a".to_owned(),
@@ -303,6 +320,7 @@ pub(super) mod tests {
                 shard: 0,
                 offset: 4096,
                 crc: checksum::to_hex(3),
+                crc64xz: String::new(),
                 logical: None,
             }],
             structure: raw(r#"[["dict",1],"a",["tensor",0]]"#),

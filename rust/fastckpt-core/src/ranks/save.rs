@@ -17,7 +17,7 @@ use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
-use crate::engine::report::Report;
+use crate::engine::report::{Linked, Report};
 use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::decode;
@@ -250,6 +250,7 @@ impl RankSave {
             warnings: Vec::new(),
             shards: work.files(),
             tensors: work.tensors(),
+            linked: Linked::default(),
         };
         Ok((report, work.pieces()))
     }

@@ -81,6 +81,25 @@ impl Checkpoint {
         Ok((report, damage))
     }
 
+    /// Compares every byte of one shard with its checksum. The first difference is an error. The operation appears in
+    /// the monitor as a verification.
+    pub fn check_shard(&self, index: usize, options: &Options, tick: Tick<'_>) -> Result<()> {
+        let operation = Operation::begin(Kind::Verify, &self.path, options.step, &options.environment);
+        let mut check = || {
+            let begin = Instant::now();
+            self.check_headers(&[index])?;
+            let tensors = self.body.tensors.iter().enumerate().filter(|(_, tensor)| tensor.shard == index);
+            let request = |(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere };
+            let plan = plan::plan(&self.body, tensors.map(request).collect(), true)?;
+            let choice = Choice::new(options, self.body.shards[index].bytes);
+            let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+            self.run(&job, &choice, options, begin, &operation, &mut *tick).map(drop)
+        };
+        let outcome = check().map_err(|error| self.settle(error));
+        operation.end(telemetry::outcome(&outcome));
+        outcome
+    }
+
     /// The length of a shard, and whether the shard cannot be opened at all.
     fn shard_length(&self, shard: &ShardEntry) -> (u64, bool) {
         file::open_regular(self.directory.as_fd(), &shard.file).map_or((0, true), |(_, len)| (len, false))
