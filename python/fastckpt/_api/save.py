@@ -150,6 +150,7 @@ def save(  # noqa: PLR0913 - all by name
                     direct=way.direct,
                 )
                 in_flight.wait_for_path(target)
+                in_flight.wait_for_path(earlier)
                 with ticker("save", target, shown=progress) as tick:
                     done = _core.save(
                         target,
