@@ -13,7 +13,7 @@ use rustix::io::{Errno, retry_on_intr};
 use super::content::{ON_ITS_WAY, is_ours, is_remnant};
 use super::directory::{entries, id};
 use super::workspace::Workspace;
-use crate::error::{Error, Result};
+use crate::error::{Error, LINK, Result};
 use crate::format::groups::is_shard_name;
 
 impl Workspace {
@@ -77,7 +77,7 @@ impl Workspace {
             // It has too many links, belongs to somebody else, or lies where there are none.
             Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
         };
-        linked.map_err(Error::io("link", &path))
+        linked.map_err(Error::io(LINK, &path))
     }
 
     /// Whether `name`, which was just made, is a link of `open`, and not of what replaced it; it is durable then.

@@ -22,7 +22,7 @@ use crate::sys::file::open_regular;
 
 /// The bytes of a linked file are read about once in this many saves. In between, its time of modification stands for
 /// them.
-const TRUSTED: u64 = 8;
+const TRUSTED: u64 = 16;
 /// What is unchanged gets files of its own where it is at least this part of what is written of its group.
 const FEW: u64 = 16;
 

@@ -131,18 +131,18 @@ fn damage_of_a_base_is_not_inherited() {
 }
 
 #[test]
-fn damage_that_leaves_the_time_as_it_was_is_noticed_within_eight_saves() {
+fn damage_that_leaves_the_time_as_it_was_is_noticed_within_sixteen_saves() {
     let parent = tempfile::tempdir().unwrap();
     let path = |number: usize| parent.path().join(number.to_string());
     saved(&path(0), None, &[1, 2], &[]);
     let entry = body(&path(0)).shards.remove(0);
     damage(&path(0).join(&entry.file), entry.bytes as usize - 1);
-    let noticed = (1..9)
+    let noticed = (1..17)
         .filter(|&number| !written(&path(number), Some(&path(number - 1)), &[1, 2], &[]).warnings.is_empty());
     assert_eq!(noticed.count(), 1);
-    saved(&path(9), Some(&path(8)), &[1, 2], &[]);
+    saved(&path(17), Some(&path(16)), &[1, 2], &[]);
     let turns = |crc: &str| {
-        (0..8).filter(|&links| is_due(&ShardEntry { links, crc: crc.to_owned(), ..entry.clone() })).count()
+        (0..16).filter(|&links| is_due(&ShardEntry { links, crc: crc.to_owned(), ..entry.clone() })).count()
     };
     assert_eq!(["0000000000000000", "000000000000000f", "80000000000000a5"].map(turns), [1; 3]);
 }
