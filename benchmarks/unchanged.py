@@ -8,10 +8,10 @@ In each round the same state is saved three ways, which take turns to be first:
 - **same**: with a base, and nothing has changed;
 - **tuned**: with a base, and one percent of the bytes have changed, as in a fine-tune of a few layers.
 
-The base of a round is what the round before wrote in the same way. The bytes written are those of all files that the new
-directory shares with no other. About every sixteenth save reads a file of its base again, and that is part of the mean:
-give at least 17 rounds. GB is 10^9 bytes. ``--check`` exits with 1 when a bar is missed: ``same`` takes at most a quarter
-of the time and a hundredth of the bytes of ``full``, ``tuned`` at most a twentieth of the bytes.
+The base of a round is what the round before wrote in the same way. The bytes written are those of all files that the
+new directory shares with no other. About every sixteenth save reads a file of its base again, and that is part of the
+mean: give at least 17 rounds. GB is 10^9 bytes. ``--check`` exits with 1 when a bar is missed: ``same`` takes at most a
+quarter of the time and a hundredth of the bytes of ``full``, ``tuned`` at most a twentieth of the bytes.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class SaveOptions:
     ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
     Names that begin with ``training_prefix`` are not the model's, unless it is empty.
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
-    ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for each
-    tensor whether it stays as it is, and is empty where that is not said. Ranks ignore both.
+    ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for
+    each tensor whether it stays as it is, and is empty where that is not said. Ranks ignore both.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
     ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:

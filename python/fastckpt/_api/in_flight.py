@@ -105,7 +105,7 @@ def to_path(path: str | None) -> list[SaveInFlight]:
     return [save for save in saves() if save.path == path and save.holds_others()]
 
 
-def wait_for_path(path: str | None) -> None:
+def wait_for_path(path: str) -> None:
     """Wait for saves to ``path`` in flight."""
     for save in to_path(path):
         save.finished.wait()

@@ -69,7 +69,7 @@ def save(  # noqa: PLR0913 - all by name
         base: an earlier checkpoint. Files of it that hold nothing but tensors that have not changed are linked into the
             new checkpoint instead of written, and the rest is written so that unchanged tensors have files of their own
             from then on. Each directory stays whole by itself, and may be removed. May be ``path``. A base that is
-            damaged, missing or of another kind is a warning in the report: then more is written. docs/guide-unchanged.md
+            damaged, missing or of another kind is a warning in the report: then more is written. docs/unchanged.md
             has the rules.
         frozen: patterns (as ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later saves: they get
             files of their own in the first save. Without it, they are found in the second one.
@@ -108,8 +108,8 @@ def save(  # noqa: PLR0913 - all by name
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was written.
         KeyError: a pattern in ``frozen`` matches nothing; nothing was written.
-        ValueError: an argument is out of range, ``path`` or ``base`` is a URL, ``model_key`` leads to no mapping, or a name in
-            ``files`` is not a plain file name, or one of fastckpt's own.
+        ValueError: an argument is out of range, ``path`` or ``base`` is a URL, ``model_key`` leads to no mapping, or a
+            name in ``files`` is not a plain file name, or one of fastckpt's own.
 
     Warns:
         RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
@@ -150,7 +150,8 @@ def save(  # noqa: PLR0913 - all by name
                     direct=way.direct,
                 )
                 in_flight.wait_for_path(target)
-                in_flight.wait_for_path(earlier)
+                if earlier is not None:
+                    in_flight.wait_for_path(earlier)
                 with ticker("save", target, shown=progress) as tick:
                     done = _core.save(
                         target,

@@ -70,6 +70,7 @@ fn manifests(c: &mut Criterion) {
             threads: 1,
             seconds: 1.0,
             gigabytes_per_second: 1.0,
+            files: Vec::new(),
         },
         block_size: plan.block_size,
         shards: vec![manifest::ShardEntry {
@@ -79,8 +80,6 @@ fn manifests(c: &mut Criterion) {
             data_offset: shard.header.len() as u64,
             header_crc: hex.clone(),
             crc: hex.clone(),
-            modified: Some(1 << 60),
-            links: 0,
         }],
         tensors: specs
             .into_iter()

@@ -227,13 +227,12 @@ mod tests {
 
     #[test]
     fn the_two_polynomials_have_no_common_factor() {
-        let degree = |polynomial: u128| 127 - polynomial.leading_zeros();
         // The highest bit of a field's polynomial is x^0, and x^64 is not in it.
         let whole = |field: &Field| 1 << 64 | u128::from(field.polynomial.reverse_bits());
         let (mut a, mut b) = (whole(&NVME), whole(&XZ));
         while b != 0 {
-            while a != 0 && degree(a) >= degree(b) {
-                a ^= b << (degree(a) - degree(b));
+            while a != 0 && a.ilog2() >= b.ilog2() {
+                a ^= b << (a.ilog2() - b.ilog2());
             }
             (a, b) = (b, a);
         }

@@ -3,7 +3,6 @@
 use crate::error::{Error, Result};
 use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
-use crate::format::layout::{Shard, TensorSpec};
 use crate::format::limits::MAX_HEADER;
 
 /// A shard of another checkpoint that becomes a shard of this one as it is.
@@ -15,20 +14,6 @@ pub struct Taken {
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
-}
-
-impl Taken {
-    /// The shard that it becomes.
-    pub(super) fn shard(&self, number: usize, group: &Group, file: String) -> Shard {
-        Shard {
-            file,
-            prefix: group.prefix.clone(),
-            header: Vec::new(),
-            placements: self.placements.clone(),
-            bytes: self.bytes,
-            taken: Some(number),
-        }
-    }
 }
 
 /// What a layout keeps apart from the rest.
@@ -79,10 +64,18 @@ impl Filling {
     }
 }
 
+/// What is asked of a tensor here.
+pub(super) struct Asked<'a> {
+    pub(super) name: &'a str,
+    /// Its bytes.
+    pub(super) bytes: u64,
+    /// An upper bound for its bytes in the header.
+    pub(super) entry: u64,
+}
+
 /// The shards of each group in their order: those that are taken, those of tensors that stay as they are, the others.
 pub(super) fn of(
-    tensors: &[TensorSpec],
-    sizes: &[u64],
+    tensors: &[Asked<'_>],
     groups: &[Group],
     shard_size: u64,
     apart: &Apart<'_>,
@@ -93,13 +86,12 @@ pub(super) fn of(
     }
     let mut filling: Vec<[Filling; 2]> = groups.iter().map(|_| <[Filling; 2]>::default()).collect();
     for tensor in by_name(tensors)? {
-        let name = &tensors[tensor].name;
+        let Asked { name, bytes, entry } = tensors[tensor];
         let group = groups.iter().position(|group| group.holds(name));
         let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
         if !elsewhere[tensor] {
             let moves = !apart.still.get(tensor).copied().unwrap_or(false);
-            let size = (sizes[tensor], header_entry(&tensors[tensor]));
-            filling[group][usize::from(moves)].add(tensor, size, shard_size);
+            filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);
         }
     }
     let mut families: Vec<Vec<Member>> = groups.iter().map(|_| Vec::new()).collect();
@@ -117,18 +109,12 @@ pub(super) fn of(
 }
 
 /// The tensors in the order of their names. Two equal names are an error.
-fn by_name(tensors: &[TensorSpec]) -> Result<Vec<usize>> {
-    let name = |tensor: &usize| tensors[*tensor].name.as_str();
+fn by_name(tensors: &[Asked<'_>]) -> Result<Vec<usize>> {
+    let name = |tensor: &usize| tensors[*tensor].name;
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
     match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
         Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
         None => Ok(order),
     }
-}
-
-/// An upper bound for the header bytes of one tensor. JSON escapes a byte to at most six, and numbers have at most 20
-/// digits.
-fn header_entry(tensor: &TensorSpec) -> u64 {
-    100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }

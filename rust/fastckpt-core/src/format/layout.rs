@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
-use crate::format::families::{self, Apart, Member};
+use crate::format::families::{self, Apart, Asked, Member};
 use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
@@ -119,7 +119,11 @@ pub fn plan_apart(
     apart: &Apart<'_>,
 ) -> Result<Plan> {
     let sizes = checked_sizes(tensors, MAX_TENSORS)?;
-    let families = families::of(tensors, &sizes, groups, shard_size, apart)?;
+    let asked = tensors.iter().zip(&sizes);
+    let asked: Vec<_> = asked
+        .map(|(tensor, &bytes)| Asked { name: &tensor.name, bytes, entry: header_entry(tensor) })
+        .collect();
+    let families = families::of(&asked, groups, shard_size, apart)?;
     let count = families.iter().map(Vec::len).sum();
     if count > MAX_SHARDS {
         let what = format!("this state would need more than {MAX_SHARDS} shards: give a larger shard_size");
@@ -132,7 +136,14 @@ pub fn plan_apart(
             let file = shard_name(&group.stem, index, family.len());
             let shard = match member {
                 Member::Tensors(members) => lay_out(tensors, &sizes, members, group, file)?,
-                Member::Taken(number) => apart.taken[*number].shard(*number, group, file),
+                &Member::Taken(number) => Shard {
+                    file,
+                    prefix: group.prefix.clone(),
+                    header: Vec::new(),
+                    placements: apart.taken[number].placements.clone(),
+                    bytes: apart.taken[number].bytes,
+                    taken: Some(number),
+                },
             };
             for placement in &shard.placements {
                 places[placement.tensor] = (shards.len(), placement.offset);
@@ -168,6 +179,12 @@ fn checked_sizes(tensors: &[TensorSpec], most: usize) -> Result<Vec<u64>> {
             bytes.ok_or_else(|| Error::Invalid(format!("tensor `{}` has an impossible size", tensor.name)))
         })
         .collect()
+}
+
+/// An upper bound for the header bytes of one tensor. JSON escapes a byte to at most six, and numbers have at most 20
+/// digits.
+fn header_entry(tensor: &TensorSpec) -> u64 {
+    100 + 6 * tensor.name.len() as u64 + 21 * tensor.shape.len() as u64
 }
 
 /// Orders the tensors of one shard, which come sorted by name, places them and builds the header (`docs/format.md`,

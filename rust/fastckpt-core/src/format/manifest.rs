@@ -70,6 +70,19 @@ pub struct Saved {
     pub seconds: f64,
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
+    /// What stands for the bytes of each shard when another save links it. Empty if it was not taken.
+    #[serde(default, deserialize_with = "files", skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<Vouched>,
+}
+
+/// What stands for the bytes of a file that are not read before it is linked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vouched {
+    /// When the file was changed last, in nanoseconds since 1970 UTC, as its file system said when its bytes were last
+    /// written or read.
+    pub modified: i64,
+    /// How many saves have linked it since it was written.
+    pub links: u64,
 }
 
 /// A shard in the manifest.
@@ -88,18 +101,6 @@ pub struct ShardEntry {
     pub header_crc: String,
     /// CRC of the whole file.
     pub crc: String,
-    /// When the file was changed last, in nanoseconds since 1970 UTC, as its file system said when its bytes were last
-    /// written or read. Without it, its bytes are read before it is linked.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub modified: Option<i64>,
-    /// How many saves have linked it since it was written.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub links: u64,
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde passes")]
-const fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 /// A tensor in the manifest.
@@ -171,6 +172,10 @@ impl TensorEntry {
 pub(super) fn shards<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Vec<ShardEntry>, D::Error> {
+    deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
+}
+
+fn files<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<Vouched>, D::Error> {
     deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
 }
 
@@ -301,6 +306,7 @@ pub(super) mod tests {
                 threads: 2,
                 seconds: 0.25,
                 gigabytes_per_second: 1.0,
+                files: Vec::new(),
             },
             block_size: 4096,
             shards: vec![ShardEntry {
@@ -310,8 +316,6 @@ pub(super) mod tests {
                 data_offset: 4096,
                 header_crc: checksum::to_hex(1),
                 crc: checksum::to_hex(2),
-                modified: None,
-                links: 0,
             }],
             tensors: vec![TensorEntry {
                 name: "a".to_owned(),

@@ -306,7 +306,7 @@ impl RankSave {
         let Figures { engine, fallback, threads, seconds } = figures;
         let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
         let body = Body {
-            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second },
+            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second, files: Vec::new() },
             shards: shards.collect(),
             tensors: entries.collect(),
             ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?

@@ -15,10 +15,11 @@ use crate::error::{Error, Result, Visible};
 use crate::format::checksum;
 use crate::format::families::Taken;
 use crate::format::groups::Group;
-use crate::format::layout::TensorSpec;
-use crate::format::manifest::{Body, ShardEntry, TensorEntry};
+use crate::format::layout::{Plan, TensorSpec};
+use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
 use crate::sys::file::open_regular;
+use crate::sys::fork::Held;
 
 /// The bytes of a linked file are read about once in this many saves. In between, its time of modification stands for
 /// them.
@@ -51,6 +52,7 @@ pub(super) struct Beside {
     /// The shards that were taken over, and for each its entry in the base's manifest.
     pub(super) taken: Vec<Taken>,
     pub(super) entries: Vec<ShardEntry>,
+    vouched: Vec<Vouched>,
     /// For each tensor that lies in one of them, its entry in the base's manifest.
     pub(super) tensors: Vec<Option<TensorEntry>>,
     /// Why not everything that is unchanged could be taken over.
@@ -108,13 +110,14 @@ impl Beside {
         let mut refused = Vec::new();
         for (index, taken) in candidates(base.body(), &same, tensors, reuse) {
             match take(workspace, base, index, self.taken.len(), options, &mut *tick) {
-                Ok(entry) => {
+                Ok(vouched) => {
                     let of_base = |tensor: usize| Some(base.body().tensors[same[tensor]?].clone());
                     for placement in &taken.placements {
                         self.tensors[placement.tensor] = of_base(placement.tensor);
                     }
                     self.taken.push(taken);
-                    self.entries.push(entry);
+                    self.entries.push(base.body().shards[index].clone());
+                    self.vouched.push(vouched);
                 }
                 Err(error @ (Error::Interrupted | Error::Panic(_))) => return Err(error),
                 Err(error) => refused.push(error.to_string()),
@@ -127,6 +130,19 @@ impl Beside {
             self.warnings.push(format!("base: {first}{more}: what it holds was written again"));
         }
         Ok(())
+    }
+
+    /// What stands for the bytes of each shard of a plan, which lies in the workspace. Nothing, if a file cannot be looked
+    /// at: then all are read before they are linked.
+    pub(super) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
+        let written = |file: &str| {
+            let stat = fs::statat(workspace.directory(), file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            Some(Vouched { modified: modified(&stat), links: 0 })
+        };
+        let all = plan.shards.iter().map(|shard| {
+            shard.taken.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
+        });
+        all.collect::<Option<_>>().unwrap_or_default()
     }
 
     /// Keeps nothing apart in a group of which nearly all is written anyway: a file for a few constants would only be one
@@ -237,7 +253,7 @@ fn worth_linking(whole: Vec<(usize, Taken)>, mut still: Vec<u64>, shard_size: u6
 }
 
 /// Takes shard `index` of the base over into the workspace, after a look at its bytes or at what stands for them. Returns
-/// its entry.
+/// what stands for them from now on.
 fn take(
     workspace: &Workspace,
     base: &Checkpoint,
@@ -245,7 +261,7 @@ fn take(
     number: usize,
     options: &Options,
     tick: Tick<'_>,
-) -> Result<ShardEntry> {
+) -> Result<Vouched> {
     let shard = &base.body().shards[index];
     let path = base.path().join(&shard.file);
     let (open, bytes) =
@@ -253,37 +269,33 @@ fn take(
     if bytes != shard.bytes {
         return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
     }
+    let open = Held::from(open);
     let modified = || fs::fstat(&open).map(|stat| modified(&stat)).map_err(Error::io("look at", &path));
     let before = modified()?;
-    if shard.modified != Some(before) || is_due(shard) {
-        base.check_shard(index, options, tick)?;
+    let vouched = base.body().saved.files.get(index).filter(|vouched| vouched.modified == before);
+    if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
+        // What is read is no progress of the save.
+        base.check_shard(index, options, &mut |_, _| tick(0, 0))?;
     }
     workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &provisional(number))?;
     if modified()? != before {
         workspace.unlink(&provisional(number));
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    Ok(ShardEntry { modified: Some(before), links: shard.links.saturating_add(1), ..shard.clone() })
+    let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);
+    Ok(Vouched { modified: before, links: links.saturating_add(1) })
 }
 
 /// Whether it is the turn of a shard to be read. Shards take turns by their checksums, so that not all of them are read
 /// in the same save.
-fn is_due(shard: &ShardEntry) -> bool {
+fn is_due(shard: &ShardEntry, links: u64) -> bool {
     let turn = checksum::from_hex(shard.crc.as_bytes()).unwrap_or(0);
-    shard.links % TRUSTED == turn % TRUSTED
+    links % TRUSTED == turn % TRUSTED
 }
 
 /// When a file was changed last, in nanoseconds since 1970 UTC.
 fn modified(stat: &fs::Stat) -> i64 {
     stat.st_mtime.wrapping_mul(1_000_000_000).wrapping_add(stat.st_mtime_nsec.cast_signed())
-}
-
-/// Notes in the entries of shards that were written when that was.
-pub(super) fn note_times(workspace: &Workspace, shards: &mut [ShardEntry]) {
-    for shard in shards.iter_mut().filter(|shard| shard.modified.is_none()) {
-        let stat = fs::statat(workspace.directory(), &shard.file, AtFlags::SYMLINK_NOFOLLOW);
-        shard.modified = stat.ok().map(|stat| modified(&stat));
-    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::value::RawValue;
 
 pub use self::base::Reuse;
-use self::base::{Beside, note_times, provisional};
+use self::base::{Beside, provisional};
 pub use self::part::{Bytes, Part, Unsynced};
 pub use self::shards::{Written, write_shards};
 pub(crate) use self::whole::{shard_entry, tensor_entry};
@@ -34,7 +34,7 @@ use crate::format::groups::Group;
 use crate::format::index;
 use crate::format::layout::{self, Plan, Shard, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry, Writer};
+use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry, Vouched, Writer};
 use crate::format::tokens;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation, Phase};
@@ -125,8 +125,7 @@ fn write(
         (0..plan.shards.len()).filter(|&index| plan.shards[index].taken.is_none()).collect();
     let part = Part { plan, tensors, bytes, shards: &shards };
 
-    let mut written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
-    note_times(&workspace, &mut written.shards);
+    let written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
     let Written { ran, unsynced, seconds: [allocated, wrote, synced], .. } = written;
     let moving = planned + compared + allocated + wrote + synced;
 
@@ -137,6 +136,7 @@ fn write(
         threads: ran.threads as u64,
         seconds: moving,
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
+        files: beside.vouched(&workspace, plan),
     };
     let (shards, entries) = united(plan, &beside, written.shards, written.tensors);
     let body = Body { saved, shards, tensors: entries, ..body };
@@ -148,13 +148,14 @@ fn write(
     }
     let published = workspace.publish()?;
     let seconds = begin.elapsed().as_secs_f64();
+    let has_base = request.reuse.is_some_and(|reuse| reuse.base.is_some());
     let mut phases = vec![
-        ("plan", planned + allocated),
+        ("plan", planned + allocated + if has_base { 0.0 } else { compared }),
         ("write", wrote),
         ("fsync", synced + rest),
         ("commit", seconds - moving - rest),
     ];
-    if request.reuse.is_some_and(|reuse| reuse.base.is_some()) {
+    if has_base {
         phases.insert(1, ("compare", compared));
     }
     Ok(Report {
@@ -263,14 +264,14 @@ pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], 
     if manifest::at_most(tensors, plan, texts) <= most {
         return Ok(());
     }
-    let longest = |entry| ShardEntry { modified: Some(i64::MIN), links: u64::MAX, ..entry };
-    let shards = plan.shards.iter().map(|shard| longest(shard_entry(shard, 0)));
+    let shards = plan.shards.iter().map(|shard| shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
         let crc64xz = "0".repeat(16);
         TensorEntry { crc64xz, ..tensor_entry(tensor, place, "0".repeat(16 * extents as usize)) }
     });
-    let body = empty_body(0.0, plan.block_size, texts)?;
+    let mut body = empty_body(0.0, plan.block_size, texts)?;
+    body.saved.files = vec![Vouched { modified: i64::MIN, links: u64::MAX }; plan.shards.len()];
     manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
 }
 

@@ -263,8 +263,6 @@ pub(crate) fn shard_entry(shard: &Shard, crc: u64) -> ShardEntry {
         data_offset: shard.header.len() as u64,
         header_crc: checksum::to_hex(checksum::of(&shard.header)),
         crc: checksum::to_hex(crc),
-        modified: None,
-        links: 0,
     }
 }
 

@@ -81,8 +81,8 @@ fn what_does_not_change_is_linked_from_the_third_save_on() {
     assert_eq!(linked, [(0, 0, all), (0, 0, all), (1, all - rest, rest), (1, all - rest, rest)]);
     let first = path(3).join("model-00001-of-00002.safetensors");
     assert_eq!(std::fs::metadata(&first).unwrap().nlink(), 3);
-    let shards = body(&path(3)).shards;
-    assert_eq!(shards.iter().map(|shard| shard.links).collect::<Vec<_>>(), [2, 0]);
+    let files = body(&path(3)).saved.files;
+    assert_eq!(files.iter().map(|file| file.links).collect::<Vec<_>>(), [2, 0]);
     // Every directory stands by itself.
     for number in 0..3 {
         crate::commit::remove(&path(number), false).unwrap();
@@ -142,7 +142,7 @@ fn damage_that_leaves_the_time_as_it_was_is_noticed_within_sixteen_saves() {
     assert_eq!(noticed.count(), 1);
     saved(&path(17), Some(&path(16)), &[1, 2], &[]);
     let turns = |crc: &str| {
-        (0..16).filter(|&links| is_due(&ShardEntry { links, crc: crc.to_owned(), ..entry.clone() })).count()
+        (0..16).filter(|&links| is_due(&ShardEntry { crc: crc.to_owned(), ..entry.clone() }, links)).count()
     };
     assert_eq!(["0000000000000000", "000000000000000f", "80000000000000a5"].map(turns), [1; 3]);
 }
