@@ -21,6 +21,7 @@ import fastckpt
 from harness import manifest, mounts, needs
 from harness.same import same
 
+BLOCK = 4 << 20
 DATA = Path(__file__).parents[1] / "data"
 
 
@@ -100,6 +101,8 @@ def test_what_is_named_frozen_is_linked_from_the_second_save_on(tmp_path):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_unchanged_state_is_linked_whole(tmp_path, asynchronous, engine):
     state = {**fine_tune(), "strided": torch.arange(3000.0).reshape(30, 100).t(), "array": np.arange(5), "none": []}
+    state["large"] = torch.arange(2 << 20, dtype=torch.int32)
+    assert state["large"].nbytes == 2 * BLOCK
     fastckpt.save(state, tmp_path / "0")
     if asynchronous:
         report = fastckpt.save_async(state, tmp_path / "1", base=tmp_path / "0", io=engine).result()
@@ -110,7 +113,10 @@ def test_an_unchanged_state_is_linked_whole(tmp_path, asynchronous, engine):
     # Nothing of it lies in pages of the base that a later change of the state could reach.
     state["array"][0] = 7
     report = fastckpt.save(state, tmp_path / "2", base=tmp_path / "1")
-    assert (report.linked_files, report.bytes) == (1, size(state) - size_of_model(state) + 30 * 100 * 4 + 40)
+    assert (report.linked_files, report.bytes) == (
+        1,
+        size(state) - size_of_model(state) + 30 * 100 * 4 + 40 + 2 * BLOCK,
+    )
     assert same(fastckpt.load(tmp_path / "2"), state)
 
 
@@ -135,6 +141,73 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
         loaded = fastckpt.load(tmp_path / str(step))
         assert float(loaded["model"]["head.weight"][0, 0]) == step == loaded["step"]
         assert fastckpt.verify(tmp_path / str(step)).ok
+
+
+def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
+    state = {**fine_tune(), "large": torch.arange(2 << 20, dtype=torch.int32)}
+    fastckpt.save(state, tmp_path / "base", frozen=["model.layers.*", "large"], threads=1)
+    train(state)
+    for number, save in enumerate((fastckpt.save, lambda *given, **more: fastckpt.save_async(*given, **more).result())):
+        report = save(state, tmp_path / str(number), base=tmp_path / "base", io=engine)
+        assert report.linked_files == 2
+    one, other = (manifest.body_of(tmp_path / name) for name in "01")
+    assert (one["shards"], one["tensors"]) == (other["shards"], other["tensors"])
+    assert [shard["file"] for shard in one["shards"]] == [
+        f"{group}-{number:05}-of-00002.safetensors" for group in ("model", "training") for number in (1, 2)
+    ]
+    for shard in one["shards"]:
+        assert (tmp_path / "0" / shard["file"]).read_bytes() == (tmp_path / "1" / shard["file"]).read_bytes()
+
+
+def crc64xz(data):
+    """The definition, bit by bit."""
+    value = (1 << 64) - 1
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0xC96C5795D7870F42 if value & 1 else 0)
+    return value ^ (1 << 64) - 1
+
+
+def test_both_checksums_of_a_tensor_decide(tmp_path):
+    state = {"a": torch.arange(300, dtype=torch.uint8), "b": torch.ones(3), "empty": torch.ones(0)}
+    fastckpt.save(state, tmp_path / "base")
+    body = manifest.body_of(tmp_path / "base")
+    found = {tensor["name"]: tensor.get("crc64xz") for tensor in body["tensors"]}
+    assert found == {name: f"{crc64xz(tensor.numpy().tobytes()):016x}" for name, tensor in state.items()}
+
+    def linked(change):
+        altered = json.loads(json.dumps(body))
+        change(altered["tensors"][1])
+        manifest.forge(tmp_path / "base", altered)
+        report = fastckpt.save(state, tmp_path / "c", base=tmp_path / "base")
+        assert report.warnings == ()
+        assert same(fastckpt.load(tmp_path / "c"), state)
+        return report.linked_files
+
+    assert linked(len) == 1
+    # The first checksum is still right: only the second says that this is another tensor.
+    assert linked(lambda tensor: tensor.update(crc64xz="0" * 16)) == 0
+    assert linked(lambda tensor: tensor.update(crc64xz="none")) == 0
+    assert linked(lambda tensor: tensor.pop("crc64xz")) == 0
+
+
+def test_a_base_whose_files_nobody_vouches_for_is_read(tmp_path):
+    state = fine_tune()
+    fastckpt.save(state, tmp_path / "base")
+    # Like this, a copy has other times.
+    shutil.copytree(tmp_path / "base", tmp_path / "copy", copy_function=shutil.copyfile)
+    body = manifest.body_of(tmp_path / "base")
+    del body["saved"]["files"]
+    manifest.forge(tmp_path / "base", body)
+    for base in ("copy", "base"):
+        assert fastckpt.save(state, tmp_path / "c", base=tmp_path / base).linked_files == 2
+        file = tmp_path / base / "training.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        report = fastckpt.save(state, tmp_path / "c", base=tmp_path / base)
+        assert report.linked_files == 1
+        assert "training.safetensors" in report.warnings[0]
+        check(tmp_path / "c", state)
 
 
 def test_a_checkpoint_may_be_its_own_base(tmp_path):
