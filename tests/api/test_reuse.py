@@ -296,6 +296,7 @@ def test_a_base_on_another_file_system_is_written_anew(tmp_path):
     assert fastckpt.save(state, tmp_path / "d", base=tmp_path / "c").linked_files == 2
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("kind", ["xfs", "btrfs"])
 def test_blocks_are_shared_where_no_link_can_be_made(kind):
     state = fine_tune()
