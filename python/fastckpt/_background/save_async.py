@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastckpt import _core
@@ -21,6 +21,7 @@ from fastckpt._api.options import (
     check_pin,
 )
 from fastckpt._api.outcome import Attempt, logger
+from fastckpt._api.reuse import check_base, check_frozen, flags_of
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
@@ -45,6 +46,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
+    base: AnyPath | None = None,
+    frozen: str | Sequence[str] | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     default: Callable[[Any], Any] | None = None,
@@ -90,6 +93,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
         files: as for :func:`fastckpt.save`. Contents are taken at the call.
+        base: as for :func:`fastckpt.save`. The snapshot is compared, in the background.
+        frozen: as for :func:`fastckpt.save`.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
         default: as for :func:`fastckpt.save`.
@@ -114,7 +119,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         PermissionError: no directory can be made where ``path`` lies.
         Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
             ``pending_save`` of the exception is its handle. Or the copy failed.
-        ValueError: an argument is out of range, or ``path`` is a URL.
+        KeyError: a pattern in ``frozen`` matches nothing.
+        ValueError: an argument is out of range, or ``path`` or ``base`` is a URL.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed.
@@ -129,6 +135,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     check_nice("save_async", nice)
     check_on_error("save_async", on_error)
     nice, io_priority = _priority(nice, io_priority)
+    earlier, patterns = check_base("save_async", base), check_frozen("save_async", frozen)
     with range_of("fastckpt.save_async"):
         with Attempt("save", target, asynchronous=True):
             _core.check_target(target, bool(overwrite))
@@ -143,6 +150,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
                 "model_prefix": split_model("save_async", flat, model_key),
                 "overwrite": bool(overwrite),
                 "files": more,
+                "base": earlier,
+                "frozen": flags_of(patterns, [tensor.name for tensor in flat.tensors]),
                 "shard_size": file_bytes,
                 "io": io,
                 "threads": threads,
