@@ -72,6 +72,13 @@ class Report(TypedDict):
     tensors: int
 
 @type_check_only
+class WrittenReport(Report):
+    """A report of a save, and what it linked from its base."""
+
+    linked_files: int
+    linked_bytes: int
+
+@type_check_only
 class ExchangedReport(Report):
     """A report of one rank, and the bytes that it sent to other ranks and received from them."""
 
@@ -112,6 +119,8 @@ class SaveOptions:
     ``files`` are further files for the directory, by plain names that are not fastckpt's own.
     ``elapsed`` are the seconds since the program called, for the live counters. ``operation`` is the save that these
     options are for, if it has begun already; ``step`` and ``elapsed`` are its own then.
+    ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for
+    each tensor whether it stays as it is, and is empty where that is not said. Ranks ignore both.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
     ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
@@ -130,6 +139,8 @@ class SaveOptions:
         training_prefix: str = "",
         overwrite: bool = True,
         files: Sequence[tuple[str, bytes]] = ...,
+        base: str | None = None,
+        frozen: Sequence[bool] = ...,
         io: str = "auto",
         threads: int | None = None,
         bandwidth_limit: int | None = None,
@@ -150,7 +161,7 @@ def save(
     options: SaveOptions,
     fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     tick: Callable[[int, int], None] | None,
-) -> Report:
+) -> WrittenReport:
     """Write a checkpoint; durable and visible when it returns.
 
     ``fill(ranges)`` brings the bytes of tensors without an address; worker threads call it. A range is a tuple
@@ -387,7 +398,7 @@ class Snapshot:
 
         RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
         """
-    def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> Report:
+    def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
         """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`."""
     def close(self) -> None:
         """Give the memory back, and free what it knows."""

@@ -116,6 +116,14 @@ def test_neighbour_measures_both_sides(script):
     assert "bandwidth_limit=" in printed
 
 
+def test_unchanged_writes_what_has_changed(script):
+    document, printed = script("unchanged.py", "--size", "0.01", "--rounds", "1")
+    full, same, tuned = (document[way][0]["bytes"] for way in ("full", "same", "tuned"))
+    assert 0 < same < 0.01 * full
+    assert 0.01 * full < tuned < 0.05 * full
+    assert "| same |" in printed
+
+
 @pytest.mark.root
 def test_a_loop_device_is_gone_when_the_run_is_terminated(tmp_path):
     needs.root()

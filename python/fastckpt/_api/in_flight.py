@@ -100,11 +100,15 @@ def saves() -> tuple[SaveInFlight, ...]:
     return tuple(_in_flight)
 
 
+def to_path(path: str | None) -> list[SaveInFlight]:
+    """The saves to ``path`` in flight that can be waited for."""
+    return [save for save in saves() if save.path == path and save.holds_others()]
+
+
 def wait_for_path(path: str) -> None:
     """Wait for saves to ``path`` in flight."""
-    for save in saves():
-        if save.path == path and save.holds_others():
-            save.finished.wait()
+    for save in to_path(path):
+        save.finished.wait()
 
 
 def failed(failure: Failure) -> None:

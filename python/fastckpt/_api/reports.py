@@ -53,7 +53,8 @@ class Report:
         path: the checkpoint's directory, absolute.
         bytes: bytes of tensor data moved; of a mapped load those checked.
         seconds: wall-clock seconds of the whole call.
-        phases: seconds by phase, in order: ``plan``, ``write`` or ``read``, and for a save ``fsync`` and ``commit``.
+        phases: seconds by phase, in order: ``plan``, ``write`` or ``read``, and for a save ``fsync`` and ``commit``;
+            with a base, ``compare`` before ``write``.
         threads: worker threads used.
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why it is not the engine that was asked for, or None.
@@ -150,6 +151,8 @@ class SaveReport(Report):
         staging: seconds that the copy to the snapshot took; 0.0 for a synchronous save.
         staged: bytes copied to the snapshot; 0 for a synchronous save.
         step: the training step, where the metadata has it as ``{"step": ...}``, or None.
+        linked_files: files that were linked from ``base`` instead of written.
+        linked_bytes: bytes of tensor data in them. ``bytes`` are those that were written.
     """
 
     operation: ClassVar[str] = "save"
@@ -158,6 +161,8 @@ class SaveReport(Report):
     staging: float = 0.0
     staged: int = 0
     step: int | None = None
+    linked_files: int = 0
+    linked_bytes: int = 0
 
     def __post_init__(self) -> None:
         Report.__post_init__(self)
@@ -165,7 +170,10 @@ class SaveReport(Report):
             object.__setattr__(self, "stall", self.seconds)
 
     def __str__(self) -> str:
-        return self._line("saved", f", stall {self.stall:.3f} s" if self.staged else "")
+        line = self._line("saved", f", stall {self.stall:.3f} s" if self.staged else "")
+        if self.linked_files:
+            line += f" ({size(self.linked_bytes)} more in {count(self.linked_files, 'file')} linked from the base)"
+        return line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

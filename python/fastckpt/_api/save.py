@@ -24,6 +24,7 @@ from .options import DeviceEngine, check_bandwidth, check_engine
 from .outcome import Attempt, conclude
 from .progress import ticker
 from .reports import SaveReport
+from .reuse import check_base, check_frozen, flags_of
 from .tailor import Tailor
 
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
@@ -36,6 +37,8 @@ def save(  # noqa: PLR0913 - all by name
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
+    base: AnyPath | None = None,
+    frozen: str | Sequence[str] | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     exclude: str | Sequence[str] | None = None,
@@ -66,6 +69,13 @@ def save(  # noqa: PLR0913 - all by name
             and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
             with the checkpoint. Later saves to ``path`` carry them over, unless they give one of the same name. They
             are read into memory.
+        base: an earlier checkpoint. Files of it that hold nothing but tensors that have not changed are linked into the
+            new checkpoint instead of written, and the rest is written so that unchanged tensors have files of their own
+            from then on. Each directory stays whole by itself, and may be removed. May be ``path``. A base that is
+            damaged, missing or of another kind is a warning in the report: then more is written. docs/unchanged.md
+            has the rules.
+        frozen: patterns (as ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later saves: they get
+            files of their own in the first save. Without it, they are found in the second one.
         shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
@@ -101,7 +111,7 @@ def save(  # noqa: PLR0913 - all by name
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
             allows, or a tensor cannot be cast; nothing was written.
-        KeyError: a pattern of ``exclude`` or ``dtype`` matches nothing.
+        KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
         TypeError: a pattern is not a string.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
@@ -109,9 +119,9 @@ def save(  # noqa: PLR0913 - all by name
             last step fails, the sync of the parent directory, the new one has its name by then.)
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was written.
-        ValueError: an argument is out of range, ``path`` is a URL, ``model_key`` leads to no mapping, ``dtype`` is
-            none of floating-point numbers, nothing is left, or a name in ``files`` is not a plain file name, or one of
-            fastckpt's own.
+        ValueError: an argument is out of range, ``path`` or ``base`` is a URL, ``model_key`` leads to no mapping,
+            ``dtype`` is none of floating-point numbers, nothing is left, or a name in ``files`` is not a plain file
+            name, or one of fastckpt's own.
 
     Warns:
         RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
@@ -123,6 +133,7 @@ def save(  # noqa: PLR0913 - all by name
     file_bytes = bytes_of("save: shard_size", shard_size)
     limit = check_bandwidth("save", bandwidth_limit)
     more = check_files("save", files)
+    earlier, patterns = check_base("save", base), check_frozen("save", frozen)
     tailor = Tailor("save", exclude, dtype)
     with range_of("fastckpt.save"), Attempt("save", target):
         types = Types("save", registry)
@@ -133,6 +144,7 @@ def save(  # noqa: PLR0913 - all by name
             sources = Sources("save", flat.movers)
             warn_of_unnamed("save", flat, about)
             prefix = split_model("save", flat, model_key)
+            still = flags_of(patterns, [tensor.name for tensor in flat.tensors])
             with (
                 way_of("save", io, flat.movers, write=True) as way,
                 lent(sources.devices, flat.pulled) as staging,
@@ -141,6 +153,8 @@ def save(  # noqa: PLR0913 - all by name
                     model_prefix=prefix,
                     overwrite=bool(overwrite),
                     files=more,
+                    base=earlier,
+                    frozen=still,
                     shard_size=file_bytes,
                     io=way.engine,
                     threads=threads,
@@ -151,6 +165,8 @@ def save(  # noqa: PLR0913 - all by name
                     direct=way.direct,
                 )
                 in_flight.wait_for_path(target)
+                if earlier is not None:
+                    in_flight.wait_for_path(earlier)
                 with ticker("save", target, shown=progress) as tick:
                     done = _core.save(
                         target,

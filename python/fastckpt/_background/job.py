@@ -105,6 +105,9 @@ class Job:
         self.staging = 0.0
         #: For the live counters, from the moment at which the copy begins.
         self.operation: _core.Operation | None = None
+        #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
+        #: wait for ever.
+        self.earlier = [save for save in in_flight.to_path(settings.get("base")) if save is not pending]
 
     def _on_host(self, count: int) -> bytes:
         host = bytearray(b"\1" * count)
@@ -300,6 +303,8 @@ class Job:
 
     def _write(self) -> SaveReport:
         pending = self.pending
+        for save in self.earlier:
+            save.finished.wait()
         with ticker("save", pending.path, shown=True) if self.progress else nullcontext() as bar:
 
             def tick(done: int, total: int) -> None:

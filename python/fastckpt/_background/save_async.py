@@ -21,6 +21,7 @@ from fastckpt._api.options import (
     check_pin,
 )
 from fastckpt._api.outcome import Attempt, logger
+from fastckpt._api.reuse import check_base, check_frozen, flags_of
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._api.tailor import Tailor
 from fastckpt._files import Files, check_files
@@ -46,6 +47,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
+    base: AnyPath | None = None,
+    frozen: str | Sequence[str] | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     exclude: str | Sequence[str] | None = None,
@@ -93,6 +96,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         overwrite: as for :func:`fastckpt.save`.
         metadata: as for :func:`fastckpt.save`.
         files: as for :func:`fastckpt.save`. Contents are taken at the call.
+        base: as for :func:`fastckpt.save`. The snapshot is compared, in the background.
+        frozen: as for :func:`fastckpt.save`.
         shard_size: as for :func:`fastckpt.save`.
         model_key: as for :func:`fastckpt.save`.
         exclude: as for :func:`fastckpt.save`.
@@ -121,7 +126,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
         PermissionError: no directory can be made where ``path`` lies.
         Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
             ``pending_save`` of the exception is its handle. Or the copy failed.
-        ValueError: an argument is out of range, nothing of the state is left, or ``path`` is a URL.
+        ValueError: an argument is out of range, nothing of the state is left, or ``path`` or ``base`` is a URL.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed.
@@ -136,6 +141,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
     check_nice("save_async", nice)
     check_on_error("save_async", on_error)
     nice, io_priority = _priority(nice, io_priority)
+    earlier, patterns = check_base("save_async", base), check_frozen("save_async", frozen)
     with range_of("fastckpt.save_async"):
         with Attempt("save", target, asynchronous=True):
             _core.check_target(target, bool(overwrite))
@@ -152,6 +158,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
                 "model_prefix": split_model("save_async", flat, model_key),
                 "overwrite": bool(overwrite),
                 "files": more,
+                "base": earlier,
+                "frozen": flags_of(patterns, [tensor.name for tensor in flat.tensors]),
                 "shard_size": file_bytes,
                 "io": io,
                 "threads": threads,

@@ -138,6 +138,7 @@ class CastDownload(_device.Download):
 
     def ordered(self, part: Any) -> Any:
         """See :meth:`.device.Download.ordered`."""
+        part = part.resolve_neg()
         if self._lost is not None:
             self._loss.note_flag(self._lost(part))
         return part.to(self._dtype, memory_format=self.torch.contiguous_format)
@@ -182,7 +183,8 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
         value = value.view(-1)
 
     def convert(index: Index, contiguous: Bytes) -> None:
-        part = value[index] if index else value
+        # torch's copy between dtypes can take a view of changed signs for what it is a view of.
+        part = (value[index] if index else value).resolve_neg()
         torch.from_numpy(contiguous).view(dtype).view(part.shape).copy_(part)
         if lost is not None:
             loss.note(bool(lost(part)))

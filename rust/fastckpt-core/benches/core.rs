@@ -71,6 +71,7 @@ fn manifests(c: &mut Criterion) {
             threads: 1,
             seconds: 1.0,
             gigabytes_per_second: 1.0,
+            files: Vec::new(),
         },
         block_size: plan.block_size,
         shards: vec![manifest::ShardEntry {
@@ -94,6 +95,7 @@ fn manifests(c: &mut Criterion) {
                     shard,
                     offset,
                     crc: hex.repeat(extents as usize),
+                    crc64xz: hex.clone(),
                     logical: None,
                 }
             })

@@ -167,6 +167,9 @@ pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 /// The operation whose failure means that direct I/O was demanded and is not available.
 const DIRECT: &str = "use direct I/O on";
 
+/// The operation that takes over a file of another checkpoint.
+pub(crate) const LINK: &str = "link";
+
 /// The operation whose failure means that the process cannot map any more memory.
 pub(crate) const MAP: &str = "map";
 
@@ -195,6 +198,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::EMFILE) => ": too many open files (see `ulimit -n`)",
         Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
+        Some(libc::EXDEV) if operation == LINK => ": it is on another file system",
         // An overlay cannot rename what its lower layers hold.
         Some(libc::EXDEV) => {
             ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \

@@ -89,6 +89,7 @@ fn write(path: &Path, sizes: &[u64], contents: &[Content], shard: u64, options: 
         path,
         tensors: &specs(sizes),
         contents: Contents::Tensors(contents, &groups::of(""), shard),
+        reuse: None,
         structure: "[null]",
         metadata: "[null]",
         files: &[],

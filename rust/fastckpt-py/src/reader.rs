@@ -303,6 +303,7 @@ impl Reader {
                 path: &path,
                 tensors: &specs,
                 contents: core_save::Contents::Tensors(&contents, &options.groups, options.shard_size),
+                reuse: None,
                 structure,
                 metadata: self.checkpoint.body().metadata.get(),
                 files: &options.files(),

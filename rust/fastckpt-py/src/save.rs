@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fastckpt_core::Options;
 use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
-use fastckpt_core::save::{Contents, Request, save as core_save};
+use fastckpt_core::save::{Contents, Request, Reuse, save as core_save};
 use fastckpt_core::snapshot::State;
+use fastckpt_core::{Options, Report};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -69,6 +69,8 @@ pub(crate) struct SaveOptions {
     pub(crate) shard_size: u64,
     pub(crate) overwrite: bool,
     files: Vec<(String, PyBackedBytes)>,
+    base: Option<PathBuf>,
+    frozen: Vec<bool>,
     pub(crate) core: Options,
 }
 
@@ -76,14 +78,24 @@ impl SaveOptions {
     pub(crate) fn files(&self) -> Vec<(&str, &[u8])> {
         self.files.iter().map(|(name, content)| (name.as_str(), &**content)).collect()
     }
+
+    /// What may become part of the checkpoint as it is, if anything may.
+    pub(crate) fn reuse(&self) -> Option<Reuse<'_>> {
+        (self.base.is_some() || self.frozen.contains(&true)).then(|| Reuse {
+            base: self.base.as_deref(),
+            frozen: &self.frozen,
+            groups: &self.groups,
+            shard_size: self.shard_size,
+        })
+    }
 }
 
 #[pymethods]
 impl SaveOptions {
     #[new]
-    #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), io="auto",
-        threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None, elapsed=0.0, operation=None, staging=None,
-        direct=None))]
+    #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), base=None,
+        frozen=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None,
+        elapsed=0.0, operation=None, staging=None, direct=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -92,6 +104,8 @@ impl SaveOptions {
         training_prefix: &str,
         overwrite: bool,
         files: Vec<(String, PyBackedBytes)>,
+        base: Option<PathBuf>,
+        frozen: Vec<bool>,
         io: &str,
         threads: Option<usize>,
         bandwidth_limit: Option<u64>,
@@ -108,7 +122,8 @@ impl SaveOptions {
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
         let core =
             Options { bandwidth_limit, priority, call, begun, staging, direct, ..options(py, io, threads)? };
-        Ok(Self { groups: groups::beside(model_prefix, training_prefix), shard_size, overwrite, files, core })
+        let groups = groups::beside(model_prefix, training_prefix);
+        Ok(Self { groups, shard_size, overwrite, files, base, frozen, core })
     }
 }
 
@@ -132,6 +147,7 @@ fn save<'py>(
             path: &path,
             tensors: &state.tensors,
             contents: Contents::Tensors(&state.contents, &options.groups, options.shard_size),
+            reuse: options.reuse(),
             structure: &state.structure,
             metadata: &state.metadata,
             files: &options.files(),
@@ -139,7 +155,15 @@ fn save<'py>(
         };
         core_save(&request, &options.core, &mut self::tick(tick.as_ref(), &raised))
     });
-    to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
+    saved(py, &report.map_err(|error| to_python(&error, &raised))?)
+}
+
+/// The report of a save: what it linked, beside what all reports have.
+pub(crate) fn saved<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let dict = to_dict(py, report)?;
+    dict.set_item("linked_files", report.linked.files)?;
+    dict.set_item("linked_bytes", report.linked.bytes)?;
+    Ok(dict)
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

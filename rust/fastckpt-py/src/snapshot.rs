@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::{Raised, to_python};
-use crate::report::{tick, to_dict};
-use crate::save::{SaveOptions, Tensor, state};
+use crate::report::tick;
+use crate::save::{SaveOptions, Tensor, saved, state};
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -118,9 +118,10 @@ impl Snapshot {
     ) -> PyResult<Bound<'py, PyDict>> {
         let report = py.detach(|| {
             let mut tick = self::tick(tick.as_ref(), &self.raised);
-            self.core.save(&path, &options.files(), options.overwrite, &options.core, &mut tick)
+            let (files, reuse) = (options.files(), options.reuse());
+            self.core.save(&path, &files, options.overwrite, reuse, &options.core, &mut tick)
         });
-        to_dict(py, &report.map_err(|error| to_python(&error, &self.raised))?)
+        saved(py, &report.map_err(|error| to_python(&error, &self.raised))?)
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -1,19 +1,19 @@
 //! Files that a workspace takes from another directory. They are linked, or copied if there are no hard links.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, Timespec, Timestamps};
+use rustix::io::{Errno, retry_on_intr};
 
 use super::content::{ON_ITS_WAY, is_ours, is_remnant};
 use super::directory::{entries, id};
 use super::workspace::Workspace;
-use crate::error::{Error, Result};
+use crate::error::{Error, LINK, Result};
 use crate::format::groups::is_shard_name;
 
 impl Workspace {
@@ -60,35 +60,62 @@ impl Workspace {
         Ok(true)
     }
 
-    /// Takes over the shard `file`, of `bytes` bytes, as `name`. It comes from the checkpoint in the directory `from`,
-    /// whose path is for messages. Its bytes are durable when this returns. Its name is durable when the workspace is
-    /// published, like those of all shards.
+    /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is open
+    /// as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks; where the file system has neither, that is an
+    /// error. Its bytes are durable when this returns. Its name is durable when the workspace is published, like those
+    /// of all shards. `path`, of the other checkpoint, is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),
-        file: &str,
+        (file, open): (&str, BorrowedFd<'_>),
         name: &str,
-        bytes: u64,
     ) -> Result<()> {
-        if !is_shard_name(name) {
-            return Err(self.refused("link a shard into", &format!("`{name}` is not the name of a shard")));
-        }
         let path = path.join(file);
-        let text = |text: &str| {
-            CString::new(text).map_err(|_| self.refused("link a shard into", "a name is not one"))
+        let linked = match fs::linkat(from, file, self.directory(), name, AtFlags::empty()) {
+            Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
+            Err(Errno::EXIST) => Err(Errno::EXIST.into()),
+            // It has too many links, belongs to somebody else, or lies where there are none.
+            Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
         };
-        let (file, name) = (text(file)?, text(name)?);
-        take(from, &file, self.directory(), &name).map_err(Error::io("link", &path))?;
-        let stat = fs::statat(self.directory(), &name, AtFlags::SYMLINK_NOFOLLOW);
-        let stat = stat.map_err(Error::io("look at the link of", &path))?;
-        if stat.st_mode & libc::S_IFMT != libc::S_IFREG || u64::try_from(stat.st_size) != Ok(bytes) {
-            let _ = fs::unlinkat(self.directory(), &name, AtFlags::empty());
-            return Err(Error::corrupt(
-                &path,
-                format!("it has {} bytes, written were {bytes}", stat.st_size),
-            ));
+        linked.map_err(Error::io(LINK, &path))
+    }
+
+    /// Whether `name`, which was just made, is a link of `open`, and not of what replaced it; it is durable then.
+    fn is_same(&self, name: &str, open: BorrowedFd<'_>) -> io::Result<()> {
+        let here = fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if id(&here) != id(&fs::fstat(open)?) {
+            return Err(Errno::STALE.into());
         }
-        Ok(())
+        // Whoever made it may not have synced it: it may be a copy that a user made.
+        Ok(retry_on_intr(|| fs::fsync(open))?)
+    }
+
+    /// Makes `name`, a durable copy of `open` that shares its blocks.
+    fn clone_blocks(&self, open: BorrowedFd<'_>, name: &str) -> io::Result<()> {
+        let about = fs::fstat(open)?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let copy = fs::openat(self.directory(), name, flags, Mode::from_raw_mode(about.st_mode & 0o777))?;
+        let clone = || {
+            fs::ioctl_ficlone(&copy, open)?;
+            let time = Timespec { tv_sec: about.st_mtime, tv_nsec: about.st_mtime_nsec.cast_signed() };
+            fs::futimens(&copy, &Timestamps { last_access: time, last_modification: time })?;
+            retry_on_intr(|| fs::fsync(&copy))
+        };
+        Ok(clone().inspect_err(|_| self.unlink(name))?)
+    }
+
+    /// Gives a shard that was taken over its name among the shards.
+    pub(crate) fn settle(&self, name: &str, shard: &str) -> Result<()> {
+        if !is_shard_name(shard) {
+            return Err(self.refused("link a shard into", &format!("`{shard}` is not the name of a shard")));
+        }
+        let renamed = fs::renameat(self.directory(), name, self.directory(), shard);
+        renamed.map_err(Error::io("name the linked file", &self.path_of(shard)))
+    }
+
+    /// Removes `name`, which nobody needs.
+    pub(crate) fn unlink(&self, name: &str) {
+        let _ = fs::unlinkat(self.directory(), name, AtFlags::empty());
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::sys::map::FileMap;
+use crate::sys::mapping::Stretch;
 use crate::sys::memory::{Region, Source};
 use crate::sys::strided::{Rows, Strided};
 
@@ -100,6 +101,8 @@ pub type Take = Arc<dyn Fn(u64, &[u8]) -> Result<()> + Send + Sync>;
 pub enum Content {
     /// Contiguous host memory.
     Memory(Source),
+    /// Host memory of this crate, which does not change.
+    Image(Stretch),
     /// Elsewhere (another device, strided), requested piece by piece.
     Pull(Pull),
 }
@@ -130,6 +133,17 @@ impl Content {
         Self::Pull(Pull { fill: Arc::new(fill), index: 0 })
     }
 
+    /// The `len` bytes from `start` on, if they lie in host memory.
+    pub(crate) fn host(&self, start: u64, len: usize) -> Result<Option<&[u8]>> {
+        let range = start as usize..start as usize + len;
+        let bytes = match self {
+            Self::Memory(source) => source.bytes(),
+            Self::Image(stretch) => stretch,
+            Self::Pull(_) => return Ok(None),
+        };
+        bytes.get(range).map(Some).ok_or_else(Self::too_short)
+    }
+
     /// The error for memory that ends before its tensor does.
     pub(crate) fn too_short() -> Error {
         Error::Invalid("a tensor is shorter than its shape".to_owned())
@@ -140,6 +154,7 @@ impl std::fmt::Debug for Content {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Memory(_) => "Memory",
+            Self::Image(_) => "Image",
             Self::Pull(_) => "Pull",
         })
     }

@@ -107,6 +107,17 @@ pub struct Report {
     pub shards: usize,
     /// Tensors moved.
     pub tensors: usize,
+    /// What a save took over from an earlier checkpoint; nothing for other operations.
+    pub linked: Linked,
+}
+
+/// Files of an earlier checkpoint that became files of another one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Linked {
+    /// Their number.
+    pub files: usize,
+    /// Bytes of the tensors in them.
+    pub bytes: u64,
 }
 
 /// A range of a file that differs from what was written.

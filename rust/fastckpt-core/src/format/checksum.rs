@@ -1,6 +1,7 @@
-//! CRC-64/NVME (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and combined.
+//! Checksums (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and combined. CRC-64/NVME guards against
+//! damage. Together with CRC-64/XZ it tells whether a tensor is another one than before.
 
-use crc_fast::CrcAlgorithm::Crc64Nvme;
+use crc_fast::CrcAlgorithm::{Crc64Nvme, Crc64Xz};
 use crc_fast::Digest;
 
 /// Bytes copied and summed at a time: few enough to stay in the second-level cache between the two.
@@ -12,31 +13,45 @@ pub fn of(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
 }
 
-/// The polynomial of CRC-64/NVME. As in a CRC, the highest bit is the coefficient of x^0.
-const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
+/// A polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... following bytes multiply a CRC: x to the power of
+/// 8, 16, 32, 64, ... As in a CRC, the highest bit is the coefficient of x^0.
+struct Field {
+    polynomial: u64,
+    following: [u64; 64],
+}
 
-/// The factors by which 1, 2, 4, 8, ... following bytes multiply a CRC: x to the power of 8, 16, 32, 64, ...
-const FOLLOWING: [u64; 64] = {
-    let mut all = [1 << (63 - 8); 64];
-    let mut index = 1;
-    while index < all.len() {
-        all[index] = multiply(all[index - 1], all[index - 1]);
-        index += 1;
+impl Field {
+    const fn new(polynomial: u64) -> Self {
+        let mut following = [1 << (63 - 8); 64];
+        let mut index = 1;
+        while index < following.len() {
+            following[index] = multiply(polynomial, following[index - 1], following[index - 1]);
+            index += 1;
+        }
+        Self { polynomial, following }
     }
-    all
-};
 
-/// The product of two polynomials over GF(2), modulo `POLYNOMIAL`.
-const fn multiply(a: u64, mut b: u64) -> u64 {
+    /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
+    fn combine(&self, first: u64, second: u64, second_len: u64) -> u64 {
+        let bits = (0..64).filter(|bit| second_len >> bit & 1 == 1);
+        bits.fold(first, |crc, bit| multiply(self.polynomial, crc, self.following[bit])) ^ second
+    }
+}
+
+/// The product of two polynomials over GF(2), modulo `polynomial`.
+const fn multiply(polynomial: u64, a: u64, mut b: u64) -> u64 {
     let mut product = 0;
     let mut power = 0;
     while power < 64 {
         product ^= b & (a >> (63 - power) & 1).wrapping_neg();
-        b = b >> 1 ^ POLYNOMIAL & (b & 1).wrapping_neg(); // times x
+        b = b >> 1 ^ polynomial & (b & 1).wrapping_neg(); // times x
         power += 1;
     }
     product
 }
+
+static NVME: Field = Field::new(0x9A6C_9329_AC4B_C9B5);
+static XZ: Field = Field::new(0xC96C_5795_D787_0F42);
 
 /// The CRC of `first` followed by `second_len` bytes whose CRC is `second`.
 ///
@@ -44,8 +59,13 @@ const fn multiply(a: u64, mut b: u64) -> u64 {
 /// calls per block, that was a fifth of a save's processor time (`cargo bench -p fastckpt-core combine`).
 #[must_use]
 pub fn combine(first: u64, second: u64, second_len: u64) -> u64 {
-    let bits = (0..64).filter(|bit| second_len >> bit & 1 == 1);
-    bits.fold(first, |crc, bit| multiply(crc, FOLLOWING[bit])) ^ second
+    NVME.combine(first, second, second_len)
+}
+
+/// The same for CRC-64/XZ.
+#[must_use]
+pub fn combine_xz(first: u64, second: u64, second_len: u64) -> u64 {
+    XZ.combine(first, second, second_len)
 }
 
 /// The CRC of data with the CRC `first`, followed by `second`.
@@ -54,31 +74,123 @@ pub fn append(first: u64, second: &[u8]) -> u64 {
     combine(first, of(second), second.len() as u64)
 }
 
+/// What is computed of the bytes that are written.
+pub trait Sum: Copy {
+    /// The sum of `bytes`.
+    fn of(bytes: &[u8]) -> Self;
+
+    /// Copies `from` to `to`, which has the same length, and returns the sum of the copy.
+    fn copy(to: &mut [u8], from: &[u8]) -> Self;
+
+    /// The sum of bytes with this sum, followed by `len` bytes with the sum `next`.
+    #[must_use]
+    fn then(self, next: Self, len: u64) -> Self;
+
+    /// The CRC-64/NVME.
+    fn crc(self) -> u64;
+}
+
+/// CRC-64/NVME alone.
+impl Sum for u64 {
+    fn of(bytes: &[u8]) -> Self {
+        of(bytes)
+    }
+
+    fn copy(to: &mut [u8], from: &[u8]) -> Self {
+        copy(to, from)
+    }
+
+    fn then(self, next: Self, len: u64) -> Self {
+        combine(self, next, len)
+    }
+
+    fn crc(self) -> u64 {
+        self
+    }
+}
+
+/// CRC-64/NVME and CRC-64/XZ of the same bytes. Their polynomials have no common factor, so the two are one CRC of 128
+/// bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    /// CRC-64/NVME.
+    pub crc: u64,
+    /// CRC-64/XZ.
+    pub xz: u64,
+}
+
+impl Sum for Pair {
+    fn of(bytes: &[u8]) -> Self {
+        if bytes.len() <= PASS {
+            return Self { crc: of(bytes), xz: crc_fast::checksum(Crc64Xz, bytes) };
+        }
+        let mut digests = Digests::new();
+        bytes.chunks(PASS).for_each(|part| digests.update(part));
+        digests.finish()
+    }
+
+    fn copy(to: &mut [u8], from: &[u8]) -> Self {
+        assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
+        if to.len() <= PASS {
+            to.copy_from_slice(from);
+            return Self::of(to);
+        }
+        let mut digests = Digests::new();
+        fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]), |part| digests.update(part));
+        digests.finish()
+    }
+
+    fn then(self, next: Self, len: u64) -> Self {
+        Self { crc: combine(self.crc, next.crc, len), xz: combine_xz(self.xz, next.xz, len) }
+    }
+
+    fn crc(self) -> u64 {
+        self.crc
+    }
+}
+
+/// Both CRCs of data that comes in parts.
+struct Digests(Digest, Digest);
+
+impl Digests {
+    fn new() -> Self {
+        Self(Digest::new(Crc64Nvme), Digest::new(Crc64Xz))
+    }
+
+    fn update(&mut self, part: &[u8]) {
+        self.0.update(part);
+        self.1.update(part);
+    }
+
+    fn finish(&self) -> Pair {
+        Pair { crc: self.0.finalize(), xz: self.1.finalize() }
+    }
+}
+
 /// Copies `from` to `to` and returns the CRC of the copy.
 ///
 /// # Panics
 /// If the lengths differ.
 pub fn copy(to: &mut [u8], from: &[u8]) -> u64 {
     assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
-    fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]))
-}
-
-/// Lets `pull` fill `to` part by part, given the start of each part. Returns the CRC of `to`. Each part is summed while
-/// it is in cache.
-///
-/// The source is read once. If it changes meanwhile, that decides which bytes are written, but not whether their sum is
-/// right.
-fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize)) -> u64 {
     if to.len() <= PASS {
-        pull(to, 0);
+        to.copy_from_slice(from);
         return of(to);
     }
     let mut digest = Digest::new(Crc64Nvme);
+    fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]), |part| digest.update(part));
+    digest.finalize()
+}
+
+/// Lets `pull` fill `to` part by part, given the start of each part, and has each part summed while it is in cache.
+///
+/// The source is read once. If it changes meanwhile, that decides which bytes are written, but not whether their sum is
+/// right.
+fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnMut(&[u8])) {
     for (index, part) in to.chunks_mut(PASS).enumerate() {
         pull(part, index * PASS);
-        digest.update(part);
+        sum(part);
     }
-    digest.finalize()
 }
 
 /// The finding that bytes with the CRC `found` should have the CRC `wanted`.
@@ -108,8 +220,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_value_of_the_catalogue() {
+    fn check_values_of_the_catalogue() {
         assert_eq!(of(b"123456789"), 0xAE8B_1486_0A79_9888);
+        assert_eq!(Pair::of(b"123456789"), Pair { crc: 0xAE8B_1486_0A79_9888, xz: 0x995D_C9BB_DF19_39FA });
+    }
+
+    #[test]
+    fn the_two_polynomials_have_no_common_factor() {
+        // The highest bit of a field's polynomial is x^0, and x^64 is not in it.
+        let whole = |field: &Field| 1 << 64 | u128::from(field.polynomial.reverse_bits());
+        let (mut a, mut b) = (whole(&NVME), whole(&XZ));
+        while b != 0 {
+            while a != 0 && a.ilog2() >= b.ilog2() {
+                a ^= b << (a.ilog2() - b.ilog2());
+            }
+            (a, b) = (b, a);
+        }
+        assert_eq!(a, 1);
     }
 
     #[test]
@@ -118,9 +245,16 @@ mod tests {
         let mut copied = vec![0; bytes.len()];
         assert_eq!(copy(&mut copied, &bytes), of(&bytes));
         assert_eq!(copied, bytes);
+        copied.fill(0);
+        assert_eq!(Pair::copy(&mut copied, &bytes), Pair::of(&bytes));
+        assert_eq!(copied, bytes);
         for split in [0, 1, 4096, PASS, bytes.len() - 1, bytes.len()] {
             let (a, b) = bytes.split_at(split);
             assert_eq!(combine(of(a), of(b), b.len() as u64), of(&bytes), "split at {split}");
+            let pair = Pair::of(a).then(Pair::of(b), b.len() as u64);
+            assert_eq!(pair, Pair::of(&bytes), "split at {split}");
+            let xz = crc_fast::checksum(Crc64Xz, &bytes);
+            assert_eq!((pair.crc(), pair.xz), (of(&bytes), xz));
         }
     }
 
@@ -128,12 +262,14 @@ mod tests {
     fn the_sum_is_that_of_the_copy_whatever_becomes_of_the_source() {
         for len in [1, PASS, PASS + 1, 3 * PASS + 7] {
             let (mut source, mut to) = (vec![1u8; len], vec![0; len]);
-            let sum = fill(&mut to, |part, at| {
+            let mut digests = Digests::new();
+            let pull = |part: &mut [u8], at: usize| {
                 part.copy_from_slice(&source[at..at + part.len()]);
                 source.fill(2 + (at / PASS) as u8); // as another thread may, once it is copied
-            });
-            assert_eq!(sum, of(&to));
-            assert_ne!(sum, of(&source));
+            };
+            fill(&mut to, pull, |part| digests.update(part));
+            assert_eq!(digests.finish(), Pair::of(&to));
+            assert_ne!(digests.finish(), Pair::of(&source));
             assert_eq!((to[0], to[len - 1]), (1, len.div_ceil(PASS) as u8));
         }
     }

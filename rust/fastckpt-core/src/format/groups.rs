@@ -38,7 +38,7 @@ pub fn beside(prefix: &str, training: &str) -> Vec<Group> {
 
 impl Group {
     /// Whether a tensor called `name` belongs to this group.
-    pub(super) fn holds(&self, name: &str) -> bool {
+    pub(crate) fn holds(&self, name: &str) -> bool {
         (self.without.is_empty() || !name.starts_with(&self.without))
             && name.strip_prefix(&self.prefix).is_some_and(|name| name != RESERVED_NAME)
     }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
+use crate::format::families::{self, Apart, Asked, Member};
 use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
@@ -80,6 +81,8 @@ pub struct Shard {
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
+    /// Its number in [`Apart::taken`], if it is not written. Then its header is not known here.
+    pub taken: Option<usize>,
 }
 
 impl Shard {
@@ -105,29 +108,22 @@ pub struct Plan {
 /// names, dtypes, shapes and these arguments (`docs/format.md`, 2.1): equal states give equal files. They are written
 /// in blocks of `block_size`.
 pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_size: u64) -> Result<Plan> {
+    plan_apart(tensors, groups, (shard_size, block_size), &Apart::default())
+}
+
+/// The same, with some tensors in shards of their own. The sizes are those of shards and of blocks.
+pub fn plan_apart(
+    tensors: &[TensorSpec],
+    groups: &[Group],
+    (shard_size, block_size): (u64, u64),
+    apart: &Apart<'_>,
+) -> Result<Plan> {
     let sizes = checked_sizes(tensors, MAX_TENSORS)?;
-    let mut families: Vec<Vec<Vec<usize>>> = vec![Vec::new(); groups.len()];
-    let mut filled = vec![(0u64, 0u64); groups.len()];
-    for tensor in by_name(tensors)? {
-        let name = &tensors[tensor].name;
-        let group = groups.iter().position(|group| group.holds(name));
-        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
-        let (bytes, header) = &mut filled[group];
-        let entry = header_entry(&tensors[tensor]);
-        let full = bytes.saturating_add(sizes[tensor]) > shard_size || *header + entry > MAX_HEADER - PAGE;
-        if let Some(shard) = families[group].last_mut().filter(|_| !full) {
-            shard.push(tensor);
-        } else {
-            families[group].push(vec![tensor]);
-            (*bytes, *header) = (0, 0);
-        }
-        *bytes += sizes[tensor];
-        *header += entry;
-    }
-    // The model has a file, even if it has no tensors.
-    if let Some(first) = families.first_mut().filter(|first| first.is_empty()) {
-        first.push(Vec::new());
-    }
+    let asked = tensors.iter().zip(&sizes);
+    let asked: Vec<_> = asked
+        .map(|(tensor, &bytes)| Asked { name: &tensor.name, bytes, entry: header_entry(tensor) })
+        .collect();
+    let families = families::of(&asked, groups, shard_size, apart)?;
     let count = families.iter().map(Vec::len).sum();
     if count > MAX_SHARDS {
         let what = format!("this state would need more than {MAX_SHARDS} shards: give a larger shard_size");
@@ -136,9 +132,19 @@ pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_siz
     let mut places = vec![(0, 0); tensors.len()];
     let mut shards = Vec::with_capacity(count);
     for (group, family) in groups.iter().zip(&families) {
-        for (index, members) in family.iter().enumerate() {
-            let shard =
-                lay_out(tensors, &sizes, members, group, shard_name(&group.stem, index, family.len()))?;
+        for (index, member) in family.iter().enumerate() {
+            let file = shard_name(&group.stem, index, family.len());
+            let shard = match member {
+                Member::Tensors(members) => lay_out(tensors, &sizes, members, group, file)?,
+                &Member::Taken(number) => Shard {
+                    file,
+                    prefix: group.prefix.clone(),
+                    header: Vec::new(),
+                    placements: apart.taken[number].placements.clone(),
+                    bytes: apart.taken[number].bytes,
+                    taken: Some(number),
+                },
+            };
             for placement in &shard.placements {
                 places[placement.tensor] = (shards.len(), placement.offset);
             }
@@ -146,17 +152,6 @@ pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_siz
         }
     }
     Ok(Plan { block_size, shards, places })
-}
-
-/// The tensors in the order of their names. Two equal names are an error.
-fn by_name(tensors: &[TensorSpec]) -> Result<Vec<usize>> {
-    let name = |tensor: &usize| tensors[*tensor].name.as_str();
-    let mut order: Vec<usize> = (0..tensors.len()).collect();
-    order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
-    match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
-        None => Ok(order),
-    }
 }
 
 /// The sizes of all tensors in bytes. Also checks the number of tensors, their dimensions and their total size.
@@ -224,7 +219,7 @@ fn lay_out(
     for placement in &mut placements {
         placement.offset += data;
     }
-    Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at })
+    Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at, taken: None })
 }
 
 /// Length field, JSON, and padding up to [`RESIDUE`] bytes after a page boundary.

@@ -70,6 +70,19 @@ pub struct Saved {
     pub seconds: f64,
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
+    /// What stands for the bytes of each shard when another save links it. Empty if it was not taken.
+    #[serde(default, deserialize_with = "files", skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<Vouched>,
+}
+
+/// What stands for the bytes of a file that are not read before it is linked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vouched {
+    /// When the file was changed last, in nanoseconds since 1970 UTC, as its file system said when its bytes were last
+    /// written or read.
+    pub modified: i64,
+    /// How many saves have linked it since it was written.
+    pub links: u64,
 }
 
 /// A shard in the manifest.
@@ -106,6 +119,9 @@ pub struct TensorEntry {
     pub offset: u64,
     /// CRCs of its extents, 16 digits each.
     pub crc: String,
+    /// CRC-64/XZ of all its bytes; empty if it was not taken.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub crc64xz: String,
     /// Logical dtype and shape, if they differ from the stored ones.
     #[serde(rename = "as", default, skip_serializing_if = "Option::is_none")]
     pub logical: Option<Logical>,
@@ -156,6 +172,10 @@ impl TensorEntry {
 pub(super) fn shards<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Vec<ShardEntry>, D::Error> {
+    deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
+}
+
+fn files<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<Vouched>, D::Error> {
     deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
 }
 
@@ -235,9 +255,9 @@ pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
         let extents = geometry::extent_count(offset, tensor.bytes().unwrap_or(0), plan.block_size);
         let logical = tensor.logical.as_ref();
         let logical = logical.map_or(0, |(dtype, shape)| 40 + text(dtype) + numbers(shape));
-        160 + text(&tensor.name) + numbers(&tensor.shape) + HEX as u64 * extents + logical
+        190 + text(&tensor.name) + numbers(&tensor.shape) + HEX as u64 * extents + logical
     });
-    let shards = plan.shards.iter().map(|shard| 200 + text(&shard.file) + text(&shard.prefix));
+    let shards = plan.shards.iter().map(|shard| 270 + text(&shard.file) + text(&shard.prefix));
     tensors.chain(shards).sum::<u64>() + texts.iter().map(|text| text.len() as u64).sum::<u64>() + 2 * LEEWAY
 }
 
@@ -286,6 +306,7 @@ pub(super) mod tests {
                 threads: 2,
                 seconds: 0.25,
                 gigabytes_per_second: 1.0,
+                files: Vec::new(),
             },
             block_size: 4096,
             shards: vec![ShardEntry {
@@ -303,6 +324,7 @@ pub(super) mod tests {
                 shard: 0,
                 offset: 4096,
                 crc: checksum::to_hex(3),
+                crc64xz: String::new(),
                 logical: None,
             }],
             structure: raw(r#"[["dict",1],"a",["tensor",0]]"#),

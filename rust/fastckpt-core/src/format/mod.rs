@@ -3,6 +3,7 @@
 
 pub mod checksum;
 pub mod decode;
+pub mod families;
 pub mod geometry;
 pub mod groups;
 pub mod index;

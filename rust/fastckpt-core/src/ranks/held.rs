@@ -41,22 +41,19 @@ impl Held {
                 let len = (run.end - run.start) as usize;
                 source.part(run.start as usize, len).map(Some).ok_or_else(Content::too_short)
             }
-            Content::Pull(_) => Ok(None),
+            Content::Image(_) | Content::Pull(_) => Ok(None),
         }
     }
 
     /// Copies the bytes of an item's part from `start` on and returns their CRC.
     pub(super) fn copy(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<u64> {
-        match self.content(item)? {
-            Content::Memory(source) => {
-                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
-                Ok(checksum::copy(to, from.bytes()))
-            }
-            Content::Pull(pull) => {
-                content::fetch([(pull, start, &mut *to)])?;
-                Ok(checksum::of(to))
-            }
+        let content = self.content(item)?;
+        if let Content::Pull(pull) = content {
+            content::fetch([(pull, start, &mut *to)])?;
+            return Ok(checksum::of(to));
         }
+        let from = content.host(start, to.len())?.unwrap_or_default();
+        Ok(checksum::copy(to, from))
     }
 
     /// Whether callbacks bring any part.
@@ -84,12 +81,11 @@ impl Held {
                 let (front, rest) = std::mem::take(&mut to).split_at_mut_checked(len).ok_or_else(misfit)?;
                 to = rest;
                 packed += len as u64;
-                match self.content(item)? {
-                    Content::Memory(source) => {
-                        let from = source.part(run.start as usize, len).ok_or_else(Content::too_short)?;
-                        front.copy_from_slice(from.bytes());
-                    }
-                    Content::Pull(pull) => wanted.push((pull, run.start, front)),
+                let content = self.content(item)?;
+                if let Content::Pull(pull) = content {
+                    wanted.push((pull, run.start, front));
+                } else if let Some(from) = content.host(run.start, len)? {
+                    front.copy_from_slice(from);
                 }
             }
             if packed != item.len {

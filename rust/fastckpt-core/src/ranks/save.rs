@@ -17,7 +17,7 @@ use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
-use crate::engine::report::Report;
+use crate::engine::report::{Linked, Report};
 use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::decode;
@@ -250,6 +250,7 @@ impl RankSave {
             warnings: Vec::new(),
             shards: work.files(),
             tensors: work.tensors(),
+            linked: Linked::default(),
         };
         Ok((report, work.pieces()))
     }
@@ -305,7 +306,7 @@ impl RankSave {
         let Figures { engine, fallback, threads, seconds } = figures;
         let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
         let body = Body {
-            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second },
+            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second, files: Vec::new() },
             shards: shards.collect(),
             tensors: entries.collect(),
             ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?

@@ -254,6 +254,8 @@ fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
 }
 
 impl Work for Ranges<'_> {
+    type Sum = u64;
+
     fn plan(&self) -> &Plan {
         self.plan
     }

@@ -21,7 +21,7 @@ pub use self::plan::{Request, Wanted};
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::{Io, Options};
-use crate::engine::report::{Damage, Report};
+use crate::engine::report::{Damage, Linked, Report};
 use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::checksum;
@@ -150,6 +150,7 @@ impl Checkpoint {
             warnings: Vec::new(),
             shards: job.shards.len(),
             tensors: job.plan.tensors,
+            linked: Linked::default(),
         })
     }
 }

@@ -17,7 +17,7 @@ use crate::format::checksum;
 use crate::format::geometry;
 use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::sys::file;
-use crate::telemetry::{self, Kind, Operation};
+use crate::telemetry::{self, Call, Kind, Operation};
 
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all differences.
@@ -79,6 +79,27 @@ impl Checkpoint {
             return Err(Error::Replaced { path: self.path.clone() });
         }
         Ok((report, damage))
+    }
+
+    /// Compares every byte of one shard with its checksum. The first difference is an error. The operation appears in
+    /// the monitor as a verification.
+    pub fn check_shard(&self, index: usize, options: &Options, tick: Tick<'_>) -> Result<()> {
+        // It begins now, within the save that asks, whose call it does not share.
+        let call = Call { at: None, ..options.call };
+        let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
+        let mut check = || {
+            let begin = Instant::now();
+            self.check_headers(&[index])?;
+            let tensors = self.body.tensors.iter().enumerate().filter(|(_, tensor)| tensor.shard == index);
+            let request = |(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere };
+            let plan = plan::plan(&self.body, tensors.map(request).collect(), true)?;
+            let choice = Choice::new(options, self.body.shards[index].bytes);
+            let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+            self.run(&job, &choice, options, begin, &operation, &mut *tick).map(drop)
+        };
+        let outcome = check().map_err(|error| self.settle(error));
+        operation.end(telemetry::outcome(&outcome));
+        outcome
     }
 
     /// The length of a shard, and whether the shard cannot be opened at all.

@@ -3,6 +3,8 @@
 //! name. [`save`] takes all three.
 
 mod assemble;
+mod base;
+mod compare;
 pub(crate) mod job;
 mod part;
 pub(crate) mod shards;
@@ -15,21 +17,24 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
+pub use self::base::Reuse;
+use self::base::{Beside, provisional};
 pub use self::part::{Bytes, Part, Unsynced};
-pub use self::shards::{Written, link_shard, write_shards};
+pub use self::shards::{Written, write_shards};
 pub(crate) use self::whole::{shard_entry, tensor_entry};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
-use crate::engine::report::Report;
+use crate::engine::report::{Linked, Report};
 use crate::error::{Error, Result};
+use crate::format::families::Apart;
 use crate::format::geometry;
 use crate::format::groups::Group;
 use crate::format::index;
-use crate::format::layout::{self, Plan, TensorSpec};
+use crate::format::layout::{self, Plan, Shard, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{self, Body, Saved, Writer};
+use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry, Vouched, Writer};
 use crate::format::tokens;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::{self, Kind, Operation, Phase};
@@ -52,6 +57,8 @@ pub struct Request<'a> {
     pub tensors: &'a [TensorSpec],
     /// Their bytes.
     pub contents: Contents<'a>,
+    /// What of an earlier checkpoint may become part of this one.
+    pub reuse: Option<Reuse<'a>>,
     /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
     /// The caller's metadata: also a JSON array of tokens.
@@ -92,17 +99,35 @@ fn write(
         }
         Contents::Images(plan, images) => (Cow::Borrowed(plan), Bytes::Images(images)),
     };
-    let plan = &*plan;
     let body = empty_body(created, plan.block_size, texts)?;
-    check_size(plan, tensors, texts, most)?;
+    check_size(&plan, tensors, texts, most)?;
     let mut workspace = Workspace::create(request.path, request.overwrite)?;
-    let shards: Vec<usize> = (0..plan.shards.len()).collect();
-    let part = Part { plan, tensors, bytes, shards: &shards };
     let planned = begin.elapsed().as_secs_f64();
+    let (mut plan, mut bytes, mut beside) = (plan, bytes, Beside::default());
+    let contents;
+    if let Some(reuse) = &request.reuse {
+        contents = contents_of(&bytes, tensors, &plan)?;
+        beside = Beside::find(&workspace, (tensors, &contents), reuse, plan.block_size, options, &mut *tick)?;
+        if beside.is_apart() {
+            let apart = Apart { still: &beside.still, taken: &beside.taken };
+            let sizes = (reuse.shard_size, plan.block_size);
+            plan = Cow::Owned(layout::plan_apart(tensors, reuse.groups, sizes, &apart)?);
+            bytes = Bytes::Tensors(&contents);
+            check_size(&plan, tensors, texts, most)?;
+        }
+    }
+    let plan = &*plan;
+    for shard in &plan.shards {
+        shard.taken.map_or(Ok(()), |number| workspace.settle(&provisional(number), &shard.file))?;
+    }
+    let compared = begin.elapsed().as_secs_f64() - planned;
+    let shards: Vec<usize> =
+        (0..plan.shards.len()).filter(|&index| plan.shards[index].taken.is_none()).collect();
+    let part = Part { plan, tensors, bytes, shards: &shards };
 
     let written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
     let Written { ran, unsynced, seconds: [allocated, wrote, synced], .. } = written;
-    let moving = planned + allocated + wrote + synced;
+    let moving = planned + compared + allocated + wrote + synced;
 
     let bytes = part.total();
     let saved = Saved {
@@ -111,8 +136,10 @@ fn write(
         threads: ran.threads as u64,
         seconds: moving,
         gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
+        files: beside.vouched(&workspace, plan),
     };
-    let body = Body { saved, shards: written.shards, tensors: written.tensors, ..body };
+    let (shards, entries) = united(plan, &beside, written.shards, written.tensors);
+    let body = Body { saved, shards, tensors: entries, ..body };
     let rest = seal(&mut workspace, &body, request.files, unsynced, operation)?;
     let total = part.shards().map(|shard| shard.bytes).sum();
     // The rest is quick and cannot be stopped half-way.
@@ -121,20 +148,63 @@ fn write(
     }
     let published = workspace.publish()?;
     let seconds = begin.elapsed().as_secs_f64();
+    let has_base = request.reuse.is_some_and(|reuse| reuse.base.is_some());
+    let mut phases = vec![
+        ("plan", planned + allocated + if has_base { 0.0 } else { compared }),
+        ("write", wrote),
+        ("fsync", synced + rest),
+        ("commit", seconds - moving - rest),
+    ];
+    if has_base {
+        phases.insert(1, ("compare", compared));
+    }
     Ok(Report {
         bytes,
-        phases: vec![
-            ("plan", planned + allocated),
-            ("write", wrote),
-            ("fsync", synced + rest),
-            ("commit", seconds - moving - rest),
-        ],
+        phases,
         seconds,
         ran,
-        warnings: published.warnings(),
+        warnings: [beside.warnings, published.warnings()].concat(),
         shards: plan.shards.len(),
         tensors: tensors.len(),
+        linked: Linked {
+            files: beside.entries.len(),
+            bytes: beside.entries.iter().map(|shard| shard.bytes - shard.data_offset).sum(),
+        },
     })
+}
+
+/// The tensors as contents: the images of a plan have them, each at its place.
+fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Result<Cow<'a, [Content]>> {
+    let images = match *bytes {
+        Bytes::Tensors(contents) => return Ok(Cow::Borrowed(contents)),
+        Bytes::Images(images) => images,
+    };
+    let places = tensors.iter().zip(&plan.places).map(|(tensor, &(shard, offset))| {
+        let range = offset as usize..(offset + tensor.bytes().unwrap_or(0)) as usize;
+        images.get(shard).and_then(|image| image.part(range)).map(Content::Image)
+    });
+    places.collect::<Option<Vec<_>>>().map(Cow::Owned).ok_or_else(Content::too_short)
+}
+
+/// The entries of all shards and tensors of a plan: those of `beside` for what was taken over, the others as they were
+/// written.
+fn united(
+    plan: &Plan,
+    beside: &Beside,
+    shards: Vec<ShardEntry>,
+    tensors: Vec<TensorEntry>,
+) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
+    let (mut shards, mut tensors) = (shards.into_iter(), tensors.into_iter());
+    let shard = |shard: &Shard| match shard.taken {
+        Some(number) => Some(ShardEntry { file: shard.file.clone(), ..beside.entries[number].clone() }),
+        None => shards.next(),
+    };
+    let tensor = |(index, &(shard, _)): (usize, &(usize, u64))| match plan.shards[shard].taken {
+        Some(_) => beside.tensors[index].clone().map(|entry| TensorEntry { shard, ..entry }),
+        None => tensors.next(),
+    };
+    let all = plan.shards.iter().filter_map(shard).collect();
+    (all, plan.places.iter().enumerate().filter_map(tensor).collect())
 }
 
 /// The second step: completes `workspace` with the caller's `files`, and with the index and the manifest for `body`.
@@ -197,9 +267,11 @@ pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], 
     let shards = plan.shards.iter().map(|shard| shard_entry(shard, 0));
     let tensors = tensors.iter().zip(&plan.places).map(|(tensor, &place)| {
         let extents = geometry::extent_count(place.1, tensor.bytes().unwrap_or(0), plan.block_size);
-        tensor_entry(tensor, place, "0".repeat(16 * extents as usize))
+        let crc64xz = "0".repeat(16);
+        TensorEntry { crc64xz, ..tensor_entry(tensor, place, "0".repeat(16 * extents as usize)) }
     });
-    let body = empty_body(0.0, plan.block_size, texts)?;
+    let mut body = empty_body(0.0, plan.block_size, texts)?;
+    body.saved.files = vec![Vouched { modified: i64::MIN, links: u64::MAX }; plan.shards.len()];
     manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
 }
 

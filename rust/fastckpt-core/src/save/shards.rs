@@ -1,9 +1,6 @@
-//! The first step of a save: writes shards of a plan into a workspace and makes them durable, or takes them over from
-//! another checkpoint.
+//! The first step of a save: writes shards of a plan into a workspace and makes them durable.
 
 use std::io::ErrorKind;
-use std::os::fd::BorrowedFd;
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -107,22 +104,6 @@ fn store(
     let moved = direct::run(&direct.mover, candidates.collect(), sums, options.bandwidth_limit, phase, tick)?;
     work.moved(&inside, &moved);
     Ok(moved)
-}
-
-/// Takes over `shard`, as `name`, from the checkpoint in the directory `from`, whose path is for messages. This makes a
-/// hard link. If the file system has none, it makes a copy, which takes no space where the file system shares blocks.
-/// Returns its entry for the manifest.
-///
-/// Its length is compared with what was written. Its content is not read. The entries of its tensors stay the same,
-/// except for the index of the shard.
-pub fn link_shard(
-    workspace: &Workspace,
-    from: (BorrowedFd<'_>, &Path),
-    shard: &ShardEntry,
-    name: &str,
-) -> Result<ShardEntry> {
-    workspace.link(from, &shard.file, name, shard.bytes)?;
-    Ok(ShardEntry { file: name.to_owned(), ..shard.clone() })
 }
 
 /// Creates `shards` with their final sizes.

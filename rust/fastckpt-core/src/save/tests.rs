@@ -1,4 +1,3 @@
-use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,6 +42,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
         path: &path,
         tensors: &tensors,
         contents: Contents::Tensors(&contents, &groups::of(""), 8 << 20),
+        reuse: None,
         structure: r#"[["list",1],"0123456789"]"#,
         metadata: "[null]",
         files: &[],
@@ -91,6 +91,7 @@ fn the_bound_that_costs_little_is_never_too_low() {
             path: &path,
             tensors,
             contents: Contents::Tensors(contents, &groups::of(""), shard_size),
+            reuse: None,
             structure,
             metadata,
             files: &[],
@@ -138,7 +139,7 @@ impl Small {
     }
 
     /// The body with these entries, in the order of the plan.
-    fn body(&self, shards: Vec<manifest::ShardEntry>, tensors: Vec<manifest::TensorEntry>) -> Body {
+    fn body(&self, shards: Vec<ShardEntry>, tensors: Vec<TensorEntry>) -> Body {
         Body { shards, tensors, ..empty_body(1.5, self.plan.block_size, ["[]", "[]", ""]).unwrap() }
     }
 }
@@ -159,6 +160,7 @@ pub(crate) fn saved(path: &Path, fills: [u8; 2]) -> PathBuf {
         path,
         tensors: &tensors,
         contents: Contents::Tensors(&contents, &groups::of(""), PAGE),
+        reuse: None,
         structure: "[]",
         metadata: "[]",
         files: &[],
@@ -290,44 +292,4 @@ fn a_part_of_one_block_is_left_to_be_synced() {
     seal_here(&mut workspace, &body, first.unsynced).unwrap();
     workspace.publish().unwrap();
     assert!(is_sound(&path));
-}
-
-#[test]
-fn a_shard_is_taken_over_from_another_checkpoint() {
-    let parent = tempfile::tempdir().unwrap();
-    let old = Checkpoint::open(&saved(&parent.path().join("old"), [1, 2])).unwrap();
-    let file = |index: usize| old.body().shards[index].file.clone();
-    let state = small([3, 2]);
-    let path = parent.path().join("new");
-    let mut workspace = Workspace::create(&path, true).unwrap();
-    let written = state.write(&workspace, &[0]).unwrap();
-    let shard = &old.body().shards[1];
-    let from = (old.directory(), old.path());
-    for (name, why) in [("../x".to_owned(), "not the name of a shard"), (file(0), "exists")] {
-        let error = link_shard(&workspace, from, shard, &name).unwrap_err();
-        assert!(error.to_string().contains(why), "{error}");
-    }
-    let linked = link_shard(&workspace, from, shard, &file(1)).unwrap();
-    let tensors = [written.tensors, vec![old.body().tensors[1].clone()]].concat();
-    let body = state.body([written.shards, vec![linked]].concat(), tensors);
-    seal_here(&mut workspace, &body, None).unwrap();
-    workspace.publish().unwrap();
-    assert!(is_sound(&path));
-    assert_eq!(std::fs::metadata(path.join(file(1))).unwrap().nlink(), 2);
-    // It outlives the checkpoint that it came from.
-    crate::commit::remove(&parent.path().join("old"), false).unwrap();
-    assert!(is_sound(&path));
-}
-
-#[test]
-fn a_shard_of_another_length_is_not_taken_over() {
-    let parent = tempfile::tempdir().unwrap();
-    let path = saved(&parent.path().join("old"), [1, 2]);
-    let old = Checkpoint::open(&path).unwrap();
-    let file = old.body().shards[1].file.clone();
-    std::fs::File::options().write(true).open(path.join(&file)).unwrap().set_len(PAGE).unwrap();
-    let workspace = Workspace::create(&parent.path().join("new"), true).unwrap();
-    let error = link_shard(&workspace, (old.directory(), &path), &old.body().shards[1], &file).unwrap_err();
-    assert!(error.to_string().contains("it has 4096 bytes"), "{error}");
-    assert!(!workspace.path_of(&file).exists());
 }

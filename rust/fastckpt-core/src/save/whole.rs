@@ -1,5 +1,6 @@
 //! The work of one process that writes whole shards, block by block.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,7 +9,7 @@ use super::work::{Unit, Work};
 use crate::engine::content::{self, Content};
 use crate::engine::direct::{Direct, Moved};
 use crate::error::Result;
-use crate::format::checksum;
+use crate::format::checksum::{self, Pair, Sum as _};
 use crate::format::geometry::{self, Extent, Placement};
 use crate::format::layout::{Plan, Shard, TensorSpec};
 use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
@@ -27,6 +28,9 @@ pub(super) struct Whole<'a> {
     /// Number of the first extent of each tensor, then the number of all extents.
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
+    extent_xzs: Vec<AtomicU64>,
+    /// Tensors with extents that callbacks moved, which took the first checksum alone.
+    moved: HashSet<usize>,
     block_crcs: Vec<AtomicU64>,
     /// The blocks that workers write, ascending.
     left: Vec<usize>,
@@ -66,6 +70,8 @@ impl<'a> Whole<'a> {
             images,
             left: (0..first_block.last().copied().unwrap_or(0)).collect(),
             extent_crcs: zeros(&first_extent),
+            extent_xzs: zeros(&first_extent),
+            moved: HashSet::new(),
             block_crcs: zeros(&first_block),
             first_block,
             first_extent,
@@ -98,7 +104,7 @@ impl<'a> Whole<'a> {
     pub(super) fn index_of(&self, tensor: usize) -> usize {
         match &self.contents[tensor] {
             Content::Pull(pull) => pull.index,
-            Content::Memory(_) => tensor,
+            Content::Memory(_) | Content::Image(_) => tensor,
         }
     }
 
@@ -108,7 +114,8 @@ impl<'a> Whole<'a> {
             let found = inside.binary_search_by_key(&block, |&(block, ..)| block);
             let Some((_, extent, _)) = found.ok().and_then(|at| inside.get(at)) else { continue };
             self.block_crcs[block].store(sum, Ordering::Relaxed);
-            self.summed(0, 0, extent, sum);
+            self.summed(0, 0, extent, Pair { crc: sum, xz: 0 });
+            self.moved.insert(extent.tensor);
         }
         self.left.retain(|&block| !moved.has(block));
     }
@@ -129,14 +136,23 @@ impl<'a> Whole<'a> {
         let tensors = (self.part.tensors.iter().zip(&plan.places).enumerate())
             .filter(|(_, (_, (shard, _)))| self.part.has(*shard));
         let tensors = tensors.map(|(index, (tensor, &place))| {
-            let crcs = &self.extent_crcs[self.first_extent[index]..self.first_extent[index + 1]];
-            tensor_entry(tensor, place, crcs.iter().map(|crc| checksum::to_hex(load(crc))).collect())
+            let extents = self.first_extent[index]..self.first_extent[index + 1];
+            let crc = self.extent_crcs[extents.clone()].iter().map(|crc| checksum::to_hex(load(crc)));
+            let place_of = Placement { tensor: index, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
+            let lens = geometry::extents(place_of, 0..place_of.bytes, plan.block_size);
+            let xz = lens.zip(&self.extent_xzs[extents]).fold(Pair::of(&[]).xz, |all, ((extent, _), xz)| {
+                checksum::combine_xz(all, load(xz), extent.len)
+            });
+            let crc64xz = if self.moved.contains(&index) { String::new() } else { checksum::to_hex(xz) };
+            TensorEntry { crc64xz, ..tensor_entry(tensor, place, crc.collect()) }
         });
         (shards.collect(), tensors.collect())
     }
 }
 
 impl Work for Whole<'_> {
+    type Sum = Pair;
+
     fn plan(&self) -> &Plan {
         self.part.plan
     }
@@ -202,11 +218,9 @@ impl Work for Whole<'_> {
     fn complete(&self, number: usize, to: &mut [u8]) -> Result<()> {
         let unit = self.unit(number);
         for extent in self.extents(&unit) {
-            if let Content::Memory(source) = &self.contents[extent.tensor] {
-                let from = source.part(extent.start as usize, extent.len as usize);
+            if let Some(from) = self.contents[extent.tensor].host(extent.start, extent.len as usize)? {
                 let at = (extent.offset - unit.start) as usize;
-                to[at..at + extent.len as usize]
-                    .copy_from_slice(from.ok_or_else(Content::too_short)?.bytes());
+                to[at..at + from.len()].copy_from_slice(from);
             }
         }
         Ok(())
@@ -220,22 +234,19 @@ impl Work for Whole<'_> {
         Ok(())
     }
 
-    fn copy(&self, _: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<u64> {
-        match &self.contents[tensor] {
-            Content::Memory(source) => {
-                let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
-                Ok(checksum::copy(to, from.bytes()))
-            }
-            Content::Pull(pull) => {
-                content::fetch([(pull, start, &mut *to)])?;
-                Ok(checksum::of(to))
-            }
+    fn copy(&self, _: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Pair> {
+        if let Content::Pull(pull) = &self.contents[tensor] {
+            content::fetch([(pull, start, &mut *to)])?;
+            return Ok(Pair::of(to));
         }
+        let from = self.contents[tensor].host(start, to.len())?.unwrap_or_default();
+        Ok(Pair::copy(to, from))
     }
 
-    fn summed(&self, _: usize, _: usize, extent: &Extent, sum: u64) {
+    fn summed(&self, _: usize, _: usize, extent: &Extent, sum: Pair) {
         let number = self.first_extent[extent.tensor] + extent.index as usize;
-        self.extent_crcs[number].store(sum, Ordering::Relaxed);
+        self.extent_crcs[number].store(sum.crc, Ordering::Relaxed);
+        self.extent_xzs[number].store(sum.xz, Ordering::Relaxed);
     }
 
     fn assembled(&self, number: usize, sum: u64, _: bool) {
@@ -264,6 +275,7 @@ pub(crate) fn tensor_entry(tensor: &TensorSpec, (shard, offset): (usize, u64), c
         shard,
         offset,
         crc,
+        crc64xz: String::new(),
         logical: tensor.logical.clone().map(|(dtype, shape)| Logical { dtype, shape }),
     }
 }

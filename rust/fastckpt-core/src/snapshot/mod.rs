@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::format::groups::Group;
 use crate::format::layout::{self, Plan, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::save::{Contents, Request, check_size, save};
+use crate::save::{Contents, Request, Reuse, check_size, save};
 use crate::sys::mapping::{Mapping, Stretch};
 
 /// The state that a snapshot copies.
@@ -188,12 +188,13 @@ impl Snapshot {
         })
     }
 
-    /// Writes the snapshot, with further `files`, as [`save`] writes a state.
+    /// Writes the snapshot, with further `files`, as [`save`] writes a state. `reuse` as in [`Request`].
     pub fn save(
         &self,
         path: &Path,
         files: &[(&str, &[u8])],
         overwrite: bool,
+        reuse: Option<Reuse<'_>>,
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Report> {
@@ -204,6 +205,7 @@ impl Snapshot {
                 path,
                 tensors: &state.tensors,
                 contents: Contents::Images(plan, &images),
+                reuse,
                 structure: &state.structure,
                 metadata: &state.metadata,
                 files,

@@ -222,13 +222,12 @@ impl Shared<'_> {
                 }
                 From::Tensor(tensor, start) => (tensor, start),
             };
-            match &self.contents[tensor] {
-                Content::Memory(source) => {
-                    let from = source.part(start as usize, to.len()).ok_or_else(Content::too_short)?;
-                    to.copy_from_slice(from.bytes());
-                    self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
-                }
-                Content::Pull(pull) => wanted.push((pull, start, to)),
+            let content = &self.contents[tensor];
+            if let Content::Pull(pull) = content {
+                wanted.push((pull, start, to));
+            } else if let Some(from) = content.host(start, to.len())? {
+                to.copy_from_slice(from);
+                self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
             }
         }
         let bytes = wanted.iter().map(|(_, _, to)| to.len() as u64).sum();

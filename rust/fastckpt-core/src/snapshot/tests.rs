@@ -71,7 +71,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
         let path = parent.path().join("c");
         for io in ["auto", "buffered"] {
             let options = Options { io: io.parse().unwrap(), ..options(2) };
-            let report = snapshot.save(&path, &[], true, &options, &mut |_, _| true).unwrap();
+            let report = snapshot.save(&path, &[], true, None, &options, &mut |_, _| true).unwrap();
             // With direct I/O, nothing is copied. Through the page cache, only the kernel copies.
             let all: u64 = images.iter().map(|(_, image)| image.len() as u64).sum();
             let Ran { blocks, copied, .. } = report.ran;

@@ -59,6 +59,7 @@ fn saved() -> Saved {
         path: &path,
         tensors: &tensors,
         contents: Contents::Tensors(&contents, &groups::of(""), 400_000),
+        reuse: None,
         structure: "[null]",
         metadata: "[null]",
         files: &[],

@@ -132,6 +132,7 @@ impl Job {
             path: &path,
             tensors: &self.tensors,
             contents: Contents::Tensors(&contents, &groups::of(""), SHARD),
+            reuse: None,
             structure: "[null]",
             metadata: "[1]",
             files: &[],

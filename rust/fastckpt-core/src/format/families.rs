@@ -1,0 +1,120 @@
+//! Which tensor goes to which shard of its group (`docs/format.md`, 2.1). Pure.
+
+use crate::error::{Error, Result};
+use crate::format::geometry::{PAGE, Placement};
+use crate::format::groups::Group;
+use crate::format::limits::MAX_HEADER;
+
+/// A shard of another checkpoint that becomes a shard of this one as it is.
+#[derive(Debug, Clone)]
+pub struct Taken {
+    /// Its group.
+    pub group: usize,
+    /// Its tensors in file order.
+    pub placements: Vec<Placement>,
+    /// Length of the file.
+    pub bytes: u64,
+}
+
+/// What a layout keeps apart from the rest.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Apart<'a> {
+    /// For each tensor, whether it is expected to stay as it is. Such tensors share no shard with others. Empty if none
+    /// is.
+    pub still: &'a [bool],
+    /// Shards of another checkpoint, which hold tensors that are laid out nowhere else.
+    pub taken: &'a [Taken],
+}
+
+/// A shard of a group.
+pub(super) enum Member {
+    /// One of [`Apart::taken`].
+    Taken(usize),
+    /// These tensors, in the order of their names.
+    Tensors(Vec<usize>),
+}
+
+/// A shard that is being filled: its bytes, an upper bound for its header, and its tensors.
+#[derive(Default)]
+struct Filling {
+    full: Vec<Member>,
+    bytes: u64,
+    header: u64,
+    tensors: Vec<usize>,
+}
+
+impl Filling {
+    /// Adds a tensor of `bytes`, to the next shard if this one would be too long.
+    fn add(&mut self, tensor: usize, (bytes, entry): (u64, u64), shard_size: u64) {
+        let full = self.bytes.saturating_add(bytes) > shard_size || self.header + entry > MAX_HEADER - PAGE;
+        if full && !self.tensors.is_empty() {
+            self.full.push(Member::Tensors(std::mem::take(&mut self.tensors)));
+            (self.bytes, self.header) = (0, 0);
+        }
+        self.tensors.push(tensor);
+        self.bytes += bytes;
+        self.header += entry;
+    }
+
+    fn finish(mut self) -> Vec<Member> {
+        if !self.tensors.is_empty() {
+            self.full.push(Member::Tensors(self.tensors));
+        }
+        self.full
+    }
+}
+
+/// What is asked of a tensor here.
+pub(super) struct Asked<'a> {
+    pub(super) name: &'a str,
+    /// Its bytes.
+    pub(super) bytes: u64,
+    /// An upper bound for its bytes in the header.
+    pub(super) entry: u64,
+}
+
+/// The shards of each group in their order: those that are taken, those of tensors that stay as they are, the others.
+pub(super) fn of(
+    tensors: &[Asked<'_>],
+    groups: &[Group],
+    shard_size: u64,
+    apart: &Apart<'_>,
+) -> Result<Vec<Vec<Member>>> {
+    let mut elsewhere = vec![false; tensors.len()];
+    for placement in apart.taken.iter().flat_map(|taken| &taken.placements) {
+        elsewhere[placement.tensor] = true;
+    }
+    let mut filling: Vec<[Filling; 2]> = groups.iter().map(|_| <[Filling; 2]>::default()).collect();
+    for tensor in by_name(tensors)? {
+        let Asked { name, bytes, entry } = tensors[tensor];
+        let group = groups.iter().position(|group| group.holds(name));
+        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
+        if !elsewhere[tensor] {
+            let moves = !apart.still.get(tensor).copied().unwrap_or(false);
+            filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);
+        }
+    }
+    let mut families: Vec<Vec<Member>> = groups.iter().map(|_| Vec::new()).collect();
+    for (number, taken) in apart.taken.iter().enumerate() {
+        families[taken.group].push(Member::Taken(number));
+    }
+    for (family, filling) in families.iter_mut().zip(filling) {
+        family.extend(filling.into_iter().flat_map(Filling::finish));
+    }
+    // The model has a file, even if it has no tensors.
+    if let Some(first) = families.first_mut().filter(|first| first.is_empty()) {
+        first.push(Member::Tensors(Vec::new()));
+    }
+    Ok(families)
+}
+
+/// The tensors in the order of their names. Two equal names are an error.
+fn by_name(tensors: &[Asked<'_>]) -> Result<Vec<usize>> {
+    let name = |tensor: &usize| tensors[*tensor].name;
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
+    match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
+        Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
+        None => Ok(order),
+    }
+}

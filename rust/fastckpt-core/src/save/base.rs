@@ -1,0 +1,302 @@
+//! What a save takes over from an earlier checkpoint, its base: files in which nothing has changed are linked instead of
+//! written (`docs/design.md`, Unchanged tensors).
+
+use std::os::fd::AsFd as _;
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags};
+
+use super::compare::unchanged;
+use crate::commit::Workspace;
+use crate::engine::content::Content;
+use crate::engine::job::Tick;
+use crate::engine::options::Options;
+use crate::error::{Error, Result, Visible};
+use crate::format::checksum;
+use crate::format::families::Taken;
+use crate::format::groups::Group;
+use crate::format::layout::{Plan, TensorSpec};
+use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
+use crate::read::Checkpoint;
+use crate::sys::file::open_regular;
+use crate::sys::fork::Held;
+
+/// The bytes of a linked file are read about once in this many saves. In between, its time of modification stands for
+/// them.
+const TRUSTED: u64 = 16;
+/// What is unchanged gets files of its own where it is at least this part of what is written of its group.
+const FEW: u64 = 16;
+
+/// What a save may take over, and what it keeps apart so that the next one can.
+#[derive(Debug, Clone, Copy)]
+pub struct Reuse<'a> {
+    /// An earlier checkpoint.
+    pub base: Option<&'a Path>,
+    /// For each tensor, whether it is said to stay as it is. Empty if nothing is said.
+    pub frozen: &'a [bool],
+    /// The groups and the shard size, as for a save that takes over nothing.
+    pub groups: &'a [Group],
+    /// The size of a shard in bytes.
+    pub shard_size: u64,
+}
+
+/// A state, and where its bytes lie.
+pub(super) type State<'a> = (&'a [TensorSpec], &'a [Content]);
+
+/// What a save keeps apart, and what it has taken over. The files it took over lie in its workspace, under the names that
+/// [`provisional`] gives them.
+#[derive(Debug, Default)]
+pub(super) struct Beside {
+    /// For each tensor, whether it is expected to stay as it is.
+    pub(super) still: Vec<bool>,
+    /// The shards that were taken over, and for each its entry in the base's manifest.
+    pub(super) taken: Vec<Taken>,
+    pub(super) entries: Vec<ShardEntry>,
+    vouched: Vec<Vouched>,
+    /// For each tensor that lies in one of them, its entry in the base's manifest.
+    pub(super) tensors: Vec<Option<TensorEntry>>,
+    /// Why not everything that is unchanged could be taken over.
+    pub(super) warnings: Vec<String>,
+}
+
+/// The name of shard `number` of those that were taken over, until the layout is known.
+pub(super) fn provisional(number: usize) -> String {
+    format!(".fastckpt-linked-{number}")
+}
+
+impl Beside {
+    /// Whether the layout is another one than that of a save that reuses nothing.
+    pub(super) fn is_apart(&self) -> bool {
+        !self.taken.is_empty() || self.still.contains(&true)
+    }
+
+    /// Compares a state with its base, and takes over what it can. Whatever is wrong with the base is a warning: then more
+    /// is written.
+    pub(super) fn find(
+        workspace: &Workspace,
+        state: State<'_>,
+        reuse: &Reuse<'_>,
+        block_size: u64,
+        options: &Options,
+        tick: Tick<'_>,
+    ) -> Result<Self> {
+        let tensors = state.0;
+        if !reuse.frozen.is_empty() && reuse.frozen.len() != tensors.len() {
+            return Err(Error::Invalid("there must be one flag for each tensor, or none".to_owned()));
+        }
+        let still = if reuse.frozen.is_empty() { vec![false; tensors.len()] } else { reuse.frozen.to_vec() };
+        let mut beside = Self { still, tensors: vec![None; tensors.len()], ..Self::default() };
+        let Some(path) = reuse.base else { return Ok(beside) };
+        match open(path, block_size) {
+            Ok(base) => beside.compare(workspace, state, reuse, &base, options, tick)?,
+            Err(why) => beside.warnings.push(format!("base: {why}: every tensor was written")),
+        }
+        Ok(beside)
+    }
+
+    fn compare(
+        &mut self,
+        workspace: &Workspace,
+        (tensors, contents): State<'_>,
+        reuse: &Reuse<'_>,
+        base: &Checkpoint,
+        options: &Options,
+        tick: Tick<'_>,
+    ) -> Result<()> {
+        let same = unchanged(tensors, contents, base.body(), options, &mut *tick)?;
+        for (still, same) in self.still.iter_mut().zip(&same) {
+            *still |= same.is_some();
+        }
+        let mut refused = Vec::new();
+        for (index, taken) in candidates(base.body(), &same, tensors, reuse) {
+            match take(workspace, base, index, self.taken.len(), options, &mut *tick) {
+                Ok(vouched) => {
+                    let of_base = |tensor: usize| Some(base.body().tensors[same[tensor]?].clone());
+                    for placement in &taken.placements {
+                        self.tensors[placement.tensor] = of_base(placement.tensor);
+                    }
+                    self.taken.push(taken);
+                    self.entries.push(base.body().shards[index].clone());
+                    self.vouched.push(vouched);
+                }
+                Err(error @ (Error::Interrupted | Error::Panic(_))) => return Err(error),
+                Err(error) => refused.push(error.to_string()),
+            }
+        }
+        self.leave_a_few(tensors, reuse);
+        if let Some(first) = refused.first() {
+            let more =
+                if refused.len() > 1 { format!(" (and {} more)", refused.len() - 1) } else { String::new() };
+            self.warnings.push(format!("base: {first}{more}: what it holds was written again"));
+        }
+        Ok(())
+    }
+
+    /// What stands for the bytes of each shard of a plan, which lies in the workspace. Nothing, if a file cannot be looked
+    /// at: then all are read before they are linked.
+    pub(super) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
+        let written = |file: &str| {
+            let stat = fs::statat(workspace.directory(), file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            Some(Vouched { modified: modified(&stat), links: 0 })
+        };
+        let all = plan.shards.iter().map(|shard| {
+            shard.taken.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
+        });
+        all.collect::<Option<_>>().unwrap_or_default()
+    }
+
+    /// Keeps nothing apart in a group of which nearly all is written anyway: a file for a few constants would only be one
+    /// more file.
+    fn leave_a_few(&mut self, tensors: &[TensorSpec], reuse: &Reuse<'_>) {
+        let groups: Vec<_> = tensors.iter().map(|tensor| group_of(reuse, tensor)).collect();
+        let mut bytes = vec![[0; 2]; reuse.groups.len()];
+        let written = |beside: &Self, tensor: usize| beside.tensors[tensor].is_none();
+        for (tensor, group) in groups.iter().enumerate().filter(|(tensor, _)| written(self, *tensor)) {
+            let [all, still] = &mut bytes[*group];
+            let size = tensors[tensor].bytes().unwrap_or(0);
+            *all += size;
+            *still += if self.still[tensor] { size } else { 0 };
+        }
+        for (tensor, group) in groups.iter().enumerate() {
+            let [all, still] = bytes[*group];
+            let frozen = reuse.frozen.get(tensor).copied().unwrap_or(false);
+            if !frozen && still < all / FEW {
+                self.still[tensor] = false;
+            }
+        }
+    }
+}
+
+/// The group of a tensor.
+fn group_of(reuse: &Reuse<'_>, tensor: &TensorSpec) -> usize {
+    reuse.groups.iter().position(|group| group.holds(&tensor.name)).unwrap_or(0)
+}
+
+/// Opens a base. A text says why it is none.
+fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String> {
+    let base = Checkpoint::open(path).map_err(|error| error.to_string())?;
+    let (body, path) = (base.body(), path.display());
+    if body.block_size != block_size {
+        return Err(format!(
+            "`{}` has blocks of {} bytes, not {block_size}",
+            Visible(&path),
+            body.block_size
+        ));
+    }
+    if !body.tensors.is_empty() && body.tensors.iter().all(|tensor| tensor.crc64xz.is_empty()) {
+        return Err(format!(
+            "`{}` has no second checksums (several ranks, GPUDirect Storage or an older release wrote it)",
+            Visible(&path)
+        ));
+    }
+    Ok(base)
+}
+
+/// The shards of a base that hold nothing but tensors of this state, unchanged, and go to one group of it. `same` has
+/// for each tensor of the state its number in the base.
+fn candidates(
+    base: &Body,
+    same: &[Option<usize>],
+    tensors: &[TensorSpec],
+    reuse: &Reuse<'_>,
+) -> Vec<(usize, Taken)> {
+    let mut own = vec![None; base.tensors.len()];
+    for (tensor, index) in same.iter().enumerate() {
+        if let Some(index) = *index {
+            own[index] = Some(tensor);
+        }
+    }
+    let group_of = |tensor: usize| group_of(reuse, &tensors[tensor]);
+    let mut placements: Vec<Option<Vec<_>>> = base.shards.iter().map(|_| Some(Vec::new())).collect();
+    for (entry, own) in base.tensors.iter().zip(&own) {
+        let shard = &mut placements[entry.shard];
+        match own {
+            Some(tensor) => shard.iter_mut().for_each(|all| all.push(entry.placement(*tensor))),
+            None => *shard = None,
+        }
+    }
+    let whole = placements.into_iter().enumerate().filter_map(|(index, placements)| {
+        let mut placements = placements?;
+        placements.sort_unstable_by_key(|placement| (placement.offset, placement.bytes));
+        let group = group_of(placements.first()?.tensor);
+        let shard = &base.shards[index];
+        let fits = reuse.groups[group].prefix == shard.prefix
+            && placements.iter().all(|placement| group_of(placement.tensor) == group);
+        fits.then_some((index, Taken { group, placements, bytes: shard.bytes }))
+    });
+    let whole: Vec<_> = whole.collect();
+    let mut still = vec![0; reuse.groups.len()];
+    for (tensor, _) in same.iter().enumerate().filter(|(_, same)| same.is_some()) {
+        still[group_of(tensor)] += tensors[tensor].bytes().unwrap_or(0);
+    }
+    for (index, taken) in &whole {
+        still[taken.group] -= base.shards[*index].bytes - base.shards[*index].data_offset;
+    }
+    worth_linking(whole, still, reuse.shard_size)
+}
+
+/// Leaves out small shards that are no larger than what is written in their group because it stays as it is, `still`
+/// bytes: they become one with it. So the shards that are linked double in size, and their number stays small however
+/// tensors come to rest one by one.
+fn worth_linking(whole: Vec<(usize, Taken)>, mut still: Vec<u64>, shard_size: u64) -> Vec<(usize, Taken)> {
+    let mut order: Vec<usize> = (0..whole.len()).collect();
+    order.sort_by_key(|&number| whole[number].1.bytes);
+    let mut kept = vec![true; whole.len()];
+    for number in order {
+        let Taken { group, bytes, .. } = whole[number].1;
+        if bytes <= still[group] && bytes < shard_size / 2 {
+            still[group] += bytes;
+            kept[number] = false;
+        }
+    }
+    whole.into_iter().zip(kept).filter_map(|(one, kept)| kept.then_some(one)).collect()
+}
+
+/// Takes shard `index` of the base over into the workspace, after a look at its bytes or at what stands for them. Returns
+/// what stands for them from now on.
+fn take(
+    workspace: &Workspace,
+    base: &Checkpoint,
+    index: usize,
+    number: usize,
+    options: &Options,
+    tick: Tick<'_>,
+) -> Result<Vouched> {
+    let shard = &base.body().shards[index];
+    let path = base.path().join(&shard.file);
+    let (open, bytes) =
+        open_regular(base.directory(), &shard.file).map_err(Error::io("open the base's file", &path))?;
+    if bytes != shard.bytes {
+        return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
+    }
+    let open = Held::from(open);
+    let modified = || fs::fstat(&open).map(|stat| modified(&stat)).map_err(Error::io("look at", &path));
+    let before = modified()?;
+    let vouched = base.body().saved.files.get(index).filter(|vouched| vouched.modified == before);
+    if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
+        // What is read is no progress of the save.
+        base.check_shard(index, options, &mut |_, _| tick(0, 0))?;
+    }
+    workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &provisional(number))?;
+    if modified()? != before {
+        workspace.unlink(&provisional(number));
+        return Err(Error::corrupt(&path, "it was changed while it was linked"));
+    }
+    let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);
+    Ok(Vouched { modified: before, links: links.saturating_add(1) })
+}
+
+/// Whether it is the turn of a shard to be read. Shards take turns by their checksums, so that not all of them are read
+/// in the same save.
+fn is_due(shard: &ShardEntry, links: u64) -> bool {
+    let turn = checksum::from_hex(shard.crc.as_bytes()).unwrap_or(0);
+    links % TRUSTED == turn % TRUSTED
+}
+
+/// When a file was changed last, in nanoseconds since 1970 UTC.
+fn modified(stat: &fs::Stat) -> i64 {
+    stat.st_mtime.wrapping_mul(1_000_000_000).wrapping_add(stat.st_mtime_nsec.cast_signed())
+}
+
+#[cfg(test)]
+mod tests;
