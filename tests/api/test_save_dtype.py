@@ -11,6 +11,7 @@ import torch
 import fastckpt
 from fastckpt import UnsupportedTypeError
 from fastckpt._tensors import cast_out
+from fastckpt._tensors import torch as _torch
 from harness.same import bits, same
 
 
@@ -59,10 +60,10 @@ def test_the_checkpoint_is_that_of_a_state_of_this_dtype(tmp_path, way):
     way(state, tmp_path / "c", dtype=torch.float16)
     state["model"] = {name: value.contiguous() for name, value in cast(state["model"], torch.float16).items()}
     fastckpt.save(state, tmp_path / "d")
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
+    name = "model.safetensors"
+    assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
     with fastckpt.open(tmp_path / "c") as one, fastckpt.open(tmp_path / "d") as other:
-        assert list(one.tensors()) == list(other.tensors())
+        assert [one.info(name) for name in one] == [other.info(name) for name in other]
 
 
 @pytest.mark.parametrize("target", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -76,13 +77,14 @@ def test_each_dtype_becomes_each_other_as_torch_makes_it(tmp_path, source, targe
         "columns": torch.randn(33, 17).to(source).t(),
         "scalar": torch.tensor(1.5, dtype=source),
         "none": torch.empty(0, 3, dtype=source),
-        "negative": torch._neg_view(torch.randn(9).to(source)),
     }
+    if source.itemsize > 1:
+        state["negative"] = torch._neg_view(torch.randn(9).to(source))
     fastckpt.save(state, tmp_path / "c", dtype=target)
     loaded = fastckpt.load(tmp_path / "c")
     for name, value in state.items():
         assert loaded[name].dtype is target
-        assert bits(loaded[name]) == bits(value.to(target).contiguous())
+        assert bits(loaded[name]) == bits(value.resolve_neg().to(target).contiguous())
 
 
 def test_arrays_are_cast_to_what_numpy_has(tmp_path):
@@ -202,7 +204,9 @@ def test_numbers_beyond_the_range_are_told(tmp_path, way, value, dtype, lost, ca
     report = way({"w": value, "other": torch.ones(1)}, tmp_path / "c", dtype={"w": dtype})
     expected = f"1 tensor cast to {dtype} had numbers beyond its range"
     assert [text[: len(expected)] for text in report.warnings] == [expected] * lost
-    assert all("'w'" in text and text in caplog.text for text in report.warnings)
+    assert all("'w'" in text for text in report.warnings)
+    if way is save:
+        assert all(text in caplog.text for text in report.warnings)
 
 
 def test_a_lost_number_is_found_wherever_it_is(tmp_path):
@@ -275,6 +279,19 @@ def test_a_cast_takes_little_memory(tmp_path, monkeypatch):
     assert max(asked) <= 4 * cast_out._PIECE
 
 
+def test_what_a_base_has_in_another_dtype_is_written(tmp_path):
+    state = {"w": torch.ones(50_000), "n": torch.arange(50_000)}
+    for name, options in (("a", {}), ("b", {"base": tmp_path / "a"}), ("c", {"base": tmp_path / "b"})):
+        fastckpt.save(state, tmp_path / name, dtype=None if name == "a" else "float16", **options)
+        assert fastckpt.load(tmp_path / name)["w"].dtype is (torch.float32 if name == "a" else torch.float16)
+        assert fastckpt.verify(tmp_path / name).ok
+    files = {name: {each.stat().st_ino for each in (tmp_path / name).glob("*.safetensors")} for name in "abc"}
+    assert not files["a"] & files["b"]
+    assert files["b"] == files["c"]
+    fastckpt.save(state, tmp_path / "d", dtype="float16", base=tmp_path / "a", frozen="w")
+    assert same(fastckpt.load(tmp_path / "d"), {"w": torch.ones(50_000).half(), "n": state["n"]})
+
+
 # Errors.
 
 
@@ -291,13 +308,11 @@ def test_what_is_no_dtype(tmp_path, way):
 
 
 def test_a_dtype_that_torch_lacks(tmp_path, monkeypatch):
-    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
-
     monkeypatch.delitem(_torch.DTYPES, "float8_e5m2")
     with pytest.raises(UnsupportedTypeError, match="'w' is to be cast to float8_e5m2, which this version of torch"):
         fastckpt.save({"w": torch.ones(2)}, tmp_path / "c", dtype="float8_e5m2")
+    monkeypatch.setattr(cast_out, "recast_tensor", lambda *_: torch.zeros(1).view(3))
     with pytest.raises(UnsupportedTypeError, match="'w' cannot be cast to float16 "):
-        monkeypatch.setattr(cast_out, "recast_tensor", lambda *_: torch.zeros(1).view(3))
         fastckpt.save({"w": torch.ones(2)}, tmp_path / "c", dtype="float16")
 
 
