@@ -317,10 +317,12 @@ def test_a_dtype_that_torch_lacks(tmp_path, monkeypatch):
 
 
 def test_a_refusal_lets_go_of_the_callers_buffers(tmp_path):
+    """Also while the error, and with it every frame, is kept."""
     buffer = bytearray(5000)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as one:
         fastckpt.save({"b": buffer}, tmp_path / "c", dtype={"x": "float16"})
     buffer.append(1)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as other:
         fastckpt.save_async({"b": buffer}, tmp_path / "c", exclude="x")
     buffer.append(1)
+    assert one.tb is not other.tb
