@@ -150,16 +150,6 @@ class Model:
         """Events ever, also those no longer kept."""
         return self._events.count
 
-    @property
-    def save_graph(self) -> deque[float]:
-        """Bytes/s written by the node, one value a column of `COLUMN_S`, newest last."""
-        return self._series.written
-
-    @property
-    def load_graph(self) -> deque[float]:
-        """Bytes/s read, likewise."""
-        return self._series.read
-
     def series(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
         """Bytes/s written and read by the node, as means over equal parts of the last `seconds`; see `Series.cells`."""
         return self._series.cells(seconds, cells)
