@@ -137,12 +137,12 @@ def test_a_narrow_screen_says_who_and_why_in_two_lines(saving, high):
         (("held at 0.20 of 0.48 GB/s by bandwidth_limit", "held at 0.20 by bandwidth_limit"), "bandwidth_limit"),
         (("one two three four five six seven eight nine", "one two three four five six"), "five six"),
         (("rank 6",), ""),
-        (("nothing of this fits into two lines of that screen",), "into two lines of t…"),
+        (("nothing of this fits into two lines of that screen",), "fits into two lines…"),
     ):
         lines = paint(frame(said(saving, Sentence("warn", words)), (20, high))).plain.splitlines()
         at = next(number for number, line in enumerate(lines) if line.startswith("! "))
         assert lines[at + 1] == wanted
-        assert lines[at].removeprefix("! ") + " " + wanted.removesuffix("t…") in " ".join(words) + " "
+        assert lines[at].removeprefix("! ") + " " + wanted.removesuffix("…") in " ".join(words) + " "
 
 
 def test_the_border_says_only_what_the_sentence_does_not(saving):
