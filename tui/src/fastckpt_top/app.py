@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import select
 import signal
@@ -43,15 +42,6 @@ IDLE_S: Final = 1.0
 """Without a running operation one look a second is enough."""
 NOTICE_S: Final = 4.0
 """How long a message stays, seconds."""
-
-
-def frozen(model: Model) -> Model:
-    """What a model shows now, as a model of its own that stands still."""
-    kept = copy.copy(model)
-    for name, value in vars(model).items():
-        if isinstance(value, list) or name in ("past", "_events", "_series"):
-            setattr(kept, name, copy.deepcopy(value))
-    return kept
 
 
 def _hung_up() -> bool:
@@ -280,7 +270,7 @@ class TopApp(App[None]):
         if isinstance(self.session, Replay):
             self.session.toggle()
         else:
-            self._frozen = None if self._frozen is not None else frozen(self.session.model)
+            self._frozen = None if self._frozen is not None else self.session.model.frozen()
         self.canvas.repaint()
 
     def action_job(self) -> None:

@@ -5,6 +5,7 @@ Pure: no I/O, no clock of its own.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -134,6 +135,14 @@ class Model:
             look = self._look(self.snapshot)
             self._refresh_node(look)
             self._refresh(look)
+
+    def frozen(self) -> Model:
+        """What it shows now, as a model of its own that stands still."""
+        kept = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list) or name in ("past", "_events", "_series"):
+                setattr(kept, name, copy.deepcopy(value))
+        return kept
 
     @property
     def main(self) -> NodeOp | None:
