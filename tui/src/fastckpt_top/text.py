@@ -137,8 +137,11 @@ def ascii_only(text: str) -> str:
 
 def width(text: str) -> int:
     """Terminal cells that a cleaned text takes."""
-    if text.isascii():
-        return len(text)
+    return len(text) if text.isascii() else _wide(text)
+
+
+@lru_cache(maxsize=4096)
+def _wide(text: str) -> int:
     return sum(_cells(char) for char in text)
 
 
