@@ -241,6 +241,65 @@ def test_a_signal_before_a_steady_stretch_is_answered_at_its_begin(manager):
     assert manager.steps() == [4]
 
 
+def test_a_steady_stretch_within_another_leaves_it_as_it_was(manager):
+    manager.save_on_signal(signal.SIGUSR1)
+    with manager.steady(4, {"a": 4}):
+        with manager.steady(4, {"a": 4}):
+            pass
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == [(signal.SIGUSR1, 4)]
+
+
+def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, manager):
+    with fastckpt.Manager(tmp_path / "other") as other:
+        other.save_on_signal(signal.SIGUSR1)
+        other.save(1, {"a": 1})
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == []
+    assert manager.told == [(signal.SIGUSR1, None)]
+    assert other.steps() == [1]
+    assert other.preempted == signal.SIGUSR1
+
+
+def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog):
+    """The save would take 80 s."""
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other.save_on_signal(signal.SIGUSR2, grace="100ms")
+    other.save(1, {"a": np.zeros(200_000)})
+    waiting = other.wait
+    other.wait = lambda: (raise_signal(signal.SIGUSR2), waiting())
+    with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
+        other.__exit__(None, None, None)
+    assert "is given up" in caplog.text
+    assert other.steps() == []
+
+
+def test_a_handler_that_is_put_back_after_its_manager_has_ended_passes_on(tmp_path, manager):
+    one, two = fastckpt.Manager(tmp_path / "1"), fastckpt.Manager(tmp_path / "2")
+    one.save_on_signal(signal.SIGUSR1)
+    two.save_on_signal(signal.SIGUSR1)
+    for each in (one, two):
+        with each:
+            pass
+    raise_signal(signal.SIGUSR1)
+    assert manager.told == [(signal.SIGUSR1, None)]
+    # It can begin anew.
+    with one:
+        one.save_on_signal(signal.SIGUSR1)
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == [(signal.SIGUSR1, None)]
+        assert one.save(1, {"a": 1})
+    assert manager.told == [(signal.SIGUSR1, None)] * 2
+
+
+def test_a_number_that_is_no_signal_is_refused_before_anything_is_installed(manager):
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(ValueError, match="1000"):
+        manager.save_on_signal(signal.SIGUSR2, 1000)
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
 def test_a_failed_save_is_raised_and_the_signal_is_passed_on(manager, tmp_path):
     manager.save_on_signal(signal.SIGUSR1)
     (tmp_path / "step-00000001").write_text("in the way")

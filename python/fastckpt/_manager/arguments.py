@@ -46,8 +46,6 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
 
 def keep_of(keep: Any) -> list[keeping.Policy]:
     """``keep=``."""
-    if keep is None:
-        return []
     listed = [keep] if isinstance(keep, (int, keeping.Policy)) else list(keep)
     found = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
     for one in found:

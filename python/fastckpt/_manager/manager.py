@@ -23,12 +23,10 @@ from fastckpt._units import seconds
 
 from .aftermath import Aftermath, left_until
 from .agreement import Alone
-from .arguments import IN_BACKGROUND, have_text, keep_of, metadata_of, options_of, step_of, when_of
+from .arguments import IN_BACKGROUND, keep_of, metadata_of, options_of, step_of, when_of
 from .cadence import Cadence
-from .catalogue import Catalogue
 from .directory import Directory, Names
 from .restore import Restored, candidates, restore, restore_newest
-from .retention import Retention
 from .run import Run
 from .signals import Signals
 
@@ -70,7 +68,8 @@ class Manager(Run):
             for 50,000 h per process.
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
-        read_only: write and remove nothing: for programs that evaluate what another one trains.
+        read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
+            knows the policies of the one that does.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``.
 
     Raises:
@@ -92,10 +91,9 @@ class Manager(Run):
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._agree = Alone()
-        policies, listing = keep_of(keep), Directory(path_of("Manager", directory), Names(name))
-        texts = None if read_only or not have_text(policies) else [str(policy) for policy in policies]
-        super().__init__(listing, policies, Catalogue(listing, texts), read_only=bool(read_only))
-        self._retention = Retention(listing, self._catalogue, policies)
+        policies = None if keep is None else keep_of(keep)
+        listing = Directory(path_of("Manager", directory), Names(name))
+        super().__init__(listing, policies, read_only=bool(read_only))
         mttf = _MTTF_HOURS / self._agree.size if mttf is None else mttf
         self._when = when_of(save_when, saving.Auto(mttf, overhead))
         self._async = bool(async_save)
@@ -250,6 +248,7 @@ class Manager(Run):
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
+            ValueError: a number is of no signal that Python has a name for.
         """
         self._check("save_on_signal")
         from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
@@ -283,13 +282,13 @@ class Manager(Run):
         self._check("steady")
         about = metadata_of(step_of("steady", step), metrics, metadata)
         self._cadence.reach(step, in_flight=self._in_flight)
-        self._steady = lambda: self._answer(step, state, about)
+        around, self._steady = self._steady, lambda: self._answer(step, state, about)
         try:
             # It may have come before.
             self._signal_came()
             yield
         finally:
-            self._steady = None
+            self._steady = around
 
     # Coming back.
 
@@ -311,9 +310,9 @@ class Manager(Run):
             Step, state, metrics; None where there is no checkpoint at all.
 
         Raises:
-            CorruptCheckpointError: there are checkpoints, and none can be loaded; tensors of ``into`` may have changed.
+            CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
-            Exception: what else :func:`fastckpt.load` raises.
+            Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped.
@@ -337,10 +336,15 @@ class Manager(Run):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is in flight, and put the signal handlers back."""
-        self._steady = None
+        """Wait for what is in flight, and put the signal handlers back.
+
+        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
+        durable or is given up, and the signal is passed on.
+        """
         try:
             if os.getpid() == self._process:
+                self._steady = self._answer_at_end
+                self._signal_came()
                 if error is None:
                     self.wait()
                 else:
@@ -348,6 +352,7 @@ class Manager(Run):
                     with contextlib.suppress(Exception):
                         self.wait()
         finally:
+            self._steady = None
             self._signals.uninstall()
 
     # What happens.
@@ -420,6 +425,13 @@ class Manager(Run):
         finally:
             self._signals.pass_on()
         return self._saved == step
+
+    def _answer_at_end(self) -> None:
+        """Pass on the signals that have come when there will be no further step."""
+        try:
+            self._settle()
+        finally:
+            self._signals.pass_on()
 
     def _settle(self) -> None:
         """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""

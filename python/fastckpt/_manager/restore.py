@@ -13,6 +13,7 @@ from fastckpt._api.load import load
 from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
 from fastckpt._api.reports import LoadReport
+from fastckpt._api.verify import verify
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -80,6 +81,17 @@ def restore(directory: Directory, step: int, skipped: tuple[tuple[int, str], ...
     return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report)
 
 
+def verified(path: str) -> None:
+    """Verify the checkpoint at ``path``.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    report = verify(path)
+    if not report.ok:
+        raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")
+
+
 def restore_newest(directory: Directory, steps: list[int], how: Mapping[str, Any], *, stacklevel: int) -> Restored:
     """Load the first of ``steps`` that can be loaded, and warn of each before it.
 
@@ -89,6 +101,9 @@ def restore_newest(directory: Directory, steps: list[int], how: Mapping[str, Any
     skipped: tuple[tuple[int, str], ...] = ()
     for step in steps:
         try:
+            if how.get("into") is not None and not how.get("strict", True):
+                # What an older one lacks would keep what a damaged one has left in `into`.
+                verified(directory.path_of(step))
             return restore(directory, step, skipped, how)
         except (CorruptCheckpointError, NotACheckpointError, OSError) as error:  # noqa: PERF203 - a loop of a few turns
             gone = isinstance(error, FileNotFoundError)
