@@ -90,6 +90,46 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
     assert all(one.filename == __file__ for one in caught)
 
 
+def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
+    """Each time the reader has chosen one, the writer has a newer one and removes that."""
+    from fastckpt._manager import restore
+
+    writer = fill(tmp_path, [1], keep=1)
+    real = restore.load
+
+    def load(path, **options):
+        step = writer.latest() + 1
+        if step < 6:
+            writer.save(step, state(step))
+            writer.wait()
+        return real(path, **options)
+
+    monkeypatch.setattr(restore, "load", load)
+    found = fastckpt.Manager(tmp_path, read_only=True).restore()
+    assert (found.step, found.skipped) == (5, ())
+    assert not recwarn.list
+
+
+def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
+    from fastckpt._manager import restore
+
+    fill(tmp_path, [1])
+
+    def load(path, **_):
+        looks.append(path)
+        Path(path).rename(tmp_path / f"step-{len(looks) + 1:08d}")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    looks = []
+    monkeypatch.setattr(restore, "load", load)
+    with (
+        pytest.warns(RuntimeWarning, match="is gone"),
+        pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
+    ):
+        fastckpt.Manager(tmp_path, read_only=True).restore()
+    assert len(looks) == restore._LOOKS
+
+
 def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
     fill(tmp_path, [1])
     damage(tmp_path / "step-00000001")

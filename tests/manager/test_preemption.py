@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -250,6 +252,18 @@ def test_a_steady_stretch_within_another_leaves_it_as_it_was(manager):
         assert manager.told == [(signal.SIGUSR1, 4)]
 
 
+def test_what_is_given_up_at_the_end_is_told_by_the_log_alone(tmp_path, manager, caplog):
+    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other.save_on_signal(signal.SIGUSR1, grace="100ms")
+    other.save(1, {"a": np.zeros(200_000)})
+    waiting = other._pending.result
+    other._pending.result = lambda *limit: (raise_signal(signal.SIGUSR1), waiting(*limit))
+    with caplog.at_level(logging.ERROR, "fastckpt"), other:
+        pass
+    assert "was not durable in time" in caplog.text
+    assert manager.told == [(signal.SIGUSR1, None)]
+
+
 def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, manager):
     with fastckpt.Manager(tmp_path / "other") as other:
         other.save_on_signal(signal.SIGUSR1)
@@ -272,6 +286,24 @@ def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, m
     with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
         other.__exit__(None, None, None)
     assert "is given up" in caplog.text
+    assert other.steps() == []
+
+
+def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
+    """The save would take 80 s. The signal comes before the wait or in it."""
+    with fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"}) as other:
+        other.save_on_signal(signal.SIGUSR1, grace="100ms")
+        other.save(1, {"a": np.zeros(200_000)})
+        sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
+        sender.start()
+        with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(CancelledError):
+            other.wait()
+        sender.join()
+        assert "was not durable in time" in caplog.text
+        # The wait is in no place where the program may end.
+        assert manager.told == []
+        assert not other.should_save(2)
+        assert manager.told == [(signal.SIGUSR1, None)]
     assert other.steps() == []
 
 
@@ -386,7 +418,6 @@ def test_another_process_does_not_save(tmp_path):
 
 
 def test_signals_are_taken_in_the_main_thread(tmp_path):
-    import threading
 
     caught = []
 

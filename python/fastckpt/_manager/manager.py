@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
@@ -207,6 +208,8 @@ class Manager(Run):
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait until the last save is durable, and what is not kept is removed.
 
+        For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
+
         Args:
             timeout: seconds; None for as long as it takes.
 
@@ -215,14 +218,18 @@ class Manager(Run):
 
         Raises:
             TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was given up for a signal.
             Exception: the last save failed.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
         if pending is not None:
+            around, self._steady = self._steady, self._steady or self._settle
             try:
+                self._signal_came()
                 self._report = pending.result(left_until(end))
             finally:
+                self._steady = around
                 # A failure is told once.
                 if pending.done():
                     self._pending = None
@@ -321,10 +328,12 @@ class Manager(Run):
         if step is not None:
             found = restore(self._directory, step_of("restore", step), (), how)
         else:
-            steps = self._agree.first(lambda: candidates(self._directory))
-            if not steps:
+            newest = restore_newest(
+                self._directory, lambda: self._agree.first(lambda: candidates(self._directory)), how, stacklevel=3
+            )
+            if newest is None:
                 return None
-            found = restore_newest(self._directory, steps, how, stacklevel=3)
+            found = newest
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
         self._cadence.resume(found.step)
@@ -346,7 +355,9 @@ class Manager(Run):
                 self._steady = self._answer_at_end
                 self._signal_came()
                 if error is None:
-                    self.wait()
+                    # What is given up for a signal is in the log.
+                    with contextlib.suppress(CancelledError):
+                        self.wait()
                 else:
                     # What failed is in the log; the error that ends the block must not be lost.
                     with contextlib.suppress(Exception):
