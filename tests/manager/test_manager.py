@@ -487,7 +487,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep": "3"}, "keep: '3' is no policy"),
+        ({"keep": "last=3"}, "keep: 'last=3' is no policy"),
         ({"keep": [keep.Last]}, "is no policy"),
         ({"keep": 0}, "count must be a whole number"),
         ({"save_when": "often"}, "save_when: 'often' is no policy"),
