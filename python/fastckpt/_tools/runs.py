@@ -26,7 +26,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommands; ``command(name, text, more)`` makes their parsers."""
     runs = command(
         "runs",
-        "list the checkpoints of a run: step, size, speed, metrics, what is kept and why",
+        "list the checkpoints of a run: size, speed, metrics, why kept",
         "Bytes that several checkpoints share count once in the total.",
     )
     prune = command(
