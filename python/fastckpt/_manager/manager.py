@@ -212,6 +212,11 @@ class Manager(Preemption):
             try:
                 self._signal_came()
                 self._report = pending.result(left_until(end))
+            except Exception:
+                # The callback that says so may still be on its way.
+                if pending.done():
+                    self._saved = None
+                raise
             finally:
                 self._steady = around
                 # A failure is told once.
