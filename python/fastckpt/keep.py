@@ -116,12 +116,13 @@ class Every:
         """The steps that must stay."""
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
-        # The oldest stays, so the same ones are found again at each call.
-        found, due = set(), -math.inf
+        # The oldest stays, so the same ones are found again at each call. Where the clock was put back, or an older
+        # step was saved again, nobody knows how long it was: what is in doubt stays.
+        found, last = set(), -math.inf
         for one in saved:
-            if one.created >= due:
+            if not 0 <= one.created - last < (self.time or 0.0):
                 found.add(one.step)
-                due = one.created + (self.time or 0.0)
+                last = one.created
         return found
 
     def __eq__(self, other: object) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -89,6 +90,46 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
     assert all(one.filename == __file__ for one in caught)
 
 
+def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
+    """Each time the reader has chosen one, the writer has a newer one and removes that."""
+    from fastckpt._manager import restore
+
+    writer = fill(tmp_path, [1], keep=1)
+    real = restore.load
+
+    def load(path, **options):
+        step = writer.latest() + 1
+        if step < 6:
+            writer.save(step, state(step))
+            writer.wait()
+        return real(path, **options)
+
+    monkeypatch.setattr(restore, "load", load)
+    found = fastckpt.Manager(tmp_path, read_only=True).restore()
+    assert (found.step, found.skipped) == (5, ())
+    assert not recwarn.list
+
+
+def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
+    from fastckpt._manager import restore
+
+    fill(tmp_path, [1])
+
+    def load(path, **_):
+        looks.append(path)
+        Path(path).rename(tmp_path / f"step-{len(looks) + 1:08d}")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    looks = []
+    monkeypatch.setattr(restore, "load", load)
+    with (
+        pytest.warns(RuntimeWarning, match="is gone"),
+        pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
+    ):
+        fastckpt.Manager(tmp_path, read_only=True).restore()
+    assert len(looks) == restore._LOOKS
+
+
 def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
     fill(tmp_path, [1])
     damage(tmp_path / "step-00000001")
@@ -145,6 +186,31 @@ def test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step(tmp_pat
         manager.wait()
         assert manager.steps() == [3, 4, 8]
         assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_damaged_step_that_is_saved_again_counts_again(tmp_path):
+    fill(tmp_path, [1, 2])
+    damage(tmp_path / "step-00000002")
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert manager.restore().step == 1
+        for step in (2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.steps() == [step]
+
+
+def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace(tmp_path):
+    with fastckpt.Manager(tmp_path) as manager:
+        manager.save(1, {"a": np.full(1000, 1.0)})
+        manager.wait()
+        manager.save(2, {"a": np.full(1000, 2.0), "b": np.full(1000, 2.0)})
+    damage(tmp_path / "step-00000002")
+    into = {"a": np.zeros(1000), "b": np.zeros(1000)}
+    with pytest.warns(RuntimeWarning, match="step-00000002"):
+        assert fastckpt.Manager(tmp_path).restore(into=into, strict=False).step == 1
+    assert (into["a"] == 1).all()
+    assert (into["b"] == 0).all()
 
 
 def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
@@ -222,6 +288,18 @@ def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatc
     assert manager.steps() == [2]
 
 
+def test_a_step_that_failed_may_be_saved_again_as_soon_as_wait_has_told(tmp_path, monkeypatch):
+    """Also where the callback of the failed save comes late."""
+    with fastckpt.Manager(tmp_path) as manager:
+        with monkeypatch.context() as patched:
+            break_writing(patched)
+            patched.setattr(manager._aftermath, "follow", lambda *_: None)
+            manager.save(1, state(1))
+            with pytest.raises(OSError, match="No space"):
+                manager.wait()
+        assert manager.save(1, state(1))
+
+
 def test_a_failure_in_the_background_is_raised_by_the_next_save_which_goes_on(tmp_path, monkeypatch):
     with fastckpt.Manager(tmp_path) as manager:
         with monkeypatch.context() as patched:
@@ -269,6 +347,73 @@ def test_the_best_and_the_pinned_stay(tmp_path):
     assert not list(tmp_path.glob("*.pin"))
     with pytest.raises(FileNotFoundError, match="pin: there is no such checkpoint"):
         manager.pin(99)
+
+
+def test_what_another_process_pins_while_others_are_removed_stays(tmp_path, monkeypatch):
+    fill(tmp_path, [1, 2])
+    real = retention.remove
+
+    def remove(path, **options):
+        real(path, **options)
+        (tmp_path / "step-00000002.pin").touch()
+
+    monkeypatch.setattr(retention, "remove", remove)
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.steps() == [2, 3]
+        assert manager.pinned() == [2]
+
+
+def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
+    fill(tmp_path, [1])
+    real, refused = retention.remove, []
+
+    def pin():
+        with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+            manager.pin(1)
+        refused.append(1)
+
+    def remove(path, **options):
+        assert manager._retention.removing.locked()
+        pinning.start()
+        real(path, **options)
+
+    pinning = threading.Thread(target=pin)
+    monkeypatch.setattr(retention, "remove", remove)
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        manager.save(2, state(2))
+    pinning.join(60)
+    assert refused == [1]
+    assert not list(tmp_path.glob("*.pin"))
+
+
+def test_a_pin_of_what_another_process_removes_meanwhile_is_refused(tmp_path, monkeypatch):
+    manager = fill(tmp_path, [1, 2])
+    pin = manager._directory.pin
+
+    def late(step):
+        fastckpt.remove(manager.path(step))
+        pin(step)
+
+    monkeypatch.setattr(manager._directory, "pin", late)
+    with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+        manager.pin(1)
+    assert not list(tmp_path.glob("*.pin"))
+
+
+def test_a_reader_knows_what_is_kept_and_why(tmp_path):
+    fill(tmp_path, [1, 2, 3, 4, 5], keep=[keep.Last(2), keep.Best(1, "loss")])
+    reader = fastckpt.Manager(tmp_path, read_only=True)
+    assert [str(policy) for policy in reader.policies] == ["last=2", "best=1:loss:min"]
+    assert [(one.step, one.metrics) for one in reader.saved()] == [(3, {"loss": 0}), (4, {"loss": 1}), (5, {"loss": 2})]
+    assert reader.kept() == {3: ["best=1:loss:min"], 4: ["last=2"], 5: ["last=2"]}
+    assert reader.best() == 3
+    assert fastckpt.Manager(tmp_path, keep=1, read_only=True).kept() == {3: [], 4: [], 5: ["last=1"]}
+    cache = tmp_path / catalogue.FILE
+    cache.write_text(cache.read_text().replace("last=2", "of=tomorrow"))
+    with pytest.raises(ValueError, match="of=tomorrow"):
+        fastckpt.Manager(tmp_path, read_only=True).kept()
 
 
 def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
@@ -354,7 +499,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep": "3"}, "keep: '3' is no policy"),
+        ({"keep": "last=3"}, "keep: 'last=3' is no policy"),
         ({"keep": [keep.Last]}, "is no policy"),
         ({"keep": 0}, "count must be a whole number"),
         ({"save_when": "often"}, "save_when: 'often' is no policy"),

@@ -190,6 +190,14 @@ def test_every_steps_also_in_larger_strides():
     assert found == [21, 42, 63, 84]
 
 
+def test_a_clock_that_was_put_back_keeps_what_is_in_doubt():
+    times = [9000.0, 9100.0, 500.0, 600.0, 1100.0, 1150.0]
+    saved = [keep.Saved(step, time) for step, time in enumerate(times)]
+    kept = keep.Every(time="10min").kept(saved, 1200.0)
+    assert kept == {0, 2, 4}
+    assert keep.Every(time="10min").kept([one for one in saved if one.step in kept], 1200.0) == kept
+
+
 def test_every_time_and_continuously():
     training = Training(save_when.Every(time="30s"))
     training.run(300)

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +243,95 @@ def test_a_signal_before_a_steady_stretch_is_answered_at_its_begin(manager):
     assert manager.steps() == [4]
 
 
+def test_a_steady_stretch_within_another_leaves_it_as_it_was(manager):
+    manager.save_on_signal(signal.SIGUSR1)
+    with manager.steady(4, {"a": 4}):
+        with manager.steady(4, {"a": 4}):
+            pass
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == [(signal.SIGUSR1, 4)]
+
+
+def test_what_is_given_up_at_the_end_is_told_by_the_log_alone(tmp_path, manager, caplog):
+    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other.save_on_signal(signal.SIGUSR1, grace="100ms")
+    other.save(1, {"a": np.zeros(200_000)})
+    waiting = other._pending.result
+    other._pending.result = lambda *limit: (raise_signal(signal.SIGUSR1), waiting(*limit))
+    with caplog.at_level(logging.ERROR, "fastckpt"), other:
+        pass
+    assert "was not durable in time" in caplog.text
+    assert manager.told == [(signal.SIGUSR1, None)]
+
+
+def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, manager):
+    with fastckpt.Manager(tmp_path / "other") as other:
+        other.save_on_signal(signal.SIGUSR1)
+        other.save(1, {"a": 1})
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == []
+    assert manager.told == [(signal.SIGUSR1, None)]
+    assert other.steps() == [1]
+    assert other.preempted == signal.SIGUSR1
+
+
+def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog):
+    """The save would take 80 s."""
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other.save_on_signal(signal.SIGUSR2, grace="100ms")
+    other.save(1, {"a": np.zeros(200_000)})
+    waiting = other.wait
+    other.wait = lambda: (raise_signal(signal.SIGUSR2), waiting())
+    with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
+        other.__exit__(None, None, None)
+    assert "is given up" in caplog.text
+    assert other.steps() == []
+
+
+def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
+    """The save would take 80 s. The signal comes before the wait or in it."""
+    with fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"}) as other:
+        other.save_on_signal(signal.SIGUSR1, grace="100ms")
+        other.save(1, {"a": np.zeros(200_000)})
+        sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
+        sender.start()
+        with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(CancelledError):
+            other.wait()
+        sender.join()
+        assert "was not durable in time" in caplog.text
+        # The wait is in no place where the program may end.
+        assert manager.told == []
+        assert not other.should_save(2)
+        assert manager.told == [(signal.SIGUSR1, None)]
+    assert other.steps() == []
+
+
+def test_a_handler_that_is_put_back_after_its_manager_has_ended_passes_on(tmp_path, manager):
+    one, two = fastckpt.Manager(tmp_path / "1"), fastckpt.Manager(tmp_path / "2")
+    one.save_on_signal(signal.SIGUSR1)
+    two.save_on_signal(signal.SIGUSR1)
+    for each in (one, two):
+        with each:
+            pass
+    raise_signal(signal.SIGUSR1)
+    assert manager.told == [(signal.SIGUSR1, None)]
+    # It can begin anew.
+    with one:
+        one.save_on_signal(signal.SIGUSR1)
+        raise_signal(signal.SIGUSR1)
+        assert manager.told == [(signal.SIGUSR1, None)]
+        assert one.save(1, {"a": 1})
+    assert manager.told == [(signal.SIGUSR1, None)] * 2
+
+
+def test_a_number_that_is_no_signal_is_refused_before_anything_is_installed(manager):
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(ValueError, match="1000"):
+        manager.save_on_signal(signal.SIGUSR2, 1000)
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
 def test_a_failed_save_is_raised_and_the_signal_is_passed_on(manager, tmp_path):
     manager.save_on_signal(signal.SIGUSR1)
     (tmp_path / "step-00000001").write_text("in the way")
@@ -327,7 +418,6 @@ def test_another_process_does_not_save(tmp_path):
 
 
 def test_signals_are_taken_in_the_main_thread(tmp_path):
-    import threading
 
     caught = []
 

@@ -65,6 +65,15 @@ def test_a_damaged_one_is_named_and_counts_for_nothing(run, capsys):
     assert "manifest" in document["checkpoints"][-1]["damage"]
 
 
+def test_a_metric_that_is_no_number_has_a_form_in_json(run, capsys):
+    with fastckpt.Manager(run) as manager:
+        manager.save(7, {"a": 7}, {"loss": float("nan"), "most": float("inf")})
+    _, document = command(capsys, "runs", run)
+    assert document["checkpoints"][-1]["metrics"] == {"loss": "nan", "most": "inf"}
+    assert cli.main(["runs", str(run)]) == 0
+    assert "loss nan, most inf" in capsys.readouterr().out
+
+
 def test_a_dry_run_removes_nothing(run, capsys):
     status, document = command(capsys, "prune", run, "--keep", "last=1", "--dry-run")
     assert (status, document["removed"], document["dry_run"]) == (0, [1, 2, 3, 5], True)

@@ -635,12 +635,12 @@ def test_a_full_disk_ends_the_recording_and_not_the_monitor(tmp_path, monkeypatc
     async def steps(pilot):
         await pilot.press("r")
         monkeypatch.setattr(
-            app._recorder, "write", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            app.recording._recorder, "write", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
         clock.now += 0.5
         app.look()
         assert "No space left" in shown(app)
-        assert app._recorder is None
+        assert not app.recording.path
         clock.now += 0.5
         app.look()
 

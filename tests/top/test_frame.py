@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from fastckpt_top import text
 from fastckpt_top.model import Model
-from fastckpt_top.rows import Sentence, Verdict
-from fastckpt_top.views import cells, footer, graph, help, operation
+from fastckpt_top.rows import Event, Sentence, Verdict
+from fastckpt_top.views import cells, footer, graph, help, history, operation
 from fastckpt_top.views.live import paint, share_out
 from fastckpt_top.views.paint import STYLES, VERDICT_STYLES, Frame, share
 from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS, Ui
@@ -73,7 +73,7 @@ def test_nothing_moves_from_one_look_to_the_next(size):
 def test_both_bars_stand_in_the_same_columns_and_the_target_at_four_fifths(saving):
     for width in (40, 60, 76, 116, 196):
         done, speed = operation.lines(frame(saving, (width + 4, 30)), width)[:2]
-        spans = [re.search(r"[█▏▎▍▌▋▊▉░│]{6,}", line.plain).span() for line in (done, speed)]
+        spans = [re.search(r"[█▏▎▍▌▋▊▉▆░│]{6,}", line.plain).span() for line in (done, speed)]
         assert spans[0] == spans[1]
         first, last = spans[1]
         assert speed.plain.index("│") - first == round((last - first) / 1.25)
@@ -109,7 +109,7 @@ def test_mark_colour_word_bar_and_percentage_judge_the_average(saving):
         assert styles[text.percent(share(average, op.target))] == wanted
         mark = {"good": "●", "low": "◐", "bad": "▼"}[wanted]
         assert styles[f"{mark} {operation.VERDICT_WORDS[verdict]}"] == wanted
-        assert next(style for content, style in speed.parts if "█" in content) == wanted
+        assert next(style for content, style in speed.parts if "▆" in content) == wanted
 
 
 def test_the_sentence_takes_the_longest_wording_that_fits_and_says_its_level(saving):
@@ -118,11 +118,63 @@ def test_the_sentence_takes_the_longest_wording_that_fits_and_says_its_level(sav
     for width, wanted in ((120, sentence.words[0]), (full, sentence.words[0]), (full - 1, sentence.words[1])):
         line = operation.lines(frame(said(saving, sentence), (width, 24)), width)[2]
         assert line.plain.rstrip() == f"▼ {wanted}"
-        assert line.parts[0][1] == line.parts[1][1] == "bad"
+        assert line.parts[0][1] == "bad"
     for level, mark in (("warn", "!"), ("info", "·")):
         line = operation.lines(frame(said(saving, replace(sentence, level=level)), (80, 24)), 76)[2]
         assert line.plain.startswith(f"{mark} ")
-    assert "rank 6: disk 98 %" in paint(frame(said(saving, sentence), (40, 8))).plain
+    for size in ((40, 8), (40, 4), (40, 3)):
+        assert "▼ rank 6: disk 98 %" in paint(frame(said(saving, sentence), size)).plain
+    failed = said(saving, sentence)
+    failed.ops[0] = replace(failed.ops[0], failed=1, verdict=Verdict.FAILED)
+    lines = paint(frame(failed, (40, 8))).plain.splitlines()
+    assert (lines[1].split()[-2], lines[2][0]) == ("x", "x"), "one mark for one thing"
+
+
+@pytest.mark.parametrize("high", [4, 5, 12])
+def test_a_narrow_screen_says_who_and_why_in_two_lines(saving, high):
+    for words, wanted in (
+        (("Held back by rank 6: 1.76/3.00, disk 98 %", "rank 6: 1.76/3.00, disk, threads!"), "disk, threads!"),
+        (("held at 0.20 of 0.48 GB/s by bandwidth_limit", "held at 0.20 by bandwidth_limit"), "bandwidth_limit"),
+        (("one two three four five six seven eight nine", "one two three four five six"), "five six"),
+        (("rank 6",), ""),
+        (("nothing of this fits into two lines of that screen",), "fits into two lines…"),
+    ):
+        lines = paint(frame(said(saving, Sentence("warn", words)), (20, high))).plain.splitlines()
+        at = next(number for number, line in enumerate(lines) if line.startswith("! "))
+        assert lines[at + 1] == wanted
+        assert lines[at].removeprefix("! ") + " " + wanted.removesuffix("…") in " ".join(words) + " "
+
+
+def test_the_border_says_only_what_the_sentence_does_not(saving):
+    def border(level, words, *events):
+        model = said(saving, Sentence(level, (words,)))
+        model._events = Model()._events
+        model._events.kept.extend(Event(model.real - 1, *event) for event in events)
+        return paint(frame(model, (120, 30))).lines[4].plain
+
+    fell, died = ("warn", "rank 6 fell back to threads: EPERM"), ("bad", "rank 2 died")
+    assert "rank 6 fell back" in border("info", "on target", fell)
+    assert "rank 6 fell back" not in border("warn", "held back by rank 6", fell)
+    assert "rank 6 fell back" not in border("info", "rank 6 runs threads, not io_uring (EPERM)", fell)
+    assert "rank 2 died" in border("warn", "held back by rank 6", died, fell)
+    assert "rank 2 died" not in border("bad", "rank 2 died: this checkpoint cannot be completed", died)
+
+
+def test_the_target_in_the_border_is_that_of_the_operation(saving):
+    model = said(saving, None)
+    model.jobs = [replace(model.jobs[0], gpus=7, alive=7)]
+    assert "3.00 GB/s \N{MULTIPLICATION SIGN} 8 GPUs" in paint(frame(model, (120, 30))).lines[0].plain, (
+        "24.00 are asked for"
+    )
+
+
+def test_the_history_says_an_event_in_two_lines_where_one_is_too_short(saving):
+    text_of = "rank 6 fell back to threads: EPERM"
+    for width, wanted in ((60, 1), (34, 2), (30, 2)):
+        lines = [line.plain for line in history.event_lines(frame(saving, (120, 30)), saving.events[1], width, 2)]
+        assert len(lines) == wanted
+        assert {len(line) for line in lines} == {width}
+        assert text_of in " ".join(" ".join(lines).split())
 
 
 SMALL = [((20, 4), ["WRITE  60% ETA 00:15", "21.55/24.00  89% ◐"]), ((10, 2), [" 60% 00:15", "21.55  89%"])]
@@ -166,7 +218,10 @@ def test_the_axis_is_linear_in_round_numbers(need, height):
         assert value == pytest.approx(axis.top * edge / height), "what the upper edge of its line stands for"
     assert need <= axis.top * (1 + 1e-9) <= 2.5 * need
     step = min(value for _, value in known)
-    assert f"{step:.1e}"[:3] in ("1.0", "2.0", "2.5", "5.0")
+    few = ("1.5", "3.0", "4.0", "6.0", "8.0") if height < 8 else ()
+    assert f"{step:.1e}"[:3] in ("1.0", "2.0", "2.5", "5.0", *few)
+    assert len(known) >= min(height, 2), "the upper one, and one in the middle"
+    assert height > 4 or axis.labels[0]
     assert len({len(label.partition(".")[2]) for label in axis.labels if label}) == 1, "as many decimals in each"
     assert max(map(len, axis.labels)) <= 6
 

@@ -190,6 +190,7 @@ def test_the_gravest_of_a_jobs_sentences_is_its_own():
 def test_a_user_has_a_name_or_a_number():
     named, other = Rank(0).of(uid=1000), Rank(1).of(uid=4711)
     named.proc = replace(named.proc, user="anna")
+    other.proc = replace(other.proc, user="")
     model = look(Model(), 1.0, named, other)
     assert [row.user for row in model.rows] == ["anna", "4711"]
     assert model.jobs[0].user == "anna"

@@ -67,8 +67,11 @@ def test_eta_blends_rate_and_average_and_adds_the_last_fsync():
     look(model, 0.5, rank.op(0))
     assert model.rows[0].eta_s is None
     for tick in range(1, 7):
-        look(model, tick, rank.op(tick * GB))
+        look(model, tick, rank.op(tick * GB).beat(tick))
     assert model.rows[0].eta_s == pytest.approx(4 / 1 + 2, rel=0.05)
+    look(model, 20, rank)
+    assert model.rows[0].stalled_s is not None
+    assert model.rows[0].eta_s is model.main.eta_s is None, "nobody knows when a rank that stands still will end"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,11 @@ def test_the_node_waits_for_the_rank_with_the_largest_eta():
     model = Model()
     ranks = [Rank(rank) for rank in range(3)]
     for tick in range(1, 6):
-        look(model, float(tick), *(rank.op(tick * speed) for rank, speed in zip(ranks, (GB, GB, GB // 2), strict=True)))
+        look(
+            model,
+            float(tick),
+            *(rank.op(tick * speed).beat(tick) for rank, speed in zip(ranks, (GB, GB, GB // 2), strict=True)),
+        )
     assert model.main.last == "rank 2"
     assert [row.straggler for row in model.rows] == [False, False, True]
     assert model.main.eta_s == max(row.eta_s for row in model.rows)
@@ -302,7 +309,7 @@ def test_columns_stand_for_equal_times_however_often_one_looks():
     model, rank = Model(), Rank()
     for now in (0.0, 0.5, 0.6, 0.7, 1.0, 3.0):
         look(model, now, rank.op(int(now * GB)))
-    assert len(model.save_graph) == 1 + 1 + 1 + 4
+    assert len(model._series.written) == 1 + 1 + 1 + 4
 
 
 def test_what_the_demonstration_does_is_seen_in_order():
@@ -352,7 +359,7 @@ def test_text_pieces():
     assert text.bar(0.001, 4, text.UNICODE.bar) == "▏   "
     assert text.bar(9, 4, text.ASCII.bar) == "####"
     assert text.bar(math.nan, 4, text.UNICODE.bar) == "    "
-    assert text.spark([0, 1, 2, 3], 6, 2.0) == "   ▄██"
+    assert text.spark([0, 1, 2, 3], 6, 2.0) == "   ▄▇▇", "lower than the line"
     assert text.fit("abcdef", 4) == "abc…"
     assert text.fit_front("/a/b/c", 4) == "…b/c"
     assert text.width(text.fit("日本語", 4)) == 4
@@ -590,7 +597,7 @@ def test_columns_go_on_after_the_end_so_that_all_rows_show_the_same_time():
         look(model, now, rank.op(int(now * GB)))
     for now in (1.5, 2.0):
         look(model, now, rank.op(10 * GB, Phase.DONE, end=1.2))
-    assert len(model.rows[0].spark) == len(model.save_graph)
+    assert len(model.rows[0].spark) == len(model._series.written)
     assert model.rows[0].spark[-2:] == (0.0, 0.0)
 
 

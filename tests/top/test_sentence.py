@@ -51,7 +51,13 @@ def test_the_rank_that_the_others_wait_for_and_why_also_when_attached_late(attac
     model = watch(Model(HIGH), [Rank(index) for index in range(3)], each, attached, attached + 4)
     words = "Held back by rank 1: 1.76 of 3.00 GB/s, waits for the disk 98 %; runs threads, not io_uring (EPERM)"
     assert said(model) == ("warn", words, 1)
-    assert model.main.sentence.words[-2:] == ("rank 1: 1.76/3.00 GB/s, disk 98 %", "held back by rank 1")
+    assert model.main.sentence.words[-4:] == (
+        "rank 1 holds it: 1.76 of 3.00 GB/s, disk 98 %",
+        "rank 1: 1.76/3.00, disk 98 %, threads!",
+        "rank 1: 1.76/3.00, disk, threads!",
+        "held back by rank 1",
+    )
+    assert "rank 1 holds it: 1.76/3.00 GB/s, disk 98 %; threads, not uring (EPERM)" in model.main.sentence.words
     row = next(row for row in model.rows if row.straggler)
     assert (row.wait, row.wait_kind) == ("disk 98%", "disk")
     assert text.rate(row.rate) in words, "the row's own figure"

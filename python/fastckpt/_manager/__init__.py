@@ -1,6 +1,7 @@
 """The checkpoints of one run: ``manager.py`` is what users call, the others own one decision each.
 
 ``directory`` knows names, pins and the file ``latest``; ``catalogue`` what each checkpoint says of itself;
-``retention`` which of them go; ``cadence`` measures what policies ask about; ``signals`` hears that the end is near;
-``restore`` finds what can be loaded. What all ranks of a job must decide alike goes through ``agreement``.
+``run`` tells what is there and why; ``retention`` which of them go; ``cadence`` measures what policies ask about;
+``signals`` hears that the end is near, and ``preemption`` saves before it; ``restore`` finds what can be loaded. What
+all ranks of a job must decide alike goes through ``agreement``.
 """

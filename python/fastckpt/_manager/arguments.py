@@ -46,10 +46,8 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
 
 def keep_of(keep: Any) -> list[keeping.Policy]:
     """``keep=``."""
-    if keep is None:
-        return []
-    listed = [keep] if isinstance(keep, (int, keeping.Policy)) else list(keep)
-    found = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
+    listed = [keep] if isinstance(keep, (int, str, keeping.Policy)) else list(keep)
+    found: list[Any] = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
     for one in found:
         if not isinstance(one, keeping.Policy) or isinstance(one, type):
             raise TypeError(f"Manager: keep: {one!r} is no policy: see fastckpt.keep")

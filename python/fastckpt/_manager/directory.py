@@ -131,6 +131,10 @@ class Directory:
             os.fsync(file.fileno())
         self._sync()
 
+    def is_pinned(self, step: int) -> bool:
+        """Whether there is a pin, as of now."""
+        return os.path.lexists(self.path_of(step) + _PIN)
+
     def unpin(self, step: int) -> None:
         """Take the pin off."""
         with contextlib.suppress(FileNotFoundError):

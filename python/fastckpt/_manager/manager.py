@@ -7,30 +7,25 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
-from fastckpt._api.progress import until
 from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import save
 from fastckpt._background.pending import PendingSave
 from fastckpt._background.save_async import save_async
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._units import seconds
 
-from .aftermath import Aftermath, left_until
+from .aftermath import left_until
 from .agreement import Alone
-from .arguments import IN_BACKGROUND, have_text, keep_of, metadata_of, options_of, step_of, when_of
-from .cadence import Cadence
-from .catalogue import Catalogue
+from .arguments import keep_of, metadata_of, options_of, step_of, when_of
 from .directory import Directory, Names
+from .preemption import Preemption
 from .restore import Restored, candidates, restore, restore_newest
-from .retention import Retention
-from .run import Run
-from .signals import Signals
 
 logger = logging.getLogger("fastckpt")
 
@@ -38,7 +33,7 @@ logger = logging.getLogger("fastckpt")
 _MTTF_HOURS = 50_000.0
 
 
-class Manager(Run):
+class Manager(Preemption):
     """The checkpoints of one run, in one directory.
 
     with fastckpt.Manager("runs/gpt", keep=3, save_when=1000) as manager:
@@ -70,7 +65,8 @@ class Manager(Run):
             for 50,000 h per process.
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
-        read_only: write and remove nothing: for programs that evaluate what another one trains.
+        read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
+            knows the policies of the one that does.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``.
 
     Raises:
@@ -92,25 +88,12 @@ class Manager(Run):
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._agree = Alone()
-        policies, listing = keep_of(keep), Directory(path_of("Manager", directory), Names(name))
-        texts = None if read_only or not have_text(policies) else [str(policy) for policy in policies]
-        super().__init__(listing, policies, Catalogue(listing, texts), read_only=bool(read_only))
-        self._retention = Retention(listing, self._catalogue, policies)
+        policies = None if keep is None else keep_of(keep)
+        listing = Directory(path_of("Manager", directory), Names(name))
+        super().__init__(listing, policies, options_of(save_options), read_only=bool(read_only))
         mttf = _MTTF_HOURS / self._agree.size if mttf is None else mttf
         self._when = when_of(save_when, saving.Auto(mttf, overhead))
         self._async = bool(async_save)
-        self._options = options_of(save_options)
-        self._cadence = Cadence()
-        self._aftermath = Aftermath(listing, self._catalogue, self._retention, self._cadence)
-        self._signals = Signals(self._signal_came)
-        #: The state that does not change at the moment: what saves it, for a signal that comes now.
-        self._steady: Callable[[], object] | None = None
-        #: The last save that was begun, and its step.
-        self._pending: PendingSave | None = None
-        #: The step that needs no further save: saved, being saved, or restored.
-        self._saved: int | None = None
-        #: The report of the last durable save.
-        self._report: SaveReport | None = None
         self._looked = False
         if not self._read_only:
             self._directory.sweep()
@@ -209,6 +192,8 @@ class Manager(Run):
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait until the last save is durable, and what is not kept is removed.
 
+        For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
+
         Args:
             timeout: seconds; None for as long as it takes.
 
@@ -217,79 +202,28 @@ class Manager(Run):
 
         Raises:
             TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was given up for a signal.
             Exception: the last save failed.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
         if pending is not None:
+            around, self._steady = self._steady, self._steady or self._settle
             try:
+                self._signal_came()
                 self._report = pending.result(left_until(end))
+            except Exception:
+                # The callback that says so may still be on its way.
+                if pending.done():
+                    self._saved = None
+                raise
             finally:
+                self._steady = around
                 # A failure is told once.
                 if pending.done():
                     self._pending = None
         self._aftermath.wait(end)
         return self._report
-
-    # The end of a run.
-
-    def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
-        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
-
-        At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
-        the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
-        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
-        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
-        installed their handlers.
-
-        Args:
-            signals: numbers; SIGTERM without any.
-            grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
-                that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
-            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
-
-        Raises:
-            RuntimeError: not the main thread, or the manager is read-only.
-        """
-        self._check("save_on_signal")
-        from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
-
-        limit = None if grace is None else seconds("save_on_signal: grace", grace)
-        self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
-
-    @property
-    def preempted(self) -> int | None:
-        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
-
-        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
-        """
-        return self._signals.first
-
-    @contextlib.contextmanager
-    def steady(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Iterator[None]:
-        """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
-
-        A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
-        saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
-        is half done. Give the state as :meth:`save` gets it, made at the begin.
-        """
-        self._check("steady")
-        about = metadata_of(step_of("steady", step), metrics, metadata)
-        self._cadence.reach(step, in_flight=self._in_flight)
-        self._steady = lambda: self._answer(step, state, about)
-        try:
-            # It may have come before.
-            self._signal_came()
-            yield
-        finally:
-            self._steady = None
 
     # Coming back.
 
@@ -311,9 +245,9 @@ class Manager(Run):
             Step, state, metrics; None where there is no checkpoint at all.
 
         Raises:
-            CorruptCheckpointError: there are checkpoints, and none can be loaded; tensors of ``into`` may have changed.
+            CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
-            Exception: what else :func:`fastckpt.load` raises.
+            Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped.
@@ -322,10 +256,12 @@ class Manager(Run):
         if step is not None:
             found = restore(self._directory, step_of("restore", step), (), how)
         else:
-            steps = self._agree.first(lambda: candidates(self._directory))
-            if not steps:
+            newest = restore_newest(
+                self._directory, lambda: self._agree.first(lambda: candidates(self._directory)), how, stacklevel=3
+            )
+            if newest is None:
                 return None
-            found = restore_newest(self._directory, steps, how, stacklevel=3)
+            found = newest
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
         self._cadence.resume(found.step)
@@ -337,28 +273,28 @@ class Manager(Run):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is in flight, and put the signal handlers back."""
-        self._steady = None
+        """Wait for what is in flight, and put the signal handlers back.
+
+        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
+        durable or is given up, and the signal is passed on.
+        """
         try:
             if os.getpid() == self._process:
+                self._steady = self._answer_at_end
+                self._signal_came()
                 if error is None:
-                    self.wait()
+                    # What is given up for a signal is in the log.
+                    with contextlib.suppress(CancelledError):
+                        self.wait()
                 else:
                     # What failed is in the log; the error that ends the block must not be lost.
                     with contextlib.suppress(Exception):
                         self.wait()
         finally:
+            self._steady = None
             self._signals.uninstall()
 
     # What happens.
-
-    @property
-    def _in_flight(self) -> bool:
-        return self._pending is not None and not self._pending.done()
-
-    def _how(self) -> dict[str, Any]:
-        """What a save gets beside state, path and metadata; ``base=`` belongs here, once saves know it."""
-        return dict(self._options)
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
@@ -381,60 +317,3 @@ class Manager(Run):
                 self._saved = None
 
         self._aftermath.follow(about, began, pending, failed)
-
-    def _signal_came(self) -> None:
-        """In the handler, or at the begin of a steady stretch."""
-        answer = self._steady
-        if answer is not None and self._signals.pending:
-            # A second signal meanwhile is only noted.
-            self._steady = None
-            try:
-                answer()
-            finally:
-                self._steady = answer
-
-    def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None) -> bool:
-        """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
-
-        Without ``about`` no time is left to save.
-        """
-        names, deadline = self._signals.names(), self._signals.deadline
-        try:
-            self._settle()
-            if self._saved != step:
-                with until(deadline if about is not None else 0.0):
-                    logger.info("%s: saving step %d for %s", self.directory, step, names)
-                    began = self._cadence.begin()
-                    # In this thread: Python's threads cannot be started reliably in a signal handler.
-                    here = {key: value for key, value in self._how().items() if key not in IN_BACKGROUND}
-                    report = save(state, self.path(step), metadata=about, **{**here, "bandwidth_limit": None})
-                self._pending, self._report, self._saved = None, report, step
-                # Removing old checkpoints is left to the next run: time is short.
-                self._aftermath.note(about or {}, began, report, report.seconds)
-        except TimeoutError as error:
-            self._given_up(f"step {step}: {error}")
-        except Exception as error:
-            # The end of the process may hide it.
-            logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
-            raise
-        finally:
-            self._signals.pass_on()
-        return self._saved == step
-
-    def _settle(self) -> None:
-        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            failure = pending.exception(left_until(self._signals.deadline))
-        except TimeoutError:
-            if pending.cancel():
-                self._pending = self._saved = None
-                self._given_up(f"{pending.path} was not durable in time")
-            return
-        if failure is not None:
-            self._saved = None
-
-    def _given_up(self, what: str) -> None:
-        logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)

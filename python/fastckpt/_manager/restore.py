@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ from fastckpt._api.load import load
 from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
 from fastckpt._api.reports import LoadReport
+from fastckpt._api.verify import verify
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
     from .directory import Directory
 
 
+#: How often the directory is looked at again because a checkpoint was removed while it was read.
+_LOOKS = 20
 #: What storage answers where a file is damaged, and an older checkpoint may not be.
 _DAMAGE = {
     getattr(errno, name)
@@ -80,25 +84,57 @@ def restore(directory: Directory, step: int, skipped: tuple[tuple[int, str], ...
     return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report)
 
 
-def restore_newest(directory: Directory, steps: list[int], how: Mapping[str, Any], *, stacklevel: int) -> Restored:
-    """Load the first of ``steps`` that can be loaded, and warn of each before it.
+def verified(path: str) -> None:
+    """Verify the checkpoint at ``path``.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    report = verify(path)
+    if not report.ok:
+        raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")
+
+
+def restore_newest(
+    directory: Directory, find: Callable[[], list[int]], how: Mapping[str, Any], *, stacklevel: int
+) -> Restored | None:
+    """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
+
+    Args:
+        directory: the run.
+        find: the steps to try, the newest first, as of now: another process may save and remove meanwhile.
+        how: arguments for :func:`fastckpt.load`.
+        stacklevel: as for ``warnings.warn``.
 
     Raises:
         CorruptCheckpointError: none can be.
     """
-    skipped: tuple[tuple[int, str], ...] = ()
-    for step in steps:
+    skipped: dict[int, str] = {}
+    steps, looks = find(), 1
+    if not steps:
+        return None
+    while steps:
+        step = steps.pop(0)
+        path = directory.path_of(step)
         try:
-            return restore(directory, step, skipped, how)
-        except (CorruptCheckpointError, NotACheckpointError, OSError) as error:  # noqa: PERF203 - a loop of a few turns
+            if how.get("into") is not None and not how.get("strict", True):
+                # What an older one lacks would keep what a damaged one has left in `into`.
+                verified(path)
+            return restore(directory, step, tuple(skipped.items()), how)
+        except (CorruptCheckpointError, NotACheckpointError, OSError) as error:
+            if looks < _LOOKS and not os.path.lexists(path):
+                # It was removed for one that became durable after the look.
+                steps, looks = [one for one in find() if one not in skipped], looks + 1
+                continue
             gone = isinstance(error, FileNotFoundError)
             if isinstance(error, OSError) and not gone and error.errno not in _DAMAGE:
                 raise
-            skipped = (*skipped, (step, str(error)))
+            skipped[step] = str(error)
             what = "is gone" if gone else "cannot be loaded"
-            text = f"fastckpt: restore: {directory.path_of(step)} {what} and is skipped: {error}"
+            text = f"fastckpt: restore: {path} {what} and is skipped: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+    newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
     raise CorruptCheckpointError(
-        f"restore: {directory.path}: none of {len(steps)} checkpoints can be loaded; the newest: {skipped[0][1]} "
+        f"restore: {directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
         "(to start anew, move them away, or give the manager another directory)"
     )

@@ -68,13 +68,16 @@ class Retention:
         self._catalogue = catalogue
         self._policies = policies
         self._lock = threading.Lock()
-        #: Steps that could not be loaded. They stay, and they count for nothing.
+        #: Held while one loses its name: who sets a pin waits.
+        self.removing = threading.Lock()
+        #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
 
     def clear(self, durable: int) -> None:
         """Remove what is older than the checkpoint of step ``durable`` and is not kept; failures are logged."""
         with self._lock:
+            self.damaged.discard(durable)
             steps, pinned = self._directory.look()
             if self._policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
@@ -97,7 +100,11 @@ class Retention:
         for step in go:
             path = self._directory.path_of(step)
             try:
-                remove(path, everything=True)
+                with self.removing:
+                    # It may have been pinned meanwhile: removals take a while.
+                    if self._directory.is_pinned(step):
+                        continue
+                    remove(path, everything=True)
             except FileNotFoundError:  # another manager was first
                 gone.add(step)
             except OSError as error:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from fastckpt import keep as keeping
 
+from .arguments import have_text
+from .catalogue import Catalogue
+from .retention import Retention, reasons
+
 if TYPE_CHECKING:
-    from .catalogue import Catalogue
     from .directory import Directory
 
 
@@ -19,17 +23,16 @@ class Run:
 
     Args:
         directory: the run.
-        policies: what is to be kept.
-        catalogue: what the checkpoints say of themselves.
+        policies: what is to be kept; None where the caller does not say.
         read_only: whether nothing may be written.
     """
 
-    def __init__(
-        self, directory: Directory, policies: Sequence[keeping.Policy], catalogue: Catalogue, *, read_only: bool
-    ) -> None:
+    def __init__(self, directory: Directory, policies: Sequence[keeping.Policy] | None, *, read_only: bool) -> None:
         self._directory = directory
         self._keep = policies
-        self._catalogue = catalogue
+        texts = None if read_only or not have_text(policies or ()) else [str(policy) for policy in policies or ()]
+        self._catalogue = Catalogue(directory, texts)
+        self._retention = Retention(directory, self._catalogue, policies or ())
         self._read_only = read_only
         self._process = os.getpid()
 
@@ -53,6 +56,30 @@ class Run:
         """The newest step that has a checkpoint, or None. Whether it can be loaded :meth:`restore` finds out."""
         return self._directory.newest()
 
+    @property
+    def policies(self) -> list[keeping.Policy]:
+        """What is kept: the policies of ``keep=``. A read-only manager without any has those of the run's own manager.
+
+        Raises:
+            ValueError: a later release has written them, and this one does not know them.
+        """
+        if self._keep is not None or not self._read_only:
+            return [*(self._keep or ())]
+        return [keeping.parse(text) for text in self._catalogue.keep or ()]
+
+    def saved(self) -> list[keeping.Saved]:
+        """Step, time and metrics of each checkpoint, by rising step; those that cannot be opened are left out."""
+        return self._catalogue.of(self.steps())
+
+    def kept(self) -> dict[int, list[str]]:
+        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason goes after the next save.
+
+        Raises:
+            ValueError: as for :attr:`policies`.
+        """
+        steps, pinned = self._directory.look()
+        return reasons(self._catalogue.of(steps), self.policies, pinned, time.time())
+
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step whose checkpoint has the best metric, or None where none has it.
 
@@ -63,7 +90,7 @@ class Run:
         Raises:
             ValueError: no metric is given, and no policy names one.
         """
-        known = next((one for one in self._keep if isinstance(one, keeping.Best)), None)
+        known = next((one for one in self.policies if isinstance(one, keeping.Best)), None)
         if metric is None and known is None:
             raise ValueError("best: give the name of a metric: no policy keep.Best names one")
         if metric is None:
@@ -89,9 +116,16 @@ class Run:
             RuntimeError: the manager is read-only.
         """
         self._check("pin")
-        if step not in self.steps():
+        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        with self._retention.removing:
+            there = step in self.steps()
+            if there:
+                self._directory.pin(step)
+                there = step in self.steps()
+                if not there:
+                    self._directory.unpin(step)
+        if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
-        self._directory.pin(step)
 
     def unpin(self, step: int) -> None:
         """Let the policies decide on the checkpoint of a step again, after the next save.

@@ -30,6 +30,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._grace = math.inf
         self._exits = True
+        self._over = False
         #: Signals that have come and were not answered, in their order.
         self._pending: list[int] = []
         #: When the first of them came.
@@ -41,22 +42,24 @@ class Signals:
         """Answer these signals from now on."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("save_on_signal: Python installs signal handlers in the main thread only: call it there")
+        named = [signal.Signals(number) for number in numbers]
         self._grace = math.inf if grace is None else grace * _SHARE
         self._exits = exits
-        for number in numbers:
+        for number in named:
             before = signal.signal(number, self._handle)
-            if number not in self._before:
+            if before != self._handle and (self._over or number not in self._before):
                 self._before[number] = before
+        self._over = False
 
     def uninstall(self) -> None:
         """Put the earlier handlers back, where nobody has installed another one since."""
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
+        self._over = True
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 # None is a handler that was not installed from Python: there is no way back to it.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
 
     @property
     def pending(self) -> bool:
@@ -93,6 +96,10 @@ class Signals:
         if os.getpid() != self._process:
             self._in_child(number, frame)
             return
+        if self._over:
+            # Whoever installed a handler after this one has put this one back.
+            self._default(number, frame)
+            return
         if not self._pending:
             self._since = time.monotonic()
         if number not in self._pending:
@@ -105,9 +112,15 @@ class Signals:
         A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
         program would lose its data-loader workers before it has saved.
         """
+        ends = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}
+        if number in ends or callable(self._before.get(number)):
+            self._default(number, frame)
+
+    def _default(self, number: int, frame: FrameType | None) -> None:
+        """Do what the signal would do without this handler."""
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
-        elif before != signal.SIG_IGN and number in {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}:
+        elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from fastckpt._manager.directory import Directory
-    from fastckpt.keep import Saved
+    from fastckpt.keep import Policy, Saved
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
 
@@ -27,7 +26,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommands; ``command(name, text, more)`` makes their parsers."""
     runs = command(
         "runs",
-        "list the checkpoints of a run: step, size, speed, metrics, what is kept and why",
+        "list the checkpoints of a run: size, speed, metrics, why kept",
         "Bytes that several checkpoints share count once in the total.",
     )
     prune = command(
@@ -54,34 +53,24 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 class _Found:
     """A run, and why each of its checkpoints stays."""
 
-    directory: Directory
+    manager: fastckpt.Manager
     steps: list[int]
     saved: dict[int, Saved]
     why: dict[int, list[str]]
-    policies: list[str] | None
+    policies: list[Policy]
 
 
 def _find(options: argparse.Namespace, operation: str) -> _Found:
-    # Imported here, so that the other commands start without it.
-    from fastckpt._manager.catalogue import Catalogue  # noqa: PLC0415
-    from fastckpt._manager.directory import Directory, Names  # noqa: PLC0415
-    from fastckpt._manager.retention import reasons  # noqa: PLC0415
-    from fastckpt.keep import parse  # noqa: PLC0415
-
     path = os.fspath(options.path.absolute())
-    directory = Directory(path, Names(options.name))
     if not options.path.is_dir():
         raise FileNotFoundError(2, os.strerror(2), path)
-    catalogue = Catalogue(directory)
-    texts = options.keep if options.keep is not None else catalogue.keep
     try:
-        policies = [parse(text) for text in texts or ()]
+        keep = None if options.keep is None else [fastckpt.keep.parse(text) for text in options.keep]
+        manager = fastckpt.Manager(path, keep=keep, name=options.name, read_only=True)
+        saved = {one.step: one for one in manager.saved()}
+        return _Found(manager, manager.steps(), saved, manager.kept(), manager.policies)
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
-    steps, pinned = directory.look()
-    saved = catalogue.of(steps)
-    why = reasons(saved, policies, pinned, time.time())
-    return _Found(directory, steps, {one.step: one for one in saved}, why, texts)
 
 
 def _files(path: str) -> dict[tuple[int, int], int]:
@@ -99,9 +88,9 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List a run; return exit status, JSON document and lines."""
     found = _find(options, "runs")
     everything: dict[tuple[int, int], int] = {}
-    listed = []
+    listed: list[dict[str, Any]] = []
     for step in found.steps:
-        path = found.directory.path_of(step)
+        path = found.manager.path(step)
         try:
             with fastckpt.open(path) as checkpoint:
                 speed: float | None = checkpoint.origin.gigabytes_per_second
@@ -126,12 +115,17 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             }
         )
     document = {
-        "path": found.directory.path,
-        "keep": found.policies,
+        "path": found.manager.directory,
+        "keep": [str(policy) for policy in found.policies],
         "checkpoints": listed,
         "bytes": sum(everything.values()),
     }
-    return 0, document, _lines(document)
+    lines = _lines(document)
+    for entry in listed:
+        # JSON has no nan and no infinity.
+        metrics: dict[str, float] = entry["metrics"]
+        entry["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+    return 0, document, lines
 
 
 def _lines(document: dict[str, Any]) -> list[str]:
@@ -157,13 +151,13 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     found = _find(options, "prune")
     if not found.policies:
         raise ValueError(
-            f"prune {found.directory.path}: nothing says what to keep: no manager with policies has written here; give "
-            f"--keep: {_POLICIES}"
+            f"prune {found.manager.directory}: nothing says what to keep: no manager with policies has written here; "
+            f"give --keep: {_POLICIES}"
         )
     newest = max(found.saved, default=None)
     go = [step for step, why in found.why.items() if not why]
     if go and newest is not None and not options.dry_run:
-        report = fastckpt.verify(found.directory.path_of(newest))
+        report = fastckpt.verify(found.manager.path(newest))
         if not report.ok:
             raise CorruptCheckpointError(
                 f"prune: the newest checkpoint, {report.path}, is damaged: {report.damage[0]}; nothing was removed"
@@ -172,20 +166,19 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     for step in go:
         try:
             if not options.dry_run:
-                fastckpt.remove(found.directory.path_of(step), everything=True)
+                fastckpt.remove(found.manager.path(step), everything=True)
             removed.append(step)
         except OSError as error:  # noqa: PERF203 - one does not stop the rest
             failures.append(str(error))
     document = {
-        "path": found.directory.path,
-        "keep": found.policies,
+        "path": found.manager.directory,
+        "keep": [str(policy) for policy in found.policies],
         "dry_run": options.dry_run,
         "kept": {str(step): why for step, why in found.why.items() if why},
         "removed": removed,
         "failures": failures,
     }
     word = "would be removed" if options.dry_run else "removed"
-    names = [found.directory.names.name_of(step) for step in removed]
-    lines = [*(f"{name}: {word}" for name in names), *failures]
+    lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
     lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.steps) - len(removed)} stay")
     return 1 if failures else 0, document, lines

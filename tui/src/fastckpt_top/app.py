@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import select
 import signal
@@ -15,23 +14,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import events
 from textual.app import App
-from textual.binding import Binding
-from textual.widgets import Input
 
 from fastckpt_top import config, picture, targets, text
-from fastckpt_top.record import Recorder
+from fastckpt_top.keys import ALL, BINDINGS, SCROLLING
+from fastckpt_top.record import Recording
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
 from fastckpt_top.views import colours
 from fastckpt_top.views.canvas import Canvas
 from fastckpt_top.views.graph import ZOOMS
 from fastckpt_top.views.paint import Frame
+from fastckpt_top.views.prompt import Prompt
 from fastckpt_top.views.state import LAYOUTS, MODES, SORT_WORDS, SORTS, VIEWS, Ui
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from textual.app import ComposeResult
+    from textual.widgets import Input
 
     from fastckpt_top.model import Model
     from fastckpt_top.session import Session
@@ -42,20 +42,6 @@ IDLE_S: Final = 1.0
 """Without a running operation one look a second is enough."""
 NOTICE_S: Final = 4.0
 """How long a message stays, seconds."""
-PAGE: Final = 10
-SCROLLING: Final = {
-    "up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -1_000_000, "end": 1_000_000,
-}  # fmt: skip
-"""Keys that scroll the help, and by how many lines."""
-
-
-def frozen(model: Model) -> Model:
-    """What a model shows now, as a model of its own that stands still."""
-    kept = copy.copy(model)
-    for name, value in vars(model).items():
-        if isinstance(value, list) or name in ("past", "_events", "_series"):
-            setattr(kept, name, copy.deepcopy(value))
-    return kept
 
 
 def _hung_up() -> bool:
@@ -81,51 +67,7 @@ class TopApp(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None  # else the hidden prompt takes the keys
-    CSS = """
-    Input { dock: bottom; display: none; }
-    Input.-shown { display: block; }
-    """
-    BINDINGS: ClassVar[list[Any]] = [
-        Binding("ctrl+c,ctrl+q", "quit", "Quit", priority=True),
-        Binding("q", "quit", "Quit"),
-        Binding("ctrl+z", "suspend_process", "Suspend"),
-        Binding("question_mark,h,f1", "help", "Help"),
-        Binding("up", "move(-1)", "Up"),
-        Binding("down", "move(1)", "Down"),
-        Binding("pageup", f"move({-PAGE})", "Page up"),
-        Binding("pagedown", f"move({PAGE})", "Page down"),
-        Binding("home,g", "first", "First"),
-        Binding("end,G", "last", "Last"),
-        Binding("left", "step_back", "Back"),
-        Binding("right", "step_forward", "Forward"),
-        Binding("less_than_sign", "sort(-1)", "Sort by column before"),
-        Binding("greater_than_sign,s", "sort(1)", "Sort"),
-        Binding("S", "reverse", "Reverse"),
-        Binding("enter", "expand", "Threads"),
-        Binding("t", "all_threads", "All threads"),
-        Binding("slash", "filter", "Filter"),
-        Binding("escape", "clear", "Clear"),
-        Binding("o", "active", "Active only"),
-        Binding("space", "pause", "Freeze"),
-        Binding("j", "job", "Next job"),
-        Binding("z", "zoom", "Zoom"),
-        Binding("c", "theme", "Colours"),
-        Binding("plus,equals_sign", "slower", "Longer interval"),
-        Binding("minus", "quicker", "Shorter interval"),
-        Binding("T", "tier", "Tier"),
-        Binding("a", "mode", "Average"),
-        Binding("e", "layout", "Layout"),
-        Binding("tab", "next_view", "Next view", priority=True),
-        Binding("shift+tab", "next_view(-1)", "View before", priority=True),
-        *(Binding(str(index + 1), f"view('{name}')", name) for index, name in enumerate(VIEWS)),
-        Binding("r", "record", "Record"),
-        Binding("f12", "picture", "Screenshot"),
-        Binding("left_square_bracket", "jump_back", "10 s back"),
-        Binding("right_square_bracket", "jump_forward", "10 s forward"),
-        Binding("comma", "slower_replay", "Half speed"),
-        Binding("full_stop", "faster", "Double speed"),
-        Binding("colon", "goto", "Go to"),
-    ]
+    BINDINGS: ClassVar[list[Any]] = list(BINDINGS)
 
     def __init__(
         self,
@@ -150,10 +92,9 @@ class TopApp(App[None]):
         self._clock = clock
         self._next = float("-inf")
         self._notice_until = 0.0
-        self._recorder: Recorder | None = None
+        self.recording = Recording()
         self.canvas = Canvas(self._frame, self._clicked, self.action_move)
-        self.prompt = Input(compact=True, id="prompt")
-        self._asking = ""
+        self.prompt = Prompt()
         self._asked_target = session.model.target
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -181,11 +122,6 @@ class TopApp(App[None]):
         if self._duration is not None:
             self.set_timer(self._duration, self.exit)
 
-    def on_unmount(self) -> None:
-        """Finish a recording."""
-        if self._recorder is not None:
-            self._recorder.close()
-
     def _tick(self) -> None:
         if not self.is_headless and _hung_up():
             self.exit()
@@ -202,7 +138,8 @@ class TopApp(App[None]):
         try:
             self.session.tick()
         except OSError as error:
-            self._drop_recorder()
+            self.recording.stop()
+            self.ui.recording = ""
             self._say(f"cannot write: {error.strerror or error}")
         except ReplayError as error:
             self.exit(return_code=4, message=str(error))
@@ -241,7 +178,7 @@ class TopApp(App[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """While something is being typed, keys are letters; only quitting by control key goes on."""
         del parameters
-        return not self._asking or action in ("clear", "quit")
+        return not self.prompt.asking or action in ("clear", "quit")
 
     def _clicked(self, what: str, value: str) -> None:
         if what == "row":
@@ -271,37 +208,21 @@ class TopApp(App[None]):
             ui.scroll[ui.view] = max(ui.scroll.get(ui.view, 0) + lines, 0)
         self.canvas.repaint()
 
-    def action_first(self) -> None:
-        """Go to the first row, or to the beginning of a recording."""
+    def action_edge(self, way: int) -> None:
+        """Go to the first or last row, or to the beginning or end of a recording."""
         if isinstance(self.session, Replay):
-            self.session.home()
+            (self.session.home if way < 0 else self.session.end)()
             self.canvas.repaint()
         else:
-            self.action_move(-1_000_000)
+            self.action_move(way * ALL)
 
-    def action_last(self) -> None:
-        """Go to the last row, or to the end of a recording."""
+    def action_step(self, by: int) -> None:
+        """A tick back or forward in a recording, else the sort column before or after."""
         if isinstance(self.session, Replay):
-            self.session.end()
+            self.session.step(by)
             self.canvas.repaint()
         else:
-            self.action_move(1_000_000)
-
-    def action_step_back(self) -> None:
-        """A tick back in a recording, else the sort column before."""
-        if isinstance(self.session, Replay):
-            self.session.step(-1)
-            self.canvas.repaint()
-        else:
-            self.action_sort(-1)
-
-    def action_step_forward(self) -> None:
-        """A tick forward in a recording, else the next sort column."""
-        if isinstance(self.session, Replay):
-            self.session.step(1)
-            self.canvas.repaint()
-        else:
-            self.action_sort(1)
+            self.action_sort(by)
 
     def action_sort(self, by: int = 1) -> None:
         """Sort by another column."""
@@ -349,7 +270,7 @@ class TopApp(App[None]):
         if isinstance(self.session, Replay):
             self.session.toggle()
         else:
-            self._frozen = None if self._frozen is not None else frozen(self.session.model)
+            self._frozen = None if self._frozen is not None else self.session.model.frozen()
         self.canvas.repaint()
 
     def action_job(self) -> None:
@@ -378,16 +299,9 @@ class TopApp(App[None]):
         self._remember("theme", self.theme)
         self._say(f"theme {self.theme}{', without its colours: NO_COLOR' if self.no_color else ''}")
 
-    def action_slower(self) -> None:
-        """Look half as often."""
-        self._set_interval(self.ui.interval * 2)
-
-    def action_quicker(self) -> None:
-        """Look twice as often."""
-        self._set_interval(self.ui.interval / 2)
-
-    def _set_interval(self, interval: float) -> None:
-        self.ui.interval = min(max(interval, SHORTEST_S), LONGEST_S)
+    def action_interval(self, factor: float) -> None:
+        """Look less or more often."""
+        self.ui.interval = min(max(self.ui.interval * factor, SHORTEST_S), LONGEST_S)
         self._next = self._clock() + self.ui.interval
         self._remember("interval", self.ui.interval)
         self._say(f"every {self.ui.interval:g} s")
@@ -420,25 +334,10 @@ class TopApp(App[None]):
         """Go through the views."""
         self.action_view(VIEWS[(VIEWS.index(self.ui.view) + by) % len(VIEWS)])
 
-    def action_jump_back(self) -> None:
-        """10 s back in a recording."""
-        self._replay(lambda replay: replay.jump(-10.0))
-
-    def action_jump_forward(self) -> None:
-        """10 s forward in a recording."""
-        self._replay(lambda replay: replay.jump(10.0))
-
-    def action_faster(self) -> None:
-        """Play a recording at double speed."""
-        self._replay(lambda replay: replay.faster(1))
-
-    def action_slower_replay(self) -> None:
-        """Play a recording at half speed."""
-        self._replay(lambda replay: replay.faster(-1))
-
-    def _replay(self, do: Callable[[Replay], None]) -> None:
+    def action_replay(self, what: str, by: float) -> None:
+        """Move in a recording, or play it at another speed."""
         if isinstance(self.session, Replay):
-            do(self.session)
+            getattr(self.session, what)(by)
             self.canvas.repaint()
         else:
             self._say("only in a replay")
@@ -447,38 +346,25 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Ask what to filter by."""
-        self._ask("filter", self.ui.filter)
+        self.prompt.ask("filter", "filter: rank, pid, job, label, state", self.ui.filter)
 
     def action_goto(self) -> None:
         """Ask for a time in the recording."""
         if isinstance(self.session, Replay):
-            self._ask("goto", "")
+            self.prompt.ask("goto", "time, mm:ss")
         else:
             self._say("only in a replay")
 
-    def _ask(self, what: str, value: str) -> None:
-        self._asking = what
-        self.prompt.placeholder = {"filter": "filter: rank, pid, job, label, state", "goto": "time, mm:ss"}[what]
-        self.prompt.value = value
-        self.prompt.add_class("-shown")
-        self.prompt.focus()
-
-    def _answered(self) -> None:
-        self._asking = ""
-        self.prompt.remove_class("-shown")
-        self.set_focus(None)
-        self.canvas.repaint()
-
     def on_input_changed(self, event: Input.Changed) -> None:
         """The filter works while it is typed."""
-        if self._asking == "filter":
+        if self.prompt.asking == "filter":
             self.ui.filter = text.clean(event.value)
             self.canvas.repaint()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """The answer."""
-        asked = self._asking
-        self._answered()
+        asked = self.prompt.close()
+        self.canvas.repaint()
         if asked == "goto" and isinstance(self.session, Replay) and not self.session.goto(event.value):
             self._say(f"no time: {text.clean(event.value)}")
 
@@ -486,39 +372,18 @@ class TopApp(App[None]):
         """Leave what is being typed; clear the filter; follow the slowest rank again."""
         self.ui.clear()
         self.prompt.value = ""
-        self._answered()
+        self.prompt.close()
+        self.canvas.repaint()
 
     # --- files -----------------------------------------------------------------------------------------------------
 
     def action_record(self) -> None:
         """Start or stop a recording in the working directory."""
-        if not isinstance(self.session, Live):
+        if isinstance(self.session, Live):
+            self._say(self.recording.toggle(self.session.sinks, _file_name(".jsonl.gz")))
+            self.ui.recording = self.recording.path
+        else:
             self._say("this is a recording")
-            return
-        if self._recorder is not None:
-            path, ticks = self._recorder.path, self._recorder.ticks
-            self._drop_recorder()
-            self._say(f"recorded {ticks} ticks to {path}")
-            return
-        path = _file_name(".jsonl.gz")
-        try:
-            self._recorder = Recorder(path)
-        except OSError as error:
-            self._say(f"cannot record to {path}: {error.strerror}")
-            return
-        self.session.sinks.append(self._recorder)
-        self.ui.recording = path
-        self._say(f"recording to {path}")
-
-    def _drop_recorder(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        self.ui.recording = ""
-        if recorder is not None and isinstance(self.session, Live):
-            self.session.sinks.remove(recorder)
-            try:
-                recorder.close()
-            except OSError as error:
-                self._say(f"cannot write: {error.strerror or error}")
 
     def action_picture(self) -> None:
         """Save the screen as SVG and as text."""

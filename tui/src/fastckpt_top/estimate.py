@@ -31,11 +31,13 @@ def phase_start(track: OpTrack) -> float:
 
 
 def eta(track: OpTrack, look: Look) -> float | None:
-    """Seconds until a rank is durable; None unknown. Ended ranks, and those that only wait for others: 0."""
+    """Seconds until a rank is durable; None unknown, and while it stalls. Ended and waiting ranks: 0."""
     if not track.running or track.proc.waits_for is not None:
         return 0.0
     elapsed = track.elapsed(look.mono)
     op, known = track.op, look.tracks.get(track.proc.key)
+    if known is not None and track.stalled(known, look.mono) is not None:
+        return None
     sync = known.sync_s if known is not None and op.kind == Kind.SAVE else None
     if op.phase == Phase.COMMIT:
         return 0.0

@@ -5,6 +5,7 @@ Pure: no I/O, no clock of its own.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -135,6 +136,14 @@ class Model:
             self._refresh_node(look)
             self._refresh(look)
 
+    def frozen(self) -> Model:
+        """What it shows now, as a model of its own that stands still."""
+        kept = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list) or name in ("past", "_events", "_series"):
+                setattr(kept, name, copy.deepcopy(value))
+        return kept
+
     @property
     def main(self) -> NodeOp | None:
         """The operation that matters most now: the oldest running one, else the last that ended."""
@@ -149,16 +158,6 @@ class Model:
     def event_count(self) -> int:
         """Events ever, also those no longer kept."""
         return self._events.count
-
-    @property
-    def save_graph(self) -> deque[float]:
-        """Bytes/s written by the node, one value a column of `COLUMN_S`, newest last."""
-        return self._series.written
-
-    @property
-    def load_graph(self) -> deque[float]:
-        """Bytes/s read, likewise."""
-        return self._series.read
 
     def series(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
         """Bytes/s written and read by the node, as means over equal parts of the last `seconds`; see `Series.cells`."""

@@ -52,6 +52,15 @@ def brief(row: Row) -> str:
     return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
 
 
+def terse(row: Row) -> tuple[str, ...]:
+    """`rank 6: 1.83/3.00 GB/s, disk 98 %`; after a fallback `rank 6: 1.83/3.00, disk 98 %, threads!`, and shorter."""
+    rate = speed(row, "/")
+    if not row.fallback:
+        return (f"{row.name}{colon(rate, brief(row))}",)
+    rate = rate.removesuffix(" GB/s")
+    return tuple(f"{row.name}{colon(rate, wait, f'{row.engine}!')}" for wait in (brief(row), row.wait_kind))
+
+
 def hint(kind: str, op: str) -> str:
     """What the source is."""
     if kind != "source":

@@ -11,10 +11,61 @@ from fastckpt_top.jsonout import Ticks, dumps, header_line
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
+    from fastckpt_top.session import Sink
 
 IDLE_S: Final = 10.0
 """While no operation runs, one tick in so many seconds is enough."""
 _FLUSH_S: Final = 5.0
+
+
+class Recording:
+    """A recording that the user starts and stops.
+
+    Attributes:
+        path: The file being written; empty while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._recorder: Recorder | None = None
+        self._sinks: list[Sink] = []
+
+    def toggle(self, sinks: list[Sink], path: str) -> str:
+        """Start or stop it.
+
+        Args:
+            sinks: Of the session.
+            path: File for a new one.
+
+        Returns:
+            What to tell the user.
+        """
+        recorder = self._recorder
+        if recorder is not None:
+            return self.stop() or f"recorded {recorder.ticks} ticks to {recorder.path}"
+        try:
+            self._recorder = Recorder(path)
+        except OSError as error:
+            return f"cannot record to {path}: {error.strerror}"
+        sinks.append(self._recorder)
+        self.path, self._sinks = path, sinks
+        return f"recording to {path}"
+
+    def stop(self) -> str:
+        """Stop it if it runs.
+
+        Returns:
+            Why the file could not be finished; empty if it is whole.
+        """
+        recorder, self._recorder, self.path = self._recorder, None, ""
+        if recorder is None:
+            return ""
+        self._sinks.remove(recorder)
+        try:
+            recorder.close()
+        except OSError as error:
+            return f"cannot write {recorder.path}: {error.strerror or error}"
+        return ""
 
 
 class Recorder:

@@ -151,14 +151,16 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
     tail = phrases.fallback([row], named=False)
     more = f"; {tail}" if tail else ""
+    short = more.replace("; runs ", "; ").replace("io_uring", "uring")
     return _made(
         _level(op),
         row.key,
         f"Held back by {row.name}{others}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
         f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
+        f"{row.name} holds it{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}{short}",
         f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}",
         f"{row.name} holds it{phrases.colon(phrases.speed(row), phrases.brief(row))}",
-        f"{row.name}{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
+        *phrases.terse(row),
         f"held back by {row.name}",
     )
 
@@ -172,6 +174,7 @@ def _left(op: NodeOp, row: Row) -> Sentence:
         f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
         f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}",
         f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
+        *phrases.terse(row),
         f"only {row.name} is left",
     )
 
@@ -205,7 +208,7 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
             slow.key,
             f"slowest is {words}{more}",
             f"slowest is {words}",
-            f"{slow.name}{phrases.colon(phrases.speed(slow, '/'), phrases.brief(slow))}",
+            *phrases.terse(slow),
             f"slowest is {slow.name}",
         )
     average, target = phrases.compared(op.average, op.target)
@@ -260,6 +263,7 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
         "",
         f"{name} stayed below its target{default}: {average} of {target} GB/s{by}{more}",
         f"{name} below target: {average} of {target} GB/s{by}",
+        f"below target{by.replace('its ranks ', '')}",
         f"below target: {average} of {target} GB/s",
         f"below target: {average}/{target}",
     )

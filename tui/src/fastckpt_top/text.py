@@ -23,8 +23,8 @@ class Glyphs:
 
     bar: str
     """Parts of a full cell from empty to full, for bars that grow to the right."""
-    thin: str
-    """The same for the thinner bars of table rows, which would run into one another if they were as high as a line."""
+    full: str
+    """A full cell of the bars of rows: lower than the line, so that those of neighbours do not run together."""
     spark: str
     """Parts of a full cell from empty to full, for columns."""
     dotted: str
@@ -41,7 +41,6 @@ class Glyphs:
     quiet: str
     dead: str
     select: str
-    branch: str
     rule: str
     column: str
     corners: str
@@ -52,14 +51,13 @@ class Glyphs:
     live: str
     pause: str
     warn: str
-    arrow: str
     middot: str
     times: str
 
 
 UNICODE: Final = Glyphs(
     bar=" ▏▎▍▌▋▊▉█",
-    thin=" ╸━",
+    full="▆",
     spark=" ▁▂▃▄▅▆▇█",
     dotted=" ⣀⣤⣶⣿",
     level="⡀⠄⠂⠁",
@@ -71,7 +69,6 @@ UNICODE: Final = Glyphs(
     quiet="·",
     dead="x",
     select=">",
-    branch="└",
     rule="─",
     column="│",
     corners="╭╮╰╯",
@@ -81,13 +78,12 @@ UNICODE: Final = Glyphs(
     live="●",
     pause="■",
     warn="!",
-    arrow="→",
     middot="·",
     times="\N{MULTIPLICATION SIGN}",
 )
 ASCII: Final = Glyphs(
     bar=" #",
-    thin=" -=",
+    full="#",
     spark=" .:-=+*#",
     dotted=" ,o0",
     level="_~~^",
@@ -99,7 +95,6 @@ ASCII: Final = Glyphs(
     quiet=".",
     dead="x",
     select=">",
-    branch="`",
     rule="-",
     column="|",
     corners="++++",
@@ -109,7 +104,6 @@ ASCII: Final = Glyphs(
     live="*",
     pause="=",
     warn="!",
-    arrow="->",
     middot="-",
     times="x",
 )
@@ -143,8 +137,11 @@ def ascii_only(text: str) -> str:
 
 def width(text: str) -> int:
     """Terminal cells that a cleaned text takes."""
-    if text.isascii():
-        return len(text)
+    return len(text) if text.isascii() else _wide(text)
+
+
+@lru_cache(maxsize=4096)
+def _wide(text: str) -> int:
     return sum(_cells(char) for char in text)
 
 
@@ -203,7 +200,7 @@ def bar(fraction: float | None, cells: int, parts: str) -> str:
     Args:
         fraction: 0 to 1; beyond is clipped; None or nan gives an empty bar.
         cells: Width.
-        parts: Characters from empty to full, `Glyphs.bar` or `Glyphs.thin`.
+        parts: Characters from empty to full, such as `Glyphs.bar`.
 
     Returns:
         Exactly `cells` characters.
@@ -223,6 +220,8 @@ def bar(fraction: float | None, cells: int, parts: str) -> str:
 def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNICODE) -> str:
     """One column a value on the fixed scale 0..`top`, newest at the right.
 
+    The highest is lower than a line, so that those of neighbouring lines do not run together.
+
     Args:
         values: Samples, oldest first; the last `cells` are shown.
         cells: Width.
@@ -235,7 +234,7 @@ def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNIC
     if cells <= 0:
         return ""
     shown = values[-cells:]
-    levels = len(glyphs.spark) - 1
+    levels = len(glyphs.spark) - 2
     text = "".join(glyphs.spark[_level(value, top, levels)] for value in shown)
     return text.rjust(cells)
 

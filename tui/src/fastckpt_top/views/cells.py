@@ -161,10 +161,10 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     if value > 0 and before > 1:
         first = max(first, 1)  # something is not nothing
     beyond = min(round(max(value - 1.0, 0.0) / (SCALE - 1.0) * after), after)
-    full, first = glyphs.bar[-1], max(first, 0)
-    line.add(full * first, style).add(glyphs.track * (before - first), "dim")
+    first = max(first, 0)
+    line.add(glyphs.full * first, style).add(glyphs.track * (before - first), "dim")
     line.add(glyphs.mark, "target")
-    return line.add(full * beyond, style).add(glyphs.track * (after - beyond), "dim")
+    return line.add(glyphs.full * beyond, style).add(glyphs.track * (after - beyond), "dim")
 
 
 def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:

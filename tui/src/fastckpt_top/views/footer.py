@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
+from fastckpt_top.rows import LEVELS
 from fastckpt_top.views.boxes import boxed, words
 from fastckpt_top.views.paint import Frame, Line
 
 if TYPE_CHECKING:
-    from fastckpt_top.rows import Job
+    from fastckpt_top.rows import Event, Job
 
 KEYS: Final = (
     ("q", "Quit", "quit"),
@@ -26,18 +27,18 @@ KEYS: Final = (
     ("a", "Average", "mode"),
     ("t", "All threads", "all_threads"),
     ("o", "Running", "active"),
-    ("+/-", "Interval", "slower"),
+    ("+/-", "Interval", "interval(2)"),
     ("F12", "Picture", "picture"),
 )
 REPLAY_KEYS: Final = (
     ("q", "Quit", "quit"),
     ("Space", "Play", "pause"),
-    ("Left", "Back", "step_back"),
-    ("Right", "On", "step_forward"),
-    ("[", "10 s back", "jump_back"),
-    ("]", "10 s on", "jump_forward"),
-    (",", "Slower", "slower_replay"),
-    (".", "Faster", "faster"),
+    ("Left", "Back", "step(-1)"),
+    ("Right", "On", "step(1)"),
+    ("[", "10 s back", "replay('jump', -10.0)"),
+    ("]", "10 s on", "replay('jump', 10.0)"),
+    (",", "Slower", "replay('faster', -1)"),
+    (".", "Faster", "replay('faster', 1)"),
     (":", "Go to", "goto"),
     ("Tab", "View", "next_view"),
     ("z", "Zoom", "zoom"),
@@ -79,7 +80,7 @@ def urgent(frame: Frame) -> Line:
     for job in _in_trouble(frame):
         said = words(job.sentence.words, max(frame.width // 2, 36)) if job.sentence is not None else ""
         return Line(f"{glyphs.bad} {frame.say(text.clean(f'{job.name or job.pid}: {said}'))}", "bad")
-    recent = [event for event in model.events if event.level != "info" and model.real - event.real < EVENT_SHOWN_S]
+    recent = [event for event in model.events if model.real - event.real < EVENT_SHOWN_S and _news(frame, event)]
     if recent:
         event = recent[-1]
         return Line(f"{glyphs.warn} {frame.say(event.text)}", "bad" if event.level == "bad" else "low")
@@ -104,6 +105,16 @@ def _in_trouble(frame: Frame) -> list[Job]:
     return [
         job for job in frame.model.jobs if job is not shown and job.sentence is not None and job.sentence.level == "bad"
     ]
+
+
+def _news(frame: Frame, event: Event) -> bool:
+    """Whether an event is a warning that the sentence does not say, or say worse."""
+    said = frame.main.sentence if frame.main is not None else None
+    if said is None or event.level == "info":
+        return event.level != "info"
+    reasons = {row.fallback for row in frame.model.rows if row.fallback}
+    told = any(reason in said.words[0] and reason in event.text for reason in reasons)
+    return not told and LEVELS.index(event.level) > LEVELS.index(said.level)
 
 
 def bottom(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:

@@ -20,12 +20,14 @@ _GUTTER: Final = 6
 """Cells of the labels at the axis."""
 _HEADROOM: Final = 1.04
 """The axis goes a little beyond the target, so that its line is never the upper edge."""
-_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_STEPS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+"""What labels are multiples of, where there are many lines, and where there are few."""
 _TIMES: Final = (5, 10, 15, 30, 60, 120, 300)
 _WORTH: Final = 0.9
-"""Fewer labels must save so much of the height."""
-_LABELS: Final = 8
-"""At most, beside the 0."""
+"""More labels than are wanted, or fewer, must save so much of the height."""
+_LABELS: Final = (4, 8)
+"""So many are wanted beside the 0, and so many there are at most."""
 _LEAST: Final = 4e6
 """Bytes/s that the axis goes to at least, so that its labels keep to their cells."""
 _APART: Final = 12
@@ -47,17 +49,20 @@ class Axis:
 
 
 def axis(need: float, height: int) -> Axis:
-    """Choose the axis that shows `need` with the least room above it.
+    """Choose the axis that shows `need` with the least room above it, and has two labels at least beside the 0.
 
     Args:
         need: Bytes/s that must fit, positive.
         height: Lines of the plot, positive.
     """
     best = (math.inf, 0.0, 0)
-    for every in range(math.ceil(height / _LABELS), height + 1):
+    wanted, most = _LABELS
+    steps = _STEPS if height < most else _ROUND
+    choices = range(math.ceil(height / most), max(height // 2, 1) + 1)
+    for every in sorted(choices, key=lambda every: abs(height / every - wanted)):
         least = need / height * every / text.GB * (1 - 1e-9)
         power = 10.0 ** math.floor(math.log10(least))
-        step = next(number * power for number in _STEPS if number * power >= least)
+        step = next(number * power for number in steps if number * power >= least)
         if step / every < _WORTH * best[0]:
             best = (step / every, step, every)
     line, step, every = best

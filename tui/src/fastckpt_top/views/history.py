@@ -143,19 +143,19 @@ def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
     return made.fill(cols.width)
 
 
-def event_line(frame: Frame, event: Event, width: int) -> Line:
-    """One event."""
+def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[Line]:
+    """One event, in so many lines at most."""
     style = {"warn": "low", "bad": "bad"}.get(event.level, "text")
     sign = {"warn": frame.glyphs.warn, "bad": frame.glyphs.dead}.get(event.level, " ")
     when = time.strftime("%H:%M:%S", time.localtime(event.real))
-    made = Line(f"{when} ", "dim").add(sign, style).add(" ")
-    return made.add(text.fit(frame.say(event.text), max(width - made.width, 0), frame.glyphs), style).fill(width)
-
-
-def wanted(frame: Frame) -> int:
-    """Lines that history and events would like, borders included."""
-    past, events = len(frame.model.past.checkpoints), len(frame.model.events)
-    return max(past, 1) + 1 + events + (BORDERS if boxed(frame) else 1)
+    made = [Line(f"{when} ", "dim").add(sign, style).add(" ")]
+    room, rest = max(width - made[0].width, 0), frame.say(event.text)
+    while len(made) < high and text.width(rest) > room and (end := rest.rfind(" ", 0, room + 1)) > 0:
+        made[-1].add(rest[:end], style)
+        made.append(Line("  "))
+        room, rest = max(width - 2, 0), rest[end + 1 :]
+    made[-1].add(text.fit(rest, room, frame.glyphs), style)
+    return [line.fill(width) for line in made]
 
 
 def block(frame: Frame, width: int, height: int) -> Block:
@@ -181,7 +181,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     for_events = min(len(events), max(room - 1 - len(past), room // 3))
     past = past[: max(room - len(made) - for_events, 0)]
     made += [line(frame, one, cols) for one in past]
-    made += [event_line(frame, one, inner) for one in events[: max(room - len(made), 0)]]
+    made += [line for one in events for line in event_lines(frame, one, inner, 2)]
     made = made[: max(room, 0)]
     title = Line("history", "title").add(" and events" if for_events else "", "title")
     if framed:

@@ -68,6 +68,6 @@ def _history(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
 
 
 def _events(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
-    events = [history.event_line(frame, event, width) for event in reversed(frame.model.events)]
+    events = [line for event in reversed(frame.model.events) for line in history.event_lines(frame, event, width)]
     count = text.count(frame.model.event_count, "event")
     return Line("events", "title").add(f" {frame.glyphs.middot} {count}, newest first", "dim"), Line(), events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -13,7 +14,7 @@ from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
 
 if TYPE_CHECKING:
-    from fastckpt_top.rows import NodeOp, Sentence
+    from fastckpt_top.rows import NodeOp
 
 LEVELS: Final = {"info": "text", "warn": "low", "bad": "bad"}
 """Styles of what a sentence or event says."""
@@ -24,6 +25,8 @@ VERDICT_WORDS: Final = {
     Verdict.FAILED: "FAILED",
     Verdict.QUIET: "",
 }
+_WIDE: Final = 36
+"""On narrower screens the sentence has two lines."""
 _NAME: Final = 6
 """A name of fewer cells says nothing."""
 
@@ -88,8 +91,10 @@ def lines(frame: Frame, width: int) -> list[Line]:
         painted += [_done(frame, op, cols), _speed(frame, op, cols)] if cols.size else _narrow(frame, op, width)
     if not shown:
         painted = [Line("idle: no operation yet", "dim"), Line()]
-    if width >= 36 and frame.height >= 6:  # noqa: PLR2004
-        painted.append(_why(frame, shown, width))
+    if frame.height > 2:  # noqa: PLR2004
+        high = 2 if width < _WIDE and frame.height > 3 else 1  # noqa: PLR2004
+        why = _why(frame, shown, width, high)
+        painted += [*why, *(Line() for _ in range(high - len(why)))]
     return [line.fill(width) for line in painted]
 
 
@@ -180,33 +185,36 @@ def _joined(left: Line, percent: str, style: str, bar: Line, right: Line, cols: 
     return line.extend(bar).add(" " if bar.width else "").extend(right.fill(cols.right))
 
 
-def _why(frame: Frame, shown: list[NodeOp], width: int) -> Line:
-    """The worst of the sentences of the operations shown; blank where there is nothing to say."""
+def _why(frame: Frame, shown: list[NodeOp], width: int, high: int) -> list[Line]:
+    """The worst of the sentences of the operations shown, in `high` lines at most."""
     order = list(LEVELS)
     found = [(op, op.sentence) for op in shown if op.sentence is not None]
     if not found and shown and not shown[0].running:
         every = frame.model.past.interval_s(shown[0].kind)
-        return Line("" if every is None else f"{frame.glyphs.quiet} a {shown[0].kind} every {text.clock(every)}", "dim")
+        if every is None:
+            return []
+        return [Line(f"{frame.glyphs.quiet} a {shown[0].kind} every {text.clock(every)}", "dim")]
     if not found:
-        return Line()
+        return []
     op, said = max(found, key=lambda pair: order.index(pair[1].level))
-    return sentence(frame, said, width, f"{op.kind}: " if len(shown) > 1 else "")
-
-
-def sentence(frame: Frame, said: Sentence, width: int, before: str = "") -> Line:
-    """A sentence in the longest wording that fits, with the mark and colour of its level.
-
-    Args:
-        frame: Where the marks come from.
-        said: The sentence.
-        width: Cells.
-        before: What it is about.
-    """
     glyphs = frame.glyphs
-    mark = {"bad": glyphs.bad, "warn": glyphs.warn}.get(said.level, glyphs.quiet)
+    bad = glyphs.dead if op.failed else glyphs.bad
+    mark = {"bad": bad, "warn": glyphs.warn}.get(said.level, glyphs.quiet)
+    before = f"{mark} {op.kind}: " if len(shown) > 1 else f"{mark} "
     variants = tuple(before + frame.say(text.clean(variant)) for variant in said.words)
-    style = LEVELS.get(said.level, "text")
-    return Line(f"{mark} ", style).add(words(variants, width - 2), style)
+    return [Line(part, LEVELS[said.level]) for part in _wrapped(variants, width, high)]
+
+
+def _wrapped(variants: tuple[str, ...], width: int, high: int) -> list[str]:
+    """The first of some wordings, longest first, that fits into so many lines; else the last one, cut."""
+    if high == 1:
+        return [words(variants, width)]
+    parts: list[str] = []
+    for variant in variants:
+        parts = textwrap.wrap(variant, width)
+        if len(parts) <= high:
+            return parts
+    return [*parts[: high - 1], words((" ".join(parts[high - 1 :]),), width)]
 
 
 # --- the names in the border ---------------------------------------------------------------------------------------
@@ -238,7 +246,7 @@ def _target_words(frame: Frame) -> str:
     """`high: 3.00 GB/s x 8 GPUs`, as the operation that is shown is judged."""
     job, main, glyphs = frame.job, frame.main, frame.glyphs
     target = job.target if job is not None else frame.model.node.target
-    gpus = job.gpus if job is not None else frame.model.node.gpus
+    gpus = main.gpus if main is not None else job.gpus if job is not None else frame.model.node.gpus
     figure = target.save if main is None or main.kind == "save" else target.load
     name = "target" if target.name == "custom" else target.name
     return f"{name} {text.rate(figure)} GB/s {glyphs.times} {text.count(gpus, 'GPU')}"

@@ -45,22 +45,7 @@ MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 class Columns:
     """How wide each column is, without the blank before it; 0 where it is left out.
 
-    Attributes:
-        width: Cells of a line.
-        rank: Rank, or pid where there is none.
-        rate: Rate of now, average, or GB done.
-        percent: The rate's share of its target.
-        state: State.
-        bar: Bar of the rate.
-        spark: The last rates.
-        threads: A cell a thread.
-        done: Progress.
-        eta: Time left.
-        engine: Engine.
-        wait: What holds it up.
-        gpu: Index of the GPU.
-        pid: Process.
-        target: Bytes/s of a rank where all have the same; else None.
+    `target` is what a rank should reach, bytes/s, where all have the same.
     """
 
     width: int

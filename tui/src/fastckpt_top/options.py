@@ -1,0 +1,120 @@
+"""The options of the command, and what values they take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from fastckpt_top import __version__, segment, targets
+from fastckpt_top.views.state import SORTS, VIEWS
+
+_EPILOG: Final = """\
+exit codes: 0 ok; 1 below target (--check); 2 usage; 3 no process or operation found; 4 file not readable
+environment: FASTCKPT_TOP_DIR, FASTCKPT_TOP_TARGET, NO_COLOR
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options, checked."""
+    made = argparse.ArgumentParser(
+        prog="fastckpt-top",
+        description="Live monitor for fastckpt: GB/s of each rank and thread against the target of your storage.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
+    add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
+    add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
+    add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
+    add("--job", default="", metavar="NAME", help="only the job of this name or key (--once and --json show both)")
+    add("--target", type=_target, metavar="T", help="light, medium, high, GB/s per GPU, or save=X,load=Y")
+    add(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="GPUs that the target is multiplied by (default: those of the processes)",
+    )
+    add(
+        "-d",
+        "--interval",
+        type=_interval,
+        metavar="S",
+        help="seconds between two looks, 0.1 to 60 (default 0.5; --once 1)",
+    )
+    add("--once", action="store_true", help="print a table of the present and exit")
+    add("--json", action="store_true", help="print JSON lines; with --once one object")
+    add(
+        "--check",
+        nargs="?",
+        type=_percent,
+        const=100.0,
+        metavar="PCT",
+        help="exit 1 if the average of any job is below PCT %% of its target (default 100)",
+    )
+    add("--prometheus", metavar="FILE", help="also write a file for node_exporter's textfile collector at each look")
+    add("--record", metavar="FILE", help="also record, as JSON lines (.gz: compressed)")
+    add("--replay", metavar="FILE", help="show a recording")
+    add("--speed", type=_speed, default=1.0, metavar="X", help="speed of a replay (default 1)")
+    add("--demo", action="store_true", help="show a made-up node")
+    add("--duration", type=_duration, metavar="S", help="stop after so many seconds")
+    add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
+    add("--list", action="store_true", help="list the segments found")
+    add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
+    add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
+    add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
+    add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
+    add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
+    add(
+        "--theme",
+        default="",
+        metavar="NAME",
+        help="a Textual theme, such as textual-light or nord; c goes through them",
+    )
+    add("--no-config", action="store_true", help="neither read nor write ~/.config/fastckpt/top.json")
+    add("--ascii", action="store_true", help="ASCII characters only")
+    add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
+    add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
+    add("--inline", action="store_true", help="under the prompt instead of on the whole screen")
+    add("--version", action="version", version=f"fastckpt-top {__version__}, segment layout {segment.MAJOR}.x")
+    return made
+
+
+def _target(word: str) -> targets.Target:
+    try:
+        return targets.parse(word, "option")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(word: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
+    return value
+
+
+def _interval(word: str) -> float:
+    return _number(word, 0.1, 60.0, "0.1 to 60 seconds")
+
+
+def _percent(word: str) -> float:
+    return _number(word, 0.0, 1e6, "a percentage")
+
+
+def _speed(word: str) -> float:
+    return _number(word, 0.01, 1000.0, "0.01 to 1000")
+
+
+def _duration(word: str) -> float:
+    return _number(word, 0.0, 1e9, "seconds")
+
+
+def _positive(word: str) -> int:
+    value = _number(word, 1, 1e6, "a whole number from 1 on")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"`{word}`: want a whole number from 1 on")
+    return int(value)
