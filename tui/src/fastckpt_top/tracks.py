@@ -29,6 +29,8 @@ PREPARING: Final = (Phase.PLAN, Phase.STAGE)
 """Phases in which nothing is written yet, and in which a process may be silent (docs/telemetry.md 5.3)."""
 _HELD: Final = frozenset("TtD")
 """States in which a process can do nothing: stopped, traced, or waiting in the kernel."""
+_SYNCING: Final = {ThreadState.FSYNC, ThreadState.PEERS}
+"""What a worker may do for a long time without a byte."""
 _SEED_S: Final = 2.0
 
 
@@ -235,7 +237,8 @@ class OpTrack:
             return silent
         if self.op.phase not in (Phase.WRITE, Phase.READ):
             return None
-        if any(thread.last.state == ThreadState.LIMIT for thread in self.threads.values()):
+        doing = {thread.last.state for thread in self.threads.values()} - {ThreadState.IDLE}
+        if ThreadState.LIMIT in doing or (doing and doing <= _SYNCING):
             return None
         still = mono - self.changed
         return still if still >= PROGRESS_STALL_S else None
