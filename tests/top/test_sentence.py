@@ -93,6 +93,15 @@ def test_two_alike_stragglers_do_not_take_turns():
         assert said(look(model, now / 2, *ranks))[2] == first
 
 
+def test_what_a_rank_waits_for_is_known_at_the_second_look_of_who_attaches_late():
+    model, rank = Model(HIGH), Rank(0)
+    for now, wait in ((1.5, ""), (2.0, "disk 97%")):
+        moving(rank, now, GB)
+        for index, (_, thread) in enumerate(rank.proc.threads):  # the slots have served others before
+            rank.thread(index, bytes_ever=thread.bytes_ever + GB, busy_ns=thread.busy_ns + 10**12)
+        assert look(model, now, rank).rows[0].wait == wait
+
+
 def test_nothing_is_said_in_the_first_second():
     def each(number, rank, now):
         return rank.op(0, Phase.STAGE) if number else moving(rank, now, GB)

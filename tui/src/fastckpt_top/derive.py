@@ -29,8 +29,8 @@ def thread_row(
     """What is shown of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
     last = track.last
     latency = busy = source = limit = fsync = peers = None
-    ends = track.window.ends() if op.running and last.state != ThreadState.IDLE else None
-    if ends is not None and ends[0].waits:
+    ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
+    if ends is not None:
         old, new = ends
         span = new.mono - old.mono
         if new.requests > old.requests:
@@ -103,9 +103,7 @@ def measured(estimate: float | None, largest: float) -> float | None:
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
     """What holds a rank up, as `bottleneck` says it, from the mean of its threads."""
     known = [waits for thread in threads if (waits := thread.waits)]
-    total: Counter[str] = Counter()
-    for waits in known:
-        total.update({kind: share / len(known) for kind, share in waits.items()})
+    total = {kind: sum(waits[kind] for waits in known) / len(known) for kind in (known[0] if known else ())}
     if {thread.state for thread in threads} - {"IDLE"} == {"FSYNC"}:
         state = "FSYNC"
     return bottleneck(state, total)

@@ -113,9 +113,16 @@ class ThreadRow:
     @property
     def waits(self) -> dict[str, float]:
         """Shares of the last second by what was waited for, of which no two are of the same moment; empty unknown."""
-        kinds = ("disk", self.busy), ("source", self.source), ("limit", self.limit)
-        found = (*kinds, ("fsync", self.fsync), ("peers", self.peers))
-        return {kind: share for kind, share in found if share is not None}
+        busy, source, limit, fsync, peers = self.busy, self.source, self.limit, self.fsync, self.peers
+        if busy is None:
+            return {}
+        return {
+            "disk": busy,
+            "source": source or 0.0,
+            "limit": limit or 0.0,
+            "fsync": fsync or 0.0,
+            "peers": peers or 0.0,
+        }
 
     @property
     def wait(self) -> str:

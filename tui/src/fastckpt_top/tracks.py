@@ -141,6 +141,7 @@ class OpTrack:
         threads: Slot -> its track.
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
+        lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
         told_fallback: Whether the event was given; likewise `told_stall` and `told_end`.
     """
 
@@ -156,6 +157,7 @@ class OpTrack:
         self.threads: dict[int, ThreadTrack] = {}
         self.changed = mono
         self.died = False
+        self.lost: float | None = None
         self.told_fallback = False
         self.told_stall = False
         self.told_end = False
@@ -201,6 +203,7 @@ class OpTrack:
         if op.running and not proc.alive and not self.died:
             self.died = True
             self.end = self.changed
+            self.lost = mono if self._state else None
         if not op.running and self.end is None:
             self.end = self.start + max(op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9
         state = (self.done, op.bytes_staged, op.bytes_durable, op.files_done, op.phase)
