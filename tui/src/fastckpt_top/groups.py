@@ -106,7 +106,7 @@ class Group:
         """Whether another rank's operation is part of this one.
 
         What begins after a rank has failed is another attempt, and so is what a new process of the same rank does. When
-        a rank died is only known to lie between two looks: what began in that time is still part of it.
+        a rank died is only known to lie between two looks: what another rank began in that time is still part of it.
         """
         op, rank = track.op, track.proc.rank
         same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
@@ -115,7 +115,7 @@ class Group:
             return False
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end
-        lost = [member.lost for member in self.members.values() if member.lost is not None]
+        lost = [member.lost for member in self.members.values() if member.lost is not None and rank >= 0]
         slack = 0.0 if self.failed or track.failed else TOGETHER_S
         return track.start <= max(first_end + slack, *lost, self.start) and last >= self.start - slack
 
