@@ -286,6 +286,12 @@ def test_fsync_between_the_files_of_a_save_is_told_from_the_disk():
     assert (row.wait, row.threads[0].wait) == ("fsync 75%", "fsync 75%")
     assert said(model)[1] == "average 1.00 of 3.00 GB/s: rank 0 waits for fsync 75 %"
 
+    def one(number, rank, now):
+        waiting(rank, now, "fsync", 0.75, 2, int(now * GB)) if number else moving(rank, now, 3 * GB)
+
+    model = watch(Model(HIGH), [Rank(0), Rank(1)], one)
+    assert said(model)[1] == "Held back by rank 1: 1.00 of 3.00 GB/s, waits for fsync 75 %"
+
 
 @pytest.mark.parametrize(("kind", "state", "stalled"), [("fsync", 3, False), ("peer", 6, False), ("fsync", 2, True)])
 def test_to_wait_for_fsync_or_others_is_no_stall(kind, state, stalled):
@@ -343,8 +349,7 @@ def test_the_copy_of_an_asynchronous_save():
     assert "stage 40%" in lines.table(model)
 
     # Of two ranks one writes: it is the copy that the figure is of, as long as the phase is called so.
-    other = changed(Rank(1).op(3 * GB, Phase.WRITE), bytes_to_stage=2 * GB, bytes_staged=2 * GB)
-    ranks = [Rank(0), other]
+    ranks = [Rank(0), Rank(1).op(3 * GB, Phase.WRITE)]
     each(0, ranks[0], 4.0)
     model = look(Model(HIGH), 4.0, *ranks)
     assert (model.main.phase, model.main.progress) == ("stage", 0.7)
