@@ -1,4 +1,4 @@
-"""What the monitor's tests share: a frozen demonstration, its recording, processes that pretend to save."""
+"""What the monitor's tests share: a recording of the demonstration, processes that pretend to save, the command."""
 
 from __future__ import annotations
 
@@ -9,23 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fastckpt_top.demo import DemoSource
-from fastckpt_top.model import Model
 from fastckpt_top.record import Recorder
-from fastckpt_top.session import Live
+from looking import demo
 
 HERE = Path(__file__).parent
-BEGIN = 1_795_262_662.0
-
-
-class Clock:
-    """A clock that is moved by hand."""
-
-    def __init__(self, now=100.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +21,6 @@ def _utc(monkeypatch):
     for name in ("FASTCKPT_TOP_DIR", "FASTCKPT_TOP_TARGET", "NO_COLOR", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(name, raising=False)
     time.tzset()
-
-
-def demo(seconds_into=0.0, model=None, sinks=()):
-    """A live session of the demonstration, its clock in our hand."""
-    clock = Clock()
-    source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
-    return clock, Live(source, model or Model(), list(sinks))
 
 
 @pytest.fixture(scope="session")
@@ -105,13 +85,3 @@ def top(place):
         )
 
     return run
-
-
-def eventually(probe, seconds=60.0):
-    """Poll until `probe` returns something true, and return that."""
-    ends = time.monotonic() + seconds
-    while True:
-        found = probe()
-        if found or time.monotonic() > ends:
-            return found
-        time.sleep(0.05)

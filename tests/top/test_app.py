@@ -17,8 +17,8 @@ from fastckpt_top.rows import Sentence
 from fastckpt_top.views import colours
 from fastckpt_top.views.paint import STYLES
 from fastckpt_top.views.state import Ui
+from looking import Clock, demo
 
-from conftest import Clock, demo
 from harness import needs
 
 CASES = [("live", size) for size in ((80, 24), (40, 8), (20, 4), (200, 60))]

@@ -13,9 +13,8 @@ import pytest
 from fastckpt_top import feed
 from fastckpt_top.feed import ShmFeed
 from fastckpt_top.model import Model
+from looking import eventually
 from producer import Image
-
-from conftest import eventually
 
 HERE = Path(__file__).parent
 

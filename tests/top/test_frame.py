@@ -17,8 +17,7 @@ from fastckpt_top.views.paint import STYLES, VERDICT_STYLES, Frame, share
 from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS, Ui
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from conftest import demo
+from looking import demo
 
 
 def looks():

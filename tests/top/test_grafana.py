@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from fastckpt_top import prometheus
+from looking import demo
 from prometheus_client.parser import text_string_to_metric_families
-
-from conftest import demo
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))

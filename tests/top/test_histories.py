@@ -247,7 +247,9 @@ def check_jobs(world: World, model: Model, now: float) -> None:
             assert f" {said.words[0]}\n" in table
             assert text.width(said.words[-1]) <= 36
             if said.level != "bad":
-                assert (said.level == "warn") == (op.verdict in (Verdict.LOW, Verdict.BAD))
+                low = (Verdict.LOW, Verdict.BAD)
+                behind = op.running and any(row.key == said.row and row.verdict in low for row in model.rows)
+                assert (said.level == "warn") == (op.verdict in low or behind), said
     levels = [
         sample.labels["level"]
         for family in text_string_to_metric_families(page)
@@ -323,3 +325,49 @@ def test_weeks_of_records_do_not_pile_up():
     assert given == list(range(1, 301))
     assert [one.step for one in model.past.checkpoints] == given
     assert max(map(len, (*model.past._seen.values(), *ticks._sent.history.values()))) <= 256
+
+
+def start_of(*processes, end=30.0):
+    """A world that is not drawn."""
+    return World(list(processes), [[(process, process.parts[0]) for process in processes]], end)
+
+
+def attended(world, moments):
+    model = Model()
+    for now in moments:
+        model.update(world.seen(now))
+    return model
+
+
+def test_who_begins_while_another_dies_unseen_is_part_of_the_same_attempt():
+    """When a rank died is only known to lie between two looks, and its last byte may be older."""
+    dead = Process(11, 0, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
+    late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 13.5, 14.25, "failed", 9000 * MB)])
+    world = start_of(dead, late)
+    model = attended(world, (12.5, 13.0, 15.0, 15.5))
+    assert [(op.ranks, op.failed) for op in model.ops] == [(2, 2)]
+    check_past(world, model)
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+@pytest.mark.parametrize("moments", [(12.5, 14.5, 15.5, 17.0, 18.5), (12.5, 18.5), (18.5,)])
+def test_a_rank_that_died_and_was_started_again_at_once_has_two_attempts(moments, rank):
+    """By the same launcher, under the same name, and before anybody would call it another operation."""
+    dead = Process(11, rank, "train", 1, 0, 10.0, 14.0, [Part(1, "last", -1, 12.0, 14.0, "died", 9000 * MB)])
+    again = Process(12, rank, "train", 1, 0, 14.5, parts=[Part(1, "last", -1, 15.0, 18.0, "done", 9000 * MB)])
+    world = start_of(dead, again)
+    world.operations = [[(process, process.parts[0])] for process in (dead, again)]
+    model = attended(world, moments)
+    check_past(world, model)
+    op = model.main
+    assert (op.ranks, op.failed, op.done, op.average) == (1, 0, 9000 * MB, pytest.approx(3000 * MB))
+
+
+def test_a_rank_that_begins_late_and_fails_is_in_the_checkpoint_of_its_operation():
+    """It was seen at it with the others, whose records had been taken in before."""
+    first = Process(11, 0, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 12.0, 13.0, "done", MB)])
+    late = Process(12, 1, "train", 1, 0, 10.0, parts=[Part(1, "last", -1, 15.0, 20.0, "failed", MB)])
+    world = start_of(first, late)
+    model = attended(world, (12.5, 14.0, 16.0, 21.0))
+    assert [(op.ranks, op.failed) for op in model.ops] == [(2, 1)]
+    check_past(world, model)

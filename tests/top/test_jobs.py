@@ -12,10 +12,9 @@ from fastckpt_top import jsonout, lines, prometheus, targets
 from fastckpt_top.lines import LineWriter
 from fastckpt_top.model import Model
 from fastckpt_top.segment import Phase
+from looking import demo
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
-
-from conftest import demo
 
 
 def two_jobs(model, now=4.0, names=("a", "b")):
@@ -189,8 +188,7 @@ def test_the_gravest_of_a_jobs_sentences_is_its_own():
 
 def test_a_user_has_a_name_or_a_number():
     named, other = Rank(0).of(uid=1000), Rank(1).of(uid=4711)
-    named.proc = replace(named.proc, user="anna")
-    other.proc = replace(other.proc, user="")
+    named.proc, other.proc = replace(named.proc, user="anna"), replace(other.proc, user="")
     model = look(Model(), 1.0, named, other)
     assert [row.user for row in model.rows] == ["anna", "4711"]
     assert model.jobs[0].user == "anna"

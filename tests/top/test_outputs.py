@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,10 +21,9 @@ from fastckpt_top.lines import LineWriter, check, table
 from fastckpt_top.model import Model
 from fastckpt_top.record import Recorder
 from fastckpt_top.replay import Recording, Replay, ReplayError
+from looking import demo
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
-
-from conftest import demo
 
 SCHEMA = json.loads((Path(fastckpt_top.__file__).parent / "schema.json").read_text())
 TYPES = {
@@ -228,10 +229,29 @@ def test_lines_are_quiet_while_idle_and_tell_events():
     assert out.getvalue().isascii()
     assert sum("idle:" in line for line in lines) == 1
     assert sum("save step-11800 [" in line for line in lines) > 40
-    assert any("! rank 6 fell back to threads" in line for line in lines)
+    assert any("! rank 6 runs threads, not io_uring (EPERM: " in line for line in lines)
     assert any("- save step-11800 done: 319.2 GB in 24.4 s" in line for line in lines)
     assert any("slow=rank 6:" in line for line in lines)
     assert out.getvalue().count("# time") == 1 + (len(lines) - 1) // 20
+
+
+def test_line_mode_gives_the_sentence_when_it_says_something_else():
+    out = io.StringIO()
+    clock, session = demo(0.0)
+    session.sinks.append(LineWriter(out))
+    said = []
+    for tick in range(80):
+        clock.now = 100.0 + tick / 2
+        session.tick()
+        if (sentence := session.model.jobs[0].sentence) is not None:
+            said.append(sentence.words[0])
+    lines = [line[11:] for line in out.getvalue().splitlines() if " ! " in line or " - " in line]
+    given = [line for line in lines if line in said]
+    shapes = [shape for shape, _ in itertools.groupby(re.sub("[0-9.]+", "", words) for words in said)]
+    assert [re.sub("[0-9.]+", "", words) for words in given] == shapes
+    assert any(words.startswith("Held back by rank 6: ") for words in given)
+    assert given[-1].startswith("step-11800 stayed below its target: ")
+    assert 2 < len(given) < len(said) / 3
 
 
 def test_the_table_and_the_sentence():

@@ -18,12 +18,12 @@ from fastckpt_top import picture
 from fastckpt_top.app import TopApp
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
+from looking import demo
 from rich.segment import Segment
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 
 from harness import needs
-from top.conftest import demo
 
 ROOT = Path(__file__).parents[2]
 TOOLS, DOCS = ROOT / "tui" / "tools", ROOT / "docs"

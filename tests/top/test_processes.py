@@ -21,8 +21,8 @@ from fastckpt_top.replay import Recording
 from fastckpt_top.segment import FLAG_FALLBACK, Phase
 from fastckpt_top.snapshot import Snapshot
 from fastckpt_top.tracks import HEARTBEAT_STALL_S
+from looking import eventually
 
-from conftest import eventually
 from harness import mounts, needs, zygote
 
 MB = 10**6

@@ -14,9 +14,8 @@ from fastckpt_top.views.paint import VERDICT_STYLES, Frame
 from fastckpt_top.views.state import PINNED, SORTS, Ui, pin
 from hypothesis import given
 from hypothesis import strategies as st
+from looking import demo
 from painted import DASH, TARGET, frame, plain, rank, thread
-
-from conftest import demo
 
 
 def saving(glyphs=text.UNICODE, ticks=14):

@@ -8,10 +8,19 @@ import pytest
 from by_hand import GB, Rank, joined, look, moving
 from fastckpt_top import jsonout, lines, targets, text
 from fastckpt_top.model import Model
-from fastckpt_top.segment import FLAG_DIRECT, FLAG_FALLBACK, Phase
+from fastckpt_top.rows import Verdict
+from fastckpt_top.segment import (
+    FLAG_DIRECT,
+    FLAG_FALLBACK,
+    FLAG_NO_DIRECT,
+    FLAG_NO_GDS,
+    FLAG_NO_RING,
+    FLAG_NO_WORKERS,
+    Phase,
+)
 
 HIGH = targets.tier("high", "option")
-FALLBACK = {"engine": 2, "flags": FLAG_FALLBACK | FLAG_DIRECT, "fallback_errno": 1}
+FALLBACK = {"engine": 2, "flags": FLAG_FALLBACK | FLAG_DIRECT | FLAG_NO_RING, "fallback_errno": 1}
 
 
 def watch(model, ranks, each, begin=0.5, end=6.0):
@@ -63,6 +72,18 @@ def test_the_rank_that_the_others_wait_for_and_why_also_when_attached_late(attac
     assert text.rate(row.rate) in words, "the row's own figure"
 
 
+@pytest.mark.parametrize(("rate", "level"), [(1.0, "warn"), (3.0, "info")])
+def test_a_rank_below_its_target_that_delays_the_end_is_a_warning_though_the_average_is_good(rate, level):
+    def each(number, rank, now):
+        moving(rank, now, (5.0, 5.0, rate)[number] * GB)
+
+    model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
+    assert model.main.verdict is Verdict.GOOD
+    assert said(model)[0] == level
+    assert said(model)[1].startswith("Held back by rank 2: ")
+    assert (lines.check(model, 100)[0], "Held back" in lines.check(model, 100)[1]) == (True, level == "warn")
+
+
 def test_two_alike_stragglers_do_not_take_turns():
     model, ranks = Model(HIGH), [Rank(index) for index in range(4)]
 
@@ -76,6 +97,15 @@ def test_two_alike_stragglers_do_not_take_turns():
         for number, rank in enumerate(ranks):
             each(number, rank, now / 2)
         assert said(look(model, now / 2, *ranks))[2] == first
+
+
+def test_what_a_rank_waits_for_is_known_at_the_second_look_of_who_attaches_late():
+    model, rank = Model(HIGH), Rank(0)
+    for now, wait in ((1.5, ""), (2.0, "disk 97%")):
+        moving(rank, now, GB)
+        for index, (_, thread) in enumerate(rank.proc.threads):  # the slots have served others before
+            rank.thread(index, bytes_ever=thread.bytes_ever + GB, busy_ns=thread.busy_ns + 10**12)
+        assert look(model, now, rank).rows[0].wait == wait
 
 
 def test_nothing_is_said_in_the_first_second():
@@ -178,12 +208,28 @@ def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
     assert said(model) == ("info", "rank 0, rank 2 run threads, not io_uring (EPERM)", 0)
 
 
-def test_direct_io_that_is_missing_is_no_missing_ring():
+@pytest.mark.parametrize(
+    ("engine", "refused", "number", "words", "hint"),
+    [
+        (1, FLAG_NO_DIRECT, 22, "uring without direct I/O (EINVAL", "not on this file system?"),
+        (2, FLAG_NO_DIRECT, 22, "threads without direct I/O (EINVAL", "not on this file system?"),
+        (3, FLAG_NO_RING, 38, "buffered, not io_uring (ENOSYS", "not in this kernel?"),
+        (2, FLAG_NO_RING | FLAG_NO_DIRECT, 1, "threads without io_uring and direct I/O (EPERM", "seccomp or sysctl?"),
+        (2, FLAG_NO_WORKERS, 11, "threads without worker threads (EAGAIN", "ulimit -u?"),
+        (1, FLAG_NO_GDS, 5, "uring without GPUDirect Storage (EIO", ""),
+        (2, 0, 0, "threads without what was asked for (unknown", ""),
+    ],
+)
+def test_a_fallback_says_what_was_refused(engine, refused, number, words, hint):
     def each(_, rank, now):
-        changed(moving(rank, now, 3.1 * GB), flags=FLAG_FALLBACK, fallback_errno=22)
+        changed(moving(rank, now, 3.1 * GB), engine=engine, flags=FLAG_FALLBACK | refused, fallback_errno=number)
 
     model = watch(Model(HIGH), [Rank(0)], each)
-    assert said(model)[1] == "rank 0 runs uring without direct I/O (EINVAL)"
+    assert said(model)[1] == f"rank 0 runs {words})"
+    (event,) = [event.text for event in model.events if event.level == "warn"]
+    assert event.startswith(f"rank 0 runs {words}")
+    assert event.endswith(f": {hint})" if hint else ")")
+    assert model.node.fallbacks[0].startswith(f"rank 0 runs {words}")
 
 
 def test_a_restart_with_the_same_step_speaks_of_the_new_run():
@@ -208,6 +254,57 @@ def test_peers_wait_for_the_rank_that_is_at_work():
     words = "Held back by rank 0 (2 ranks wait for it): 1.00 of 3.00 GB/s, waits for the disk 97 %"
     assert said(model) == ("warn", words, 0)
     assert [row.wait_kind for row in model.rows] == ["disk", "peers", "peers"]
+
+
+def waiting(rank, now, kind, share, state, done=0):
+    """Its threads have waited for fsync or for bytes of others for a share of the time."""
+    rank.op(done, kind=2 if kind == "peer" else 1, phase=Phase.READ if kind == "peer" else Phase.WRITE, total=100 * GB)
+    for index in range(rank.count):
+        rank.thread(
+            index, state=state, bytes_ever=done // 2, busy_ns=int(0.1 * now * 1e9), source_wait_ns=0, limit_wait_ms=0,
+            requests=int(now * 10), **{f"{kind}_wait_ms": int(share * now * 1e3)},
+        )  # fmt: skip
+    return rank.beat(int(now * 10))
+
+
+def test_who_waits_for_bytes_of_others_says_so_and_is_no_straggler():
+    def each(number, rank, now):
+        if number:
+            waiting(rank, now, "peer", 0.8, 6, int(now * GB) // 2)
+        else:
+            moving(rank, now, GB, kind=2, phase=Phase.READ)
+
+    model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
+    waits = [(row.wait_kind, row.wait) for row in model.rows]
+    assert waits == [("disk", "disk 97%"), ("peers", "peers 90%"), ("peers", "peers 90%")], "with what goes on"
+    assert said(model)[1] == "average 2.00 of 12.00 GB/s: 2 of 3 ranks wait for other ranks 90 %"
+    tick = jsonout.Ticks().next(model)
+    assert tick["ranks"][1]["threads"][0]["peers_wait"] == pytest.approx(0.9)
+    assert tick["ranks"][1]["threads"][0]["fsync_wait"] == 0.0
+
+
+def test_fsync_between_the_files_of_a_save_is_told_from_the_disk():
+    def each(_, rank, now):
+        waiting(rank, now, "fsync", 0.75, 2, int(now * GB))
+
+    model = watch(Model(HIGH), [Rank(0)], each)
+    (row,) = model.rows
+    assert (row.wait, row.threads[0].wait) == ("fsync 75%", "fsync 75%")
+    assert said(model)[1] == "average 1.00 of 3.00 GB/s: rank 0 waits for fsync 75 %"
+
+    def one(number, rank, now):
+        waiting(rank, now, "fsync", 0.75, 2, int(now * GB)) if number else moving(rank, now, 3 * GB)
+
+    model = watch(Model(HIGH), [Rank(0), Rank(1)], one)
+    assert said(model)[1] == "Held back by rank 1: 1.00 of 3.00 GB/s, waits for fsync 75 %"
+
+
+@pytest.mark.parametrize(("kind", "state", "stalled"), [("fsync", 3, False), ("peer", 6, False), ("fsync", 2, True)])
+def test_to_wait_for_fsync_or_others_is_no_stall(kind, state, stalled):
+    model = Model(HIGH)
+    for tick in range(1, 20):
+        look(model, tick / 2, waiting(Rank(0), tick / 2, kind, 0.5, state, GB))
+    assert (model.rows[0].stalled_s is not None) == stalled
 
 
 def test_peers_wait_for_a_rank_of_another_machine():
@@ -245,8 +342,31 @@ def test_most_ranks_wait_for_the_disk():
 
 
 def test_the_copy_of_an_asynchronous_save():
-    model = watch(Model(HIGH), [Rank(0)], lambda _, rank, now: rank.op(0, Phase.STAGE).beat(int(now * 10)))
+    def each(number, rank, now):
+        rank.op(0, Phase.STAGE, total=0).beat(int(now * 10))
+        changed(rank, bytes_to_stage=(number + 1) * GB, bytes_staged=int((number + 1) * GB * now / 10))
+
+    model = watch(Model(HIGH), [Rank(0)], each, end=4.0)
+    words = "rank 0 copies the state into memory, 40 %; training goes on when that is done"
+    assert said(model) == ("info", words, None)
+    assert model.main.sentence.words[-1] == "copies the state, 40 %"
+    (row,) = model.rows
+    assert (row.state, row.progress, model.main.progress, model.main.done) == ("STAGE", 0.4, 0.4, 0)
+    assert "stage 40%" in lines.table(model)
+
+    # Of two ranks one writes: it is the copy that the figure is of, as long as the phase is called so.
+    ranks = [Rank(0), Rank(1).op(3 * GB, Phase.WRITE)]
+    each(0, ranks[0], 4.0)
+    model = look(Model(HIGH), 4.0, *ranks)
+    assert (model.main.phase, model.main.progress) == ("stage", 0.7)
+    look(model, 5.0, ranks[0].op(GB, Phase.WRITE), ranks[1])
+    assert (model.main.phase, model.main.progress) == ("write", pytest.approx(0.2))
+
+
+def test_a_copy_of_unknown_size_has_no_figure():
+    model = watch(Model(HIGH), [Rank(0)], lambda _, rank, now: rank.op(0, Phase.STAGE, total=0).beat(int(now * 10)))
     assert said(model)[1] == "rank 0 copies the state into memory; training goes on when that is done"
+    assert model.main.progress is None
 
 
 def test_a_rank_of_which_all_threads_but_one_have_no_work_left():

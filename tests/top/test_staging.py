@@ -13,8 +13,7 @@ import pytest
 from fastckpt_top.feed import ShmFeed
 from fastckpt_top.model import Model
 from fastckpt_top.segment import Phase
-
-from conftest import eventually
+from looking import eventually
 
 MB = 10**6
 SIZE = 30 * MB

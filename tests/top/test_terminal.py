@@ -9,8 +9,7 @@ import subprocess
 import sys
 
 import pytest
-
-from conftest import eventually
+from looking import eventually
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 

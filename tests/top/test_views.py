@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fastckpt_top import text
@@ -17,10 +18,9 @@ from fastckpt_top.snapshot import Snapshot
 from fastckpt_top.views.live import paint
 from fastckpt_top.views.paint import STYLES, Frame
 from fastckpt_top.views.state import LAYOUTS, VIEWS, Ui
+from looking import demo
 
-from conftest import HERE, demo
-
-GOLDEN = HERE / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 SIZES = [(80, 24), (60, 16), (60, 14), (40, 8), (20, 4), (10, 2), (160, 50), (200, 60), (30, 1), (120, 30)]
 MOMENTS = {"begin": 0.0, "save": 9.0, "fsync": 14.5, "idle": 30.0, "load": 46.0}
 """Seconds into the recording."""

@@ -236,7 +236,7 @@ def _thread(
     sync_s = max(_seconds(kind, rank) - _COMMIT_S - _PLAN_S - write_s, 0.0)
     syncing = 0.0 < synced_s < sync_s
     active_s = min(max(tau - _PLAN_S, 0.0), durations[index])
-    source = 0.34 if rank == _SLOW[0] and index == 0 else 0.01
+    source = 0.55 if rank == _SLOW[0] and index == 0 else 0.01
     return Thread(
         bytes_ever=before + done,
         requests=requests,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top.groups import errno_name
 from fastckpt_top.rows import Row, ThreadRow, bottleneck
 from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 from fastckpt_top.window import percentile
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 SPARK: Final = 64
 """Columns of a spark that are handed to the views."""
+_RESTING: Final = (ThreadState.IDLE, ThreadState.FSYNC, ThreadState.PEERS)
+"""What a thread does that has no rate of its own."""
 _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
 
 
@@ -27,9 +28,9 @@ def thread_row(
 ) -> ThreadRow:
     """What is shown of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
     last = track.last
-    latency = busy = source = limit = None
-    ends = track.window.ends() if op.running and last.state != ThreadState.IDLE else None
-    if ends is not None and ends[0].waits:
+    latency = busy = source = limit = fsync = peers = None
+    ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
+    if ends is not None:
         old, new = ends
         span = new.mono - old.mono
         if new.requests > old.requests:
@@ -37,6 +38,11 @@ def thread_row(
         busy = ratio(new.busy_ns - old.busy_ns, span * 1e9)
         source = ratio(new.source_ns - old.source_ns, span * 1e9)
         limit = ratio(new.limit_ms - old.limit_ms, span * 1e3)
+        fsync = ratio(new.fsync_ms - old.fsync_ms, span * 1e3)
+        peers = ratio(new.peers_ms - old.peers_ms, span * 1e3)
+        if last.state == ThreadState.PEERS and peers is not None:  # what goes on is counted when it ends
+            known = (busy or 0.0) + (source or 0.0) + (limit or 0.0) + (fsync or 0.0)
+            peers = max(peers, 1.0 - known)
     histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
         index=index,
@@ -52,8 +58,10 @@ def thread_row(
         busy=busy,
         source=source,
         limit=limit,
+        fsync=fsync,
+        peers=peers,
         target=target,
-        slow=rate is not None and rate < floor and last.state not in (ThreadState.IDLE, ThreadState.FSYNC),
+        slow=rate is not None and rate < floor and last.state not in _RESTING,
         retries=last.retries,
         shorts=last.shorts,
         errors=last.errors,
@@ -64,7 +72,7 @@ def thread_row(
 
 
 def thread_state(state: int, op: OpTrack) -> str:
-    """`WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `ERROR` or `IDLE`."""
+    """`WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR` or `IDLE`."""
     if not op.running:
         return "ERROR" if state == ThreadState.ERROR else "IDLE"
     if state == ThreadState.IO:
@@ -94,14 +102,11 @@ def measured(estimate: float | None, largest: float) -> float | None:
 
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
     """What holds a rank up, as `bottleneck` says it, from the mean of its threads."""
-    known = [thread for thread in threads if thread.busy is not None]
-    if not known:
-        return bottleneck(state, None, None, None)
-    busy, source, limit = (
-        sum(values) / len(known)
-        for values in zip(*((t.busy or 0.0, t.source or 0.0, t.limit or 0.0) for t in known), strict=True)
-    )
-    return bottleneck(state, busy, source, limit)
+    known = [waits for thread in threads if (waits := thread.waits)]
+    total = {kind: sum(waits[kind] for waits in known) / len(known) for kind in (known[0] if known else ())}
+    if {thread.state for thread in threads} - {"IDLE"} == {"FSYNC"}:
+        state = "FSYNC"
+    return bottleneck(state, total)
 
 
 def progress(track: OpTrack) -> float | None:
@@ -112,6 +117,16 @@ def progress(track: OpTrack) -> float | None:
     if not op.bytes_total:
         return None
     return min(track.done / op.bytes_total, 0.99)
+
+
+def staged(track: OpTrack) -> float | None:
+    """How much of the state has been copied, 0 to 1; None where it is not known, or nothing is."""
+    op = track.op
+    if op.phase == Phase.PLAN:
+        return None
+    if op.phase != Phase.STAGE:
+        return 1.0
+    return min(op.bytes_staged / op.bytes_to_stage, 1.0) if op.bytes_to_stage else None
 
 
 def phase(tracks: list[OpTrack]) -> str:
@@ -168,19 +183,6 @@ def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
 def title(group: Group) -> str:
     """How to call an operation in a sentence."""
     return f"{KINDS.get(group.kind, 'operation')} {group.label}".strip()
-
-
-def fallback(number: int, engine: str) -> str:
-    """What happened and a guess why, from the errno."""
-    hints = {
-        "EPERM": " (seccomp?)",
-        "ENOSYS": " (no io_uring here)",
-        "ENOMEM": " (ulimit -l?)",
-        "EINVAL": " (no O_DIRECT here?)",
-    }
-    name = errno_name(number)
-    why = f"{name}{hints.get(name, '')}" if name else "unknown cause"
-    return f"fell back to {engine}: {why}"
 
 
 def bare(proc: Proc) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top import derive, text
+from fastckpt_top import derive, phrases, text
 from fastckpt_top.groups import errno_name
 from fastckpt_top.operations import node_op
 from fastckpt_top.rows import Event
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fastckpt_top.groups import Group
     from fastckpt_top.look import Look
+    from fastckpt_top.segment import Operation
     from fastckpt_top.tracks import OpTrack
 
 KEPT: Final = 200
@@ -63,8 +64,7 @@ class Events:
         op, name = track.op, derive.name(track.proc)
         if op.flags & FLAG_FALLBACK and not track.told_fallback:
             track.told_fallback = True
-            engine = ENGINES.get(op.engine, "unknown")
-            self._add("warn", f"{name} {derive.fallback(op.fallback_errno, engine)}", look.real)
+            self._add("warn", f"{name} {_fallback(op)}", look.real)
         stalled = track.stalled(look.tracks[track.proc.key], look.mono)
         if stalled is not None and not track.told_stall:
             track.told_stall = True
@@ -87,6 +87,14 @@ class Events:
             speed = f"{text.rate(op.average)} GB/s, {share} of target"
             words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"
             self._add("info", words, look.real)
+
+
+def _fallback(op: Operation) -> str:
+    """`runs threads, not io_uring (EPERM: ...)`: what was refused, and what mostly lies behind that."""
+    why = errno_name(op.fallback_errno)
+    hint = next((found for what in op.refused if (found := phrases.HINTS.get((what, why)))), "")
+    reason = f"{why}: {hint}" if hint else why or "unknown cause"
+    return f"runs {phrases.instead(ENGINES.get(op.engine, 'unknown'), op.refused, reason)}"
 
 
 def _obituary(track: OpTrack) -> str:

@@ -10,7 +10,7 @@ from fastckpt_top.rows import Checkpoint
 from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from fastckpt_top.rows import NodeOp, Sentence
     from fastckpt_top.snapshot import Proc
@@ -78,6 +78,11 @@ class Group:
         self.said: tuple[NodeOp, Sentence | None] | None = None
 
     @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Process and operation of each rank."""
+        return [track.key for track in self.members.values()]
+
+    @property
     def running(self) -> bool:
         """Whether any rank goes on."""
         return any(track.running for track in self.members.values())
@@ -98,16 +103,21 @@ class Group:
         return any(track.failed for track in self.members.values())
 
     def takes(self, track: OpTrack) -> bool:
-        """Whether another rank's operation is part of this one."""
-        op = track.op
+        """Whether another rank's operation is part of this one.
+
+        What begins after a rank has failed is another attempt, and so is what a new process of the same rank does. When
+        a rank died is only known to lie between two looks: what another rank began in that time is still part of it.
+        """
+        op, rank = track.op, track.proc.rank
         same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
-        if not same or track.proc.key in self.members:
+        ranks = {member.proc.rank for member in self.members.values()}
+        if not same or track.proc.key in self.members or (rank >= 0 and rank in ranks):
             return False
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end
-        # What begins after a rank has failed is another attempt.
+        lost = [member.lost for member in self.members.values() if member.lost is not None and rank >= 0]
         slack = 0.0 if self.failed or track.failed else TOGETHER_S
-        return track.start <= first_end + slack and last >= self.start - slack
+        return track.start <= max(first_end + slack, *lost, self.start) and last >= self.start - slack
 
 
 class Past:
@@ -131,7 +141,8 @@ class Past:
             groups: The operations that are known, running and ended.
             name: How to call a process.
         """
-        self._add(procs)
+        groups = list(groups)
+        self._add(procs, {key: group for group in groups for key in group.keys})
         for group in groups:
             self._settle(group, name)
         self._all.sort(key=lambda checkpoint: checkpoint.end)
@@ -162,7 +173,7 @@ class Past:
         if dead and "died" not in checkpoint.error:
             checkpoint.error = f"{', '.join(dead)} died"
 
-    def _add(self, procs: Iterable[Proc]) -> None:
+    def _add(self, procs: Iterable[Proc], group_of: Mapping[tuple[str, int], Group]) -> None:
         new: list[tuple[Proc, History]] = []
         for proc in procs:
             seen = self._seen.get(proc.key, frozenset())
@@ -171,7 +182,7 @@ class Past:
                 new += fresh
                 self._seen[proc.key] = remembered(seen, proc)
         for proc, record in sorted(new, key=lambda pair: pair[1].t_start_real_ns):
-            self._join(proc, record)
+            self._join(proc, record, group_of.get((proc.key, record.op_id)))
 
     def last(self, kind: str) -> Checkpoint | None:
         """The latest checkpoint of a kind."""
@@ -183,19 +194,27 @@ class Past:
         starts = [one.start for one in self.checkpoints if last and (one.kind, one.team) == (kind, last.team)][-2:]
         return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
 
-    def _join(self, proc: Proc, record: History) -> None:
+    def _find(self, proc: Proc, record: History, start: float, end: float) -> Checkpoint | None:
+        """The checkpoint of a record whose operation nobody saw."""
+        mine = (proc.team, KINDS.get(record.kind, "unknown"), record.label, record.step if record.step >= 0 else None)
+        for checkpoint in reversed(self._all):
+            same = mine == (checkpoint.team, checkpoint.kind, checkpoint.label, checkpoint.step)
+            together = start <= checkpoint.end + TOGETHER_S and end >= checkpoint.start - TOGETHER_S
+            others = all(key != proc.key or number == record.op_id for key, number in checkpoint.members)
+            if same and together and others:
+                return checkpoint
+        return None
+
+    def _join(self, proc: Proc, record: History, group: Group | None) -> None:
         kind = KINDS.get(record.kind, "unknown")
         start = record.t_start_real_ns / 1e9
         end = start + record.dur_ns / 1e9
         step = record.step if record.step >= 0 else None
-        for checkpoint in reversed(self._all):
-            mine, theirs = (proc.team, kind, record.label, step), (checkpoint.team, checkpoint.kind)
-            same = mine == (*theirs, checkpoint.label, checkpoint.step)
-            together = start <= checkpoint.end + TOGETHER_S and end >= checkpoint.start - TOGETHER_S
-            others = all(key != proc.key or number == record.op_id for key, number in checkpoint.members)
-            if same and together and others:
-                break
+        if group is not None:
+            checkpoint = next((self._of[key] for key in group.keys if key in self._of), None)
         else:
+            checkpoint = self._find(proc, record, start, end)
+        if checkpoint is None:
             checkpoint = Checkpoint(kind, record.label, step, start, end, team=proc.team)
             self._all.append(checkpoint)
         checkpoint.start = min(checkpoint.start, start)

@@ -292,6 +292,7 @@ def _rank(row: Row) -> Json:
         "engine": row.engine or None,
         "direct": row.direct,
         "fallback": row.fallback or None,
+        "refused": list(row.refused),
         "async": row.asynchronous,
         "Bps": _number(row.rate),
         "avg_Bps": _number(row.average),
@@ -328,6 +329,8 @@ def _thread(thread: ThreadRow) -> Json:
         "busy": _number(thread.busy, 4),
         "source_wait": _number(thread.source, 4),
         "limit_wait": _number(thread.limit, 4),
+        "fsync_wait": _number(thread.fsync, 4),
+        "peers_wait": _number(thread.peers, 4),
         "slow": thread.slow,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -34,9 +35,10 @@ class LineWriter:
         self._count = 0
         self._idle_since: float | None = None
         self._events = 0
+        self._said: dict[str, str] = {}
 
     def write(self, model: Model) -> None:
-        """Write what there is to say about the model as it stands: events, and a line an operation."""
+        """Write what there is to say about the model as it stands: events, a line an operation, and its sentence."""
         lines = self._event_lines(model)
         running = [op for op in model.ops if op.running]
         if running:
@@ -45,6 +47,7 @@ class LineWriter:
         elif self._idle_since is None or model.mono - self._idle_since >= IDLE_EVERY_S:
             self._idle_since = model.mono
             lines.append(f"{_time(model.real)} {idle_text(model)}")
+        lines += self._sentence_lines(model)
         for line in lines:
             if self._count % HEAD_EVERY == 0:
                 self._out.write(HEAD + "\n")
@@ -63,6 +66,20 @@ class LineWriter:
             f"{_time(event.real)} {'!' if event.level != 'info' else '-'} {event.text}"
             for event in list(model.events)[len(model.events) - new :]
         ]
+
+    def _sentence_lines(self, model: Model) -> list[str]:
+        """The sentence of each job, when it says something else than before. Its figures change all the time."""
+        lines = []
+        before, self._said = self._said, {}
+        for job in model.jobs:
+            if job.sentence is None:
+                continue
+            words = job.sentence.words[0]
+            self._said[job.key] = f"{job.sentence.row} {_FIGURES.sub('', words)}"
+            if before.get(job.key) != self._said[job.key]:
+                name = _named(job.key, model)
+                lines.append(f"{_time(model.real)} {_MARKS[job.sentence.level]} {f'{name}: ' if name else ''}{words}")
+        return lines
 
 
 def op_line(op: NodeOp, real: float, job: str = "") -> str:
@@ -137,6 +154,7 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
 
 
+_FIGURES: Final = re.compile(r"\d+(\.\d+)?")
 _MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
 """What stands before a sentence."""
 

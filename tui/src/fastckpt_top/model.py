@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top import derive, operations, ranks
+from fastckpt_top import derive, operations, phrases, ranks
 from fastckpt_top.events import Events
 from fastckpt_top.groups import Group, Past, errno_name
 from fastckpt_top.jobs import Jobs, job, matches
@@ -51,7 +51,7 @@ class Node:
         load_rate: Bytes/s being read.
         target: Per GPU.
         active: Whether any operation runs.
-        fallbacks: `rank 6 threads (EPERM)` of each running operation that fell back.
+        fallbacks: `rank 6 runs threads, not io_uring (EPERM)` of each running operation that fell back.
     """
 
     host: str = ""
@@ -275,7 +275,8 @@ class Model:
                 load += moved
             if track.op.flags & FLAG_FALLBACK:
                 why = errno_name(track.op.fallback_errno) or "unknown cause"
-                fallbacks.append(f"{derive.name(track.proc)} {ENGINES.get(track.op.engine, 'unknown')} ({why})")
+                what = phrases.instead(ENGINES.get(track.op.engine, "unknown"), track.op.refused, why)
+                fallbacks.append(f"{derive.name(track.proc)} runs {what}")
         first = min(alive, key=derive.order, default=None)
         self.node = Node(
             host=self.snapshot.host if self.snapshot is not None else "",

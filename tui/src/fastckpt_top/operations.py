@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from fastckpt_top import derive, estimate
 from fastckpt_top.look import count_ranks
 from fastckpt_top.rows import NodeOp, Verdict, judge
-from fastckpt_top.segment import KINDS
+from fastckpt_top.segment import KINDS, PHASES, Phase
 
 if TYPE_CHECKING:
     from fastckpt_top.groups import Group
     from fastckpt_top.look import Look
+    from fastckpt_top.tracks import OpTrack
 
 
 def node_op(group: Group, look: Look) -> NodeOp:
@@ -37,14 +38,14 @@ def node_op(group: Group, look: Look) -> NodeOp:
     last = group.straggler = estimate.straggler(group, etas, look)
     known = [eta for track in running if (eta := etas[track.key]) is not None]
     total = sum(track.op.bytes_total for track in tracks)
-    progress = [derive.progress(track) for track in tracks]
+    phase = derive.phase(tracks)
     early = bool(running) and elapsed < estimate.QUIET_S
     return NodeOp(
         kind=KINDS.get(group.kind, "unknown"),
         label=group.label,
         step=group.step if group.step >= 0 else None,
         running=bool(running),
-        phase=derive.phase(tracks),
+        phase=phase,
         ranks=len(tracks),
         gpus=group.gpus,
         total=total,
@@ -54,7 +55,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
         peak=group.peak,
         target=target,
         target_name=per_gpu.name,
-        progress=min(sum(p or 0.0 for p in progress) / len(progress), 1.0) if total else None,
+        progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], total=total),
         eta_s=max(known) if known and len(known) == len(running) and not failed else None,
         elapsed_s=max(elapsed, 0.0),
         started_real=min(track.start_real for track in tracks),
@@ -66,3 +67,11 @@ def node_op(group: Group, look: Look) -> NodeOp:
         job_key=group.job,
         target_source=per_gpu.source,
     )
+
+
+def _progress(tracks: list[OpTrack], *, copying: bool, total: int) -> float | None:
+    """Mean of the ranks, 0 to 1: of the copy into memory, or of all that is moved; None while no size is known."""
+    if not total and not (copying and any(track.op.bytes_to_stage for track in tracks)):
+        return None
+    parts = [derive.staged(track) if copying else derive.progress(track) for track in tracks]
+    return min(sum(part or 0.0 for part in parts) / len(parts), 1.0)

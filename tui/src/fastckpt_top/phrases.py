@@ -18,9 +18,12 @@ WAITS: Final = {
     "disk": "waits for the disk",
     "source": "waits for the source",
     "limit": "waits for bandwidth_limit",
-    "fsync": "is in fsync",
+    "fsync": "waits for fsync",
+    "peers": "waits for other ranks",
 }
 """What one rank does, by `Row.wait_kind`."""
+SYNCING: Final = ("FSYNC", "COMMIT")
+"""States of a rank that has written all. Before, it may wait for fsync between its files."""
 
 
 def colon(*parts: str) -> str:
@@ -33,7 +36,7 @@ def why(row: Row) -> str:
     """What a rank waits for, in words."""
     idle = sum(thread.state == "IDLE" for thread in row.threads)
     left = len(row.threads) - idle
-    if row.wait_kind == "fsync":
+    if row.state in SYNCING:
         return f"in fsync for {seconds(row.phase_s or 0.0)}"
     wait = WAITS.get(row.wait_kind, "")
     words = f"{wait}{share([row])}" if wait else ""
@@ -74,13 +77,28 @@ def fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> 
     if not rows:
         return ""
     row = rows[0]
-    same = [other for other in rows if (other.engine, other.fallback) == (row.engine, row.fallback)]
-    without = row.engine == "uring" or (row.fallback == "EINVAL" and not row.direct)
-    wanted = "without direct I/O" if without else "not io_uring"
-    comma = "" if without else ","
+    why = (row.engine, row.refused, row.fallback)
+    same = [other for other in rows if (other.engine, other.refused, other.fallback) == why]
     verb = "ran" if past else "runs" if len(same) == 1 else "run"
     who = f"{names(same)} " if named else ""
-    return f"{who}{verb} {row.engine}{comma} {wanted} ({row.fallback})"
+    return f"{who}{verb} {instead(*why)}"
+
+
+def instead(engine: str, refused: Sequence[str], why: str) -> str:
+    """`threads, not io_uring (EPERM)`: the engine that runs, what was refused, the errno name of the first cause."""
+    if list(refused) == ["io_uring"]:
+        return f"{engine}, not io_uring ({why})"
+    return f"{engine} without {' and '.join(refused) or 'what was asked for'} ({why})"
+
+
+HINTS: Final = {
+    ("io_uring", "EPERM"): "seccomp or sysctl?",
+    ("io_uring", "ENOSYS"): "not in this kernel?",
+    ("io_uring", "ENOMEM"): "ulimit -l?",
+    ("direct I/O", "EINVAL"): "not on this file system?",
+    ("worker threads", "EAGAIN"): "ulimit -u?",
+}
+"""What mostly lies behind a refusal, by what was refused and the errno."""
 
 
 def speed(row: Row, of: str = " of ") -> str:

@@ -7,6 +7,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.targets import Target
 
 GOOD_FROM: Final = 1.0
@@ -63,7 +65,7 @@ class ThreadRow:
         slot: Slot in the segment.
         tid: Thread id.
         cpu: CPU it last ran on; None unknown.
-        state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `ERROR`, `IDLE`.
+        state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR`, `IDLE`.
         rate: Bytes/s over the last second; None unknown.
         done: Bytes of this operation.
         in_flight: Requests.
@@ -74,6 +76,8 @@ class ThreadRow:
         busy: Share of the last second with a request in flight; None unknown.
         source: Share spent waiting for the source.
         limit: Share spent waiting for the bandwidth limit.
+        fsync: Share spent in fsync.
+        peers: Share spent waiting for bytes of other ranks.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
         retries: Since the process began, likewise the next two.
@@ -103,28 +107,48 @@ class ThreadRow:
     spark: tuple[float, ...]
     p50_s: float | None = None
     p99_s: float | None = None
+    fsync: float | None = None
+    peers: float | None = None
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Shares of the last second by what was waited for, of which no two are of the same moment; empty unknown."""
+        busy, source, limit, fsync, peers = self.busy, self.source, self.limit, self.fsync, self.peers
+        if busy is None:
+            return {}
+        return {
+            "disk": busy,
+            "source": source or 0.0,
+            "limit": limit or 0.0,
+            "fsync": fsync or 0.0,
+            "peers": peers or 0.0,
+        }
 
     @property
     def wait(self) -> str:
-        """What holds the thread up: `source 42%`, `limit 80%`, `fsync`, `disk 97%`, or nothing."""
-        return wait_text(*bottleneck(self.state, self.busy, self.source, self.limit))
+        """What holds the thread up: `source 42%`, `limit 80%`, `peers 75%`, `fsync`, `disk 97%`, or nothing."""
+        return wait_text(*bottleneck(self.state, self.waits))
 
 
-def bottleneck(state: str, busy: float | None, source: float | None, limit: float | None) -> tuple[str, float | None]:
-    """What holds a thread or rank up, from the shares of the last second.
+def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
+    """What holds a thread or rank up: what most of the last second was spent with, if that is anything to speak of.
+
+    A bandwidth limit comes first: it only makes a worker wait where nothing else is slower.
+
+    Args:
+        state: Of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
+        waits: As `ThreadRow.waits`.
 
     Returns:
-        `fsync`, `limit`, `source`, `disk` or nothing, and the share of the time spent with it, None where it has none.
+        `fsync`, `limit`, `source`, `disk`, `peers` or nothing, and the share of the time, None where it has none.
     """
     if state in ("FSYNC", "COMMIT"):
         return "fsync", None
-    if limit is not None and limit > 0.3:  # noqa: PLR2004
+    limit = waits.get("limit", 0.0)
+    if limit > 0.3:  # noqa: PLR2004
         return "limit", limit
-    if source is not None and source > 0.3:  # noqa: PLR2004
-        return "source", source
-    if busy is not None and busy > 0.02:  # noqa: PLR2004
-        return "disk", busy
-    return "", None
+    kind = max(waits, key=lambda kind: waits[kind], default="")
+    return (kind, waits[kind]) if kind and waits[kind] > 0.02 else ("", None)  # noqa: PLR2004
 
 
 def wait_text(kind: str, share: float | None) -> str:
@@ -156,7 +180,7 @@ class Row:
         done: Bytes completed.
         total: Bytes in all; 0 unknown.
         durable: Bytes known to be durable.
-        progress: 0 to 1; 1 only when all is written and being made durable.
+        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all is being made durable.
         eta_s: Seconds until it is durable; None unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
@@ -166,6 +190,7 @@ class Row:
         direct: Whether O_DIRECT is used.
         mixed: Whether part goes through the page cache nevertheless.
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
+        refused: What was wanted and does not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
         step: Training step; None unknown.
         label: Base name of the target.
@@ -219,6 +244,7 @@ class Row:
     direct: bool = False
     mixed: bool = False
     fallback: str = ""
+    refused: tuple[str, ...] = ()
     asynchronous: bool = False
     step: int | None = None
     label: str = ""
@@ -267,7 +293,7 @@ class NodeOp:
         peak: Largest `rate` seen.
         target: Bytes/s for all GPUs.
         target_name: Tier, or `custom`.
-        progress: 0 to 1.
+        progress: 0 to 1; of the copy into memory while `phase` is `stage`.
         eta_s: Seconds until the last rank is durable; None unknown.
         elapsed_s: Seconds since the first rank's start, or the duration.
         started_real: Seconds since the epoch.

@@ -2,7 +2,8 @@
 
 What comes first of these is said: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
 for; the rank that the others wait for; what keeps the operation below its target; a fallback; that all is well.
-The level is `bad` for what needs somebody, `warn` for what is below its target, `info` for the rest.
+The level is `bad` for what needs somebody, `warn` where the operation, or the rank that alone decides when it ends, is
+below its target, `info` for the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ _WAIT: Final = {
     "disk": "wait for the disk",
     "source": "wait for the source",
     "limit": "wait for bandwidth_limit",
-    "fsync": "are in fsync",
+    "fsync": "wait for fsync",
+    "peers": "wait for other ranks",
 }
 _WAITED: Final = {
     "disk": "its ranks waited for the disk",
     "source": "its ranks waited for the source",
     "limit": "held by bandwidth_limit",
     "fsync": "most of the time in fsync",
+    "peers": "its ranks waited for each other",
 }
 
 
@@ -147,13 +150,13 @@ def _limited(op: NodeOp) -> Sentence:
 
 def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     """One rank for which the others wait."""
-    waiting = sum(other.wait_kind == "peers" for other in running)
+    waiting = sum(_idles(other) for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
     tail = phrases.fallback([row], named=False)
     more = f"; {tail}" if tail else ""
     short = more.replace("; runs ", "; ").replace("io_uring", "uring")
     return _made(
-        _level(op),
+        _level(op, row),
         row.key,
         f"Held back by {row.name}{others}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
         f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
@@ -169,7 +172,7 @@ def _left(op: NodeOp, row: Row) -> Sentence:
     """All ranks have ended but one."""
     tail = phrases.fallback([row], named=False)
     return _made(
-        _level(op),
+        _level(op, row),
         row.key,
         f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
         f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}",
@@ -182,12 +185,14 @@ def _left(op: NodeOp, row: Row) -> Sentence:
 def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
     """No rank is waited for."""
     if running and all(row.state == "STAGE" for row in running):
-        what = f"{_all(running, op)} {_copies(running)} the state into memory"
-        return _made(_level(op), "", f"{what}; training goes on when that is done", what, "copies the state (stage)")
+        done = "" if op.progress is None else f", {text.percent(op.progress).replace('%', ' %')}"
+        what = f"{_all(running, op)} {_copies(running)} the state into memory{done}"
+        later = "; training goes on when that is done"
+        return _made("info", "", f"{what}{later}", what, f"copies the state{done}")
     kind, those = _shared(running)
-    if kind == "peers":
+    if kind == "peers" and all(_idles(row) for row in those):
         return _peers(those)
-    if kind == "fsync":
+    if kind == "fsync" and all(row.state in phrases.SYNCING for row in those):
         return _made(_level(op), those[0].key if len(those) == 1 else "", *_syncing(op, running, those))
     if op.ranks > 1 and len(running) == 1:
         return _left(op, running[0])
@@ -276,7 +281,7 @@ def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...
     if len(running) == 1 < op.ranks:
         return (f"only {those[0].name} is left, in fsync{during}", f"{those[0].name} in fsync{during}")
     who = _all(those, op)
-    words = f"{who} {phrases.WAITS['fsync'] if len(those) == 1 else _WAIT['fsync']}{during}"
+    words = f"{who} {'is' if len(those) == 1 else 'are'} in fsync{during}"
     written = "all data is written; " if len(those) == len(running) else ""
     return (f"{written}{words}", words, f"fsync{during}")
 
@@ -295,6 +300,11 @@ def _peers(those: list[Row]) -> Sentence:
     )
 
 
+def _idles(row: Row) -> bool:
+    """Whether a rank has nothing to do but to wait for another, which it names."""
+    return row.state == "WAIT"
+
+
 def _slowest(running: list[Row]) -> Row | None:
     """The rank whose rate is clearly below the others'."""
     rates = [(row.rate, row) for row in running if row.rate is not None]
@@ -311,8 +321,10 @@ def _shared(running: list[Row]) -> tuple[str, list[Row]]:
     return (kind, those) if kind and count > _MOST * len(running) else ("", [])
 
 
-def _level(op: NodeOp) -> str:
-    return "warn" if op.verdict in (Verdict.LOW, Verdict.BAD) else "info"
+def _level(op: NodeOp, row: Row | None = None) -> str:
+    """Of an operation that goes on, and of the rank that alone decides when it ends."""
+    low = (Verdict.LOW, Verdict.BAD)
+    return "warn" if op.verdict in low or (row is not None and row.verdict in low) else "info"
 
 
 def _all(those: Sequence[Row], op: NodeOp) -> str:

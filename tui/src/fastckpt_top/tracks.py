@@ -29,6 +29,8 @@ PREPARING: Final = (Phase.PLAN, Phase.STAGE)
 """Phases in which nothing is written yet, and in which a process may be silent (docs/telemetry.md 5.3)."""
 _HELD: Final = frozenset("TtD")
 """States in which a process can do nothing: stopped, traced, or waiting in the kernel."""
+_SYNCING: Final = {ThreadState.FSYNC, ThreadState.PEERS}
+"""What a worker may do for a long time without a byte."""
 _SEED_S: Final = 2.0
 
 
@@ -139,6 +141,7 @@ class OpTrack:
         threads: Slot -> its track.
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
+        lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
         told_fallback: Whether the event was given; likewise `told_stall` and `told_end`.
     """
 
@@ -154,6 +157,7 @@ class OpTrack:
         self.threads: dict[int, ThreadTrack] = {}
         self.changed = mono
         self.died = False
+        self.lost: float | None = None
         self.told_fallback = False
         self.told_stall = False
         self.told_end = False
@@ -199,6 +203,7 @@ class OpTrack:
         if op.running and not proc.alive and not self.died:
             self.died = True
             self.end = self.changed
+            self.lost = mono if self._state else None
         if not op.running and self.end is None:
             self.end = self.start + max(op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9
         state = (self.done, op.bytes_staged, op.bytes_durable, op.files_done, op.phase)
@@ -235,7 +240,8 @@ class OpTrack:
             return silent
         if self.op.phase not in (Phase.WRITE, Phase.READ):
             return None
-        if any(thread.last.state == ThreadState.LIMIT for thread in self.threads.values()):
+        doing = {thread.last.state for thread in self.threads.values()} - {ThreadState.IDLE}
+        if ThreadState.LIMIT in doing or (doing and doing <= _SYNCING):
             return None
         still = mono - self.changed
         return still if still >= PROGRESS_STALL_S else None

@@ -78,6 +78,13 @@ class Window:
                 break
         return (self._still(chosen, newest) or chosen), newest
 
+    def waits(self) -> tuple[Sample, Sample] | None:
+        """The same, of samples whose waits are known: only those of the first may not be."""
+        ends = self.ends()
+        if ends is None or ends[0].waits:
+            return ends
+        return (self._samples[1], ends[1]) if len(self._samples) > 2 else None  # noqa: PLR2004
+
     def _still(self, chosen: Sample, newest: Sample) -> Sample | None:
         """The moment since when nothing was completed, if much would have been had all gone on."""
         last = next(one for one in self._samples if one.requests == newest.requests)

@@ -1,0 +1,38 @@
+"""How tests look: at the demonstration, its clock in their hand, and at what comes when it comes."""
+
+from __future__ import annotations
+
+import time
+
+from fastckpt_top.demo import DemoSource
+from fastckpt_top.model import Model
+from fastckpt_top.session import Live
+
+BEGIN = 1_795_262_662.0
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self, now=100.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def demo(seconds_into=0.0, model=None, sinks=()):
+    """A live session of the demonstration, its clock in our hand."""
+    clock = Clock()
+    source = DemoSource(clock, lambda: BEGIN + clock.now - 100.0, seconds_into)
+    return clock, Live(source, model or Model(), list(sinks))
+
+
+def eventually(probe, seconds=60.0):
+    """Poll until `probe` returns something true, and return that."""
+    ends = time.monotonic() + seconds
+    while True:
+        found = probe()
+        if found or time.monotonic() > ends:
+            return found
+        time.sleep(0.05)

@@ -1,0 +1,322 @@
+"""One truth: processes really save, and the table, JSON, --check, the screen and the save's own report agree on it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fastckpt_top import jsonout, lines, prometheus, text
+from fastckpt_top.feed import ShmFeed
+from fastckpt_top.lines import LineWriter
+from fastckpt_top.model import Model
+from fastckpt_top.targets import named
+from fastckpt_top.views.live import paint
+from fastckpt_top.views.paint import Frame
+from fastckpt_top.views.state import Ui
+from looking import eventually
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness import mounts, needs
+
+MB = 10**6
+ROOT = Path(__file__).parents[2]
+SIZES = [(200, 60), (120, 30), (80, 24)]
+
+# Saves as it is told, an object a line, and says what the save reports.
+PROGRAM = """
+import json, sys
+import numpy as np
+import fastckpt
+weights = np.ones(120_000_000, np.uint8)
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    try:
+        report = fastckpt.save({"weights": weights[: order.pop("size")]}, **order)
+        told = {"seconds": report.seconds, "bytes": report.bytes}
+    except OSError as error:
+        told = {"errno": error.errno}
+    print(json.dumps(told), flush=True)
+"""
+
+
+class Trainer:
+    """A rank that saves."""
+
+    def __init__(self, place, rank, job, wrap):
+        environment = {
+            **os.environ, "FASTCKPT_TOP_DIR": str(place), "FASTCKPT_JOB": job, "RANK": str(rank),
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT / "tests"),
+        }  # fmt: skip
+        environment |= {"TORCHELASTIC_RUN_ID": job, "MASTER_ADDR": job, "MASTER_PORT": "1"}
+        command = [*wrap, sys.executable, "-c", PROGRAM]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def told(self):
+        return json.loads(self.child.stdout.readline())
+
+    def save(self, path, size, rate=0, step=None):
+        """Begin a save; `told` waits for its end."""
+        order = {"path": str(path), "size": size, "bandwidth_limit": rate or None}
+        order["metadata"] = {} if step is None else {"step": step}
+        self.child.stdin.write(json.dumps(order) + "\n")
+        self.child.stdin.flush()
+
+    def save_for_long(self, path, step=None):
+        """Begin a save that lasts for half a minute: as long as a test needs that ends it."""
+        self.save(path, 120 * MB, 4 * MB, step)
+
+    def end(self):
+        self.child.kill()
+        self.child.wait()
+
+
+@pytest.fixture
+def train(place):
+    """Starts ranks of a job, and ends them."""
+    children = []
+
+    def start(count, job="gpt", wrap=()):
+        made = [Trainer(place, rank, job, wrap) for rank in range(count)]
+        children.extend(made)
+        assert [one.told() for one in made] == ["ready"] * count
+        return made
+
+    yield start
+    for one in children:
+        one.end()
+        one.child.stdin.close()
+        one.child.stdout.close()
+
+
+class Monitor:
+    """Looks at the processes in a directory, from now on."""
+
+    def __init__(self, place, target):
+        self.feed = ShmFeed([str(place)])
+        self.model = Model(named(target, target, "option"))
+        self.ticks, self.lines = jsonout.Ticks(), io.StringIO()
+        self._writer = LineWriter(self.lines)
+
+    def look(self):
+        """Look once; what it then says is the same everywhere."""
+        self.model.update(self.feed.poll())
+        self._writer.write(self.model)
+        self.agree()
+        return self.model
+
+    def until(self, probe):
+        """Look until something is so."""
+
+        def found():
+            time.sleep(0.2)
+            return probe(self.look())
+
+        assert eventually(found), lines.table(self.model)
+        return self.model
+
+    def agree(self):
+        model = self.model
+        tick, table, (good, checked) = self.ticks.next(model), lines.table(model), lines.check(model, 100)
+        for op, told in zip(model.ops, tick["ops"], strict=True):
+            done, total = text.size(told["done"]), text.size(told["bytes"])
+            rates = " of ".join(text.rates(told["avg_Bps"], told["target_Bps"]))
+            share = text.percent(None if told["avg_Bps"] is None else told["avg_Bps"] / told["target_Bps"])
+            block = table.partition(f"\njob {op.job_key} ")[2].partition("\njob ")[0] or table
+            (line,) = [one for one in block.splitlines() if one.startswith(f"{op.kind} {op.label}: ") and rates in one]
+            assert f": {done} of {total} GB, " in line
+            assert f"average {rates} GB/s ({share})" in line
+            assert line.partition("): ")[2].partition(",")[0] == (told["verdict"] or "-")
+            (judged,) = [line for line in checked.splitlines() if f"{rates} GB/s, {share} " in line][:1] or [""]
+            main = next(job for job in model.jobs if job.key == op.job_key)
+            if told["running"] or not main.active:
+                assert f" {op.kind} {op.label} (" in judged
+                assert f" x {text.count(told['gpus'], 'GPU')}" in judged
+                met = told["failed"] == 0 and told["verdict"] == "ok"
+                if told["verdict"] is not None:  # in its first second it is only --check that judges
+                    assert judged.startswith("ok: ") == met
+                    assert met or good is False
+            said = told["sentence"]
+            if said is not None:
+                mark = {"info": "-", "warn": "!", "bad": "x"}[said["level"]]
+                assert f"\n{mark} {said['text']}\n" in block
+            if op is next(one for one in model.ops if one.job_key == op.job_key):
+                self._on_screen(op, told, rates, share)
+        levels = {
+            (sample.labels["job_name"], sample.labels["level"])
+            for family in text_string_to_metric_families(prometheus.render(model))
+            for sample in family.samples
+            if sample.name == "fastckpt_job_level" and sample.value
+        }
+        said = {(job["name"], job["sentence"]["level"]) for job in tick["jobs"] if job["sentence"]}
+        assert levels == said or len({job["name"] for job in tick["jobs"]}) < len(tick["jobs"])
+
+    def _on_screen(self, op, told, rates, share):
+        """The operation that a job's screen shows at the top."""
+        for size in SIZES:
+            ui = Ui()
+            ui.job = op.job_key
+            shown = paint(Frame(self.model, ui, text.UNICODE, *size)).plain
+            top = " ".join(shown.split("\n")[1:5])
+            assert re.search(rf"{rates.replace(' of ', ' of +')} GB/s +{share} ", top), (rates, share, shown)
+            assert f"{text.size(told['done'])}/{text.size(told['bytes'] or None)} GB" in top
+            assert f"{text.percent(told['progress'])} " in top
+            mine = [one for one in self.model.ops if one.job_key == op.job_key]
+            said = [one.sentence for one in mine if one.sentence and (one.running or not op.running)]
+            assert not said or any(words in shown for one in said for words in one.words), (said, shown)
+
+
+def reported(reports):
+    """The average of ranks that saved together, bytes/s: they began together, so that the slowest decides."""
+    return sum(one["bytes"] for one in reports) / max(one["seconds"] for one in reports)
+
+
+def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
+    """The same label again, as `last` without a step: what has ended is not part of what runs."""
+    ranks = train(2)
+    watched = Monitor(place, 40 * MB)
+    for rate in (0, 20 * MB):
+        for number, rank in enumerate(ranks):
+            rank.save(tmp_path / str(number) / "last", 24 * MB, rate)
+        watched.until(lambda model: model.main is not None)
+        reports = [rank.told() for rank in ranks]
+    for monitor in (watched, Monitor(place, 40 * MB)):
+        model = monitor.look()
+        assert not model.main.running
+        assert model.main.average == pytest.approx(reported(reports), rel=0.05)
+        assert model.main.done == pytest.approx(sum(one["bytes"] for one in reports), rel=0.001), "with headers"
+        assert model.past.last("save").average == pytest.approx(model.main.average, rel=0.001)
+        assert len(model.past.checkpoints) == 2
+    # The real commands, on what has ended and changes no more, say what this model says.
+    asked = ["--target", "0.04"]
+    table, checked, told = (top(*words, *asked) for words in (["--once"], ["--check"], ["--once", "--json"]))
+    assert [line for line in table.stdout.splitlines() if "last" in line] == [
+        line for line in lines.table(model).splitlines() if "last" in line
+    ]
+    assert checked.stdout.strip() == lines.check(model, 100)[1]
+    (op,) = json.loads(told.stdout.splitlines()[-1])["ops"]
+    ours = jsonout.Ticks().next(model)["ops"][0]
+    assert {**op, "peak_Bps": 0, "t_start": 0} == {**ours, "peak_Bps": 0, "t_start": 0}
+    assert op["t_start"] == pytest.approx(ours["t_start"], abs=0.01)
+
+    for number, rank in enumerate(ranks):
+        rank.save_for_long(tmp_path / str(number) / "last")
+    for monitor in (watched, Monitor(place, 40 * MB)):
+        # What is waited for is known from the second look on.
+        model = monitor.until(lambda model: model.main.elapsed_s > 1.3 and model.rows[0].wait_kind == "limit")
+        assert [(op.ranks, op.gpus, op.running) for op in model.ops] == [(2, 2, True), (2, 2, False)]
+        assert model.main.total == pytest.approx(240 * MB, rel=0.01)
+        now, target = text.rates(model.main.rate, 80 * MB)
+        assert model.main.sentence.words[0] == f"held at {now} of {target} GB/s by bandwidth_limit"
+        assert model.main.average < 9 * MB
+    table, checked = (top(*words, "--target", "0.04") for words in (["--once"], ["--check"]))
+    assert (table.returncode, checked.returncode) == (0, 1)
+    assert checked.stdout.startswith("BELOW TARGET: save last (running): ")
+    assert "target custom x 2 GPUs; held at 0.0" in checked.stdout
+    assert "2 of 2 processes alive" in table.stdout
+
+
+def test_two_jobs_of_which_one_fell_back(train, place, tmp_path):
+    (one,) = train(1, "gpt")
+    (other,) = train(1, "bert", wrap=[sys.executable, "-m", "harness.seccomp", "EPERM", "--"])
+    ranks = {"gpt": one, "bert": other}
+    monitor = Monitor(place, 3 * MB)
+    for name, rank in ranks.items():
+        rank.save(tmp_path / name / "step-1", 24 * MB, 20 * MB, 1)
+    reports = {name: rank.told() for name, rank in ranks.items()}
+    model = monitor.look()
+    assert {op.job_key for op in model.ops} == {job.key for job in model.jobs}
+    for job in model.jobs:
+        (op,) = [op for op in model.ops if op.job_key == job.key]
+        assert (op.running, op.ranks, op.target) == (False, 1, 3 * MB)
+        assert op.average == pytest.approx(reported([reports[job.name]]), rel=0.05)
+    assert lines.check(model, 100)[0] is True
+
+    for name, rank in ranks.items():
+        rank.save_for_long(tmp_path / name / "step-2", 2)
+    model = monitor.until(lambda model: sum(op.running and op.elapsed_s > 2 for op in model.ops) == 2)
+    running = [op for op in model.ops if op.running]
+    assert [(op.ranks, op.gpus, op.target) for op in running] == [(1, 1, 3 * MB)] * 2
+    assert [op.total for op in running] == [pytest.approx(120 * MB, rel=0.01)] * 2
+    assert {job.name: job.alive for job in model.jobs} == {"gpt": 1, "bert": 1}
+    fell = {row.job: row.fallback for row in model.rows}
+    assert fell == {"gpt": "", "bert": "EPERM"}
+    (words,) = model.node.fallbacks
+    assert re.fullmatch(r"rank 0 runs (threads|buffered), not io_uring \(EPERM\)", words)
+    assert f"! {words}\n" in lines.table(model)
+
+
+def test_stopped_then_killed_then_started_again_with_the_same_step(train, place, tmp_path):
+    ranks = train(2)
+    monitor = Monitor(place, 3 * MB)
+    for number, rank in enumerate(ranks):
+        rank.save_for_long(tmp_path / str(number) / "step-7", 7)
+    monitor.until(lambda model: model.main is not None and model.main.done)
+    ranks[1].child.send_signal(signal.SIGSTOP)
+    model = monitor.until(lambda model: model.main.sentence is not None and model.main.sentence.level == "bad")
+    words = model.main.sentence.words[0]
+    assert re.fullmatch(r"rank 1 stopped \(SIGSTOP\) for \d+ s", words)
+    assert [row.state for row in model.rows] == ["WRITE", "STALL"]
+    assert f" x {words}\n" in monitor.lines.getvalue()
+    ranks[1].child.send_signal(signal.SIGCONT)
+    monitor.until(lambda model: model.main.sentence is None or model.main.sentence.level != "bad")
+    ranks[1].end()
+    model = monitor.until(lambda model: model.main.failed)
+    assert model.main.sentence.words[0] == "rank 1 died: this checkpoint cannot be completed"
+    assert (model.main.running, model.main.ranks, model.node.alive, model.node.ranks) == (True, 2, 1, 2)
+    died = model.main.done
+    ranks[0].end()
+    model = monitor.until(lambda model: not model.main.running)
+    assert model.main.sentence.words[0] == "rank 0, rank 1 died: this checkpoint was not completed"
+    assert died <= model.main.done < model.main.total
+    assert lines.check(model, 100)[0] is False
+
+    again = train(2)
+    for number, rank in enumerate(again):
+        rank.save(tmp_path / str(number) / "step-7", 24 * MB, 20 * MB, 7)
+    reports = [rank.told() for rank in again]
+    for late in (monitor, Monitor(place, 3 * MB)):
+        model = late.look()
+        assert (model.main.running, model.main.ranks, model.main.gpus, model.main.failed) == (False, 2, 2, 0)
+        assert model.main.average == pytest.approx(reported(reports), rel=0.05)
+        assert [row.rank for row in model.rows] == [0, 1]
+        assert (model.node.alive, model.node.ranks) == (2, 2)
+        assert lines.check(model, 100)[0] is True
+        assert [one.error for one in model.past.checkpoints] == ["rank 0, rank 1 died", ""]
+    for number, rank in enumerate(again):
+        rank.save_for_long(tmp_path / str(number) / "step-7", 7)
+    for late in (monitor, Monitor(place, 3 * MB)):
+        model = late.until(lambda model: model.main.running and len(model.rows) == 2)
+        assert (model.main.ranks, model.main.failed, model.node.alive, model.node.ranks) == (2, 0, 2, 2)
+        assert model.main.total == pytest.approx(240 * MB, rel=0.01)
+
+
+@pytest.mark.root
+def test_a_full_disk_between_two_looks(train, place):
+    needs.root()
+    with mounts.mount("tmpfs", size=24 * MB) as small:
+        (rank,) = train(1)
+        monitor = Monitor(place, MB)
+        rank.save(small / "step-200", 16 * MB, step=200)
+        assert rank.told()["bytes"] > 0
+        monitor.look()
+        assert monitor.model.main.sentence.level == "info"
+        rank.save(small / "step-300", 16 * MB, step=300)
+        assert rank.told() == {"errno": 28}
+        model = monitor.look()
+        assert model.main.sentence.words[0] == "ENOSPC in step-300: the old checkpoint stands"
+        assert "rank 0 save failed: ENOSPC" in [event.text for event in model.events]
+        late = Monitor(place, MB).look()
+        assert late.main.sentence == model.main.sentence
+        assert [one.error for one in late.past.checkpoints] == ["", "ENOSPC"]
+        assert lines.check(late, 0)[0] is False
+        rank.end()
