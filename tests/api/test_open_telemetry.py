@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -312,6 +313,37 @@ def test_a_broken_sdk_does_not_break_a_save(sdk, tmp_path, caplog):
             assert fastckpt.verify(tmp_path / name).ok
     [record] = [record for record in caplog.records if "OpenTelemetry" in record.message]
     assert "no such collector" in str(record.exc_info[1])
+
+
+def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk, tmp_path, monkeypatch):
+    begin, called, go = threading.Event(), threading.Event(), threading.Event()
+    write = _job.Job._write
+    at = []
+
+    class Blocks(SpanProcessor):
+        def on_end(self, _):
+            assert go.wait(60)
+
+    def write_later(job):
+        assert begin.wait(60)
+        return write(job)
+
+    def after(_):
+        at.append(time.time_ns())
+        called.set()
+
+    monkeypatch.setattr(_job.Job, "_write", write_later)
+    sdk.provider.add_span_processor(Blocks())
+    pending = fastckpt.save_async(STATE, tmp_path / "c")
+    pending.add_done_callback(after)
+    begin.set()
+    try:
+        assert called.wait(60)
+    finally:
+        go.set()
+    join()
+    # It says when the save ended, not when it came to be told.
+    assert sdk.spans()["fastckpt.save"].end_time <= at[0]
 
 
 def test_a_signal_handler_may_save_while_a_span_is_exported(sdk, tmp_path):

@@ -20,7 +20,7 @@ SIZE = 30 * MB
 
 # Saves in one of several ways. The copy of the state waits for a line, which says how it goes on.
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 import numpy as np
 import fastckpt
 from fastckpt._background import job
@@ -34,6 +34,11 @@ def held(real):
             raise OSError(5, "no")
         if answer == "interrupt":
             raise KeyboardInterrupt
+        if answer == "fork":
+            child = os.fork()
+            if child == 0:
+                raise SystemExit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         return real(*arguments, **options)
     return copy
 
@@ -67,6 +72,8 @@ def save():
 try:
     report = save()
     told = {"seconds": report.seconds, "bytes": report.bytes, "phases": dict(report.phases)}
+except SystemExit:
+    raise
 except BaseException as error:
     told = {"error": type(error).__name__}
 print(json.dumps(told), flush=True)
@@ -197,3 +204,12 @@ def test_a_copy_that_fails_or_is_given_up_fails_the_operation(program, watch, wa
     assert (op.phase, op.error) == (Phase.FAILED, number)
     assert (record.result, record.error) == (2, number)
     assert proc.process.state == 0, "nothing runs any more"
+
+
+@pytest.mark.parametrize("way", ["async", "ranks"])
+def test_a_forked_child_that_gives_the_copy_up_leaves_the_parents_page_alone(program, watch, way):
+    child = program(way)
+    assert child.stdout.readline() == "held\n"
+    tell(child, "fork")
+    assert child.stdout.readline() == "7\n", "it ended as it wanted"
+    agrees(watch, json.loads(child.stdout.readline()))

@@ -46,20 +46,20 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def report_ended(report: Report) -> None:
-    """An operation has ended well, or has found damage."""
-    if _wanted():
-        # Only what is copied first has this phase.
-        asynchronous = "stage" in report.phases
-        _put(Ended(report.operation, report.path, report.seconds, time.time_ns(), asynchronous, report=report))
+def well(report: Report) -> Ended | None:
+    """An operation that has ended now, well or with damage found; None where nobody wants to know."""
+    if not _wanted():
+        return None
+    # Only what is copied first has this phase.
+    asynchronous = "stage" in report.phases
+    return Ended(report.operation, report.path, report.seconds, time.time_ns(), asynchronous, report=report)
 
 
-def failure_ended(
+def badly(
     operation: str, path: str, seconds: float, error: BaseException, *, asynchronous: bool = False
-) -> None:
-    """An operation has failed, or was cancelled."""
-    if _wanted():
-        _put(Ended(operation, path, seconds, time.time_ns(), asynchronous, error=error))
+) -> Ended | None:
+    """An operation that has failed now, or was cancelled; None where nobody wants to know."""
+    return Ended(operation, path, seconds, time.time_ns(), asynchronous, error=error) if _wanted() else None
 
 
 def _wanted() -> bool:
@@ -71,12 +71,14 @@ def _wanted() -> bool:
     return imported is not None and os.environ.get("FASTCKPT_OTEL") != "0"
 
 
-def _put(ended: Ended) -> None:
-    """Export it in this thread, in whose context the spans find their parent.
+def put(ended: Ended | None) -> None:
+    """Export it, if it is one, in this thread, in whose context the spans find their parent.
 
-    A signal handler may save while this thread exports: the program's exporters hold locks then. So what the handler
-    did waits until they have returned.
+    What must follow the operation comes before this: the program's exporters may block. A signal handler may save while
+    this thread exports: they hold locks then. So what the handler did waits until they have returned.
     """
+    if ended is None:
+        return
     if _thread.waiting is not None:
         _thread.waiting.append(ended)
         return

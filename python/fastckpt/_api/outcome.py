@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.exceptions import ReplacedCheckpointError
 
-from .export import failure_ended, report_ended
+from .export import badly, put, well
 from .reports import Report
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ class LastWord(logging.NullHandler):
 
 
 def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
-    """Make the report of an operation that began at ``began`` (``time.perf_counter``), and log it."""
+    """Make the report of an operation that began at ``began`` (``time.perf_counter``), log it, and export it."""
     report = report_of(kind, path, began, core, **more)
+    ended = well(report)
     tell(report)
+    put(ended)
     return report
 
 
@@ -95,14 +97,13 @@ def report_of(kind: type[_R], path: str, began: float, core: Mapping[str, Any], 
 
 
 def tell(report: Report) -> None:
-    """Log it, and export it."""
+    """Log it."""
     if report.fallback is not None and report.fallback not in _told:
         _told.add(report.fallback)
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)
     for warning in report.warnings:
         logger.warning("%s: %s", report.path, warning)
     logger.info("%s", report)
-    report_ended(report)
 
 
 class Attempt:
@@ -130,4 +131,4 @@ class Attempt:
     ) -> None:
         if error is not None:
             seconds = time.perf_counter() - self._began
-            failure_ended(self._operation, self._path, seconds, error, asynchronous=self._asynchronous)
+            put(badly(self._operation, self._path, seconds, error, asynchronous=self._asynchronous))

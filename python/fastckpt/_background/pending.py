@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.event import Event
-from fastckpt._api.export import failure_ended
+from fastckpt._api.export import Ended, badly, put, well
 from fastckpt._api.outcome import logger, tell
 from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
@@ -269,31 +269,35 @@ class PendingSave(in_flight.SaveInFlight):
             self._snapshot = None
         self._late = None
         self._set_staged()
+        ended = self._ended(error)
         in_flight.leave(self)
         self.finished.set()
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         try:
-            self._context.run(self._tell_outcome)
+            self._context.run(self._log)
             if self._report is None and not self.cancelled() and callable(self._on_error) and self._error is not None:
                 self._tell(self._on_error, self._error)
         finally:
-            self._call_back()
+            try:
+                self._call_back()
+            finally:
+                # Last, for it may block: a manager's callback says which checkpoint is the latest.
+                self._context.run(put, ended)
 
-    def _tell_outcome(self) -> None:
-        """Log it, and export it."""
+    def _log(self) -> None:
         error = self._error
         if self._report is not None:
             tell(self._report)
-            return
-        if self.cancelled():
+        elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
-        self._tell_failure(error)
 
-    def _tell_failure(self, error: BaseException | None) -> None:
+    def _ended(self, error: BaseException | None) -> Ended | None:
+        """For the export."""
         if error is not None:
-            failure_ended("save", self.path, time.perf_counter() - self._began, error, asynchronous=True)
+            return badly("save", self.path, time.perf_counter() - self._began, error, asynchronous=True)
+        return None if self._report is None else well(self._report)
 
     def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
         try:
@@ -311,7 +315,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._late = None
         self._set_staged()
         self.finished.set()
-        self._tell_failure(error)
+        put(self._ended(error))
 
     def _tick(self, done: int) -> None:
         self._written = done

@@ -8,7 +8,7 @@ use super::io::transfer::Transfer;
 use crate::error::{Error, Result};
 use crate::sys::dealt::Dealt;
 use crate::sys::slabs::{self, Slab};
-use crate::telemetry::Lane;
+use crate::telemetry::{Lane, State};
 
 /// How often the calling thread wakes up to report progress and to notice an interrupt.
 pub const TICK: Duration = Duration::from_millis(100);
@@ -22,6 +22,15 @@ pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;
 /// A new staging buffer, or one that an earlier operation left.
 pub fn new_staging(len: usize) -> Result<Slab> {
     slabs::take(len).map_err(Error::io("map memory for staging", "memory".as_ref()))
+}
+
+/// What becomes of a block that is to be started.
+#[derive(Debug)]
+pub enum Start {
+    /// It goes to the backend.
+    Now(Transfer),
+    /// It has to wait, and is asked for again.
+    Later(State),
 }
 
 /// What becomes of a block that moved.
@@ -78,14 +87,9 @@ pub trait Job: Sync {
         Ok(Vec::new())
     }
 
-    /// Prepares a block to move. Takes what was `fetched` for it, if it was. `None` if it must wait: for its bytes, or
-    /// until another file is closed. It is asked for again.
-    fn start(
-        &self,
-        block: usize,
-        fetched: &mut Option<Dealt>,
-        staging: Staging<'_>,
-    ) -> Result<Option<Transfer>>;
+    /// Prepares a block to move. Takes what was `fetched` for it, if it was. It may have to wait: for its bytes,
+    /// or until another file is closed.
+    fn start(&self, block: usize, fetched: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Start>;
 
     /// Takes a block after it moved or failed to move, and adds its bytes to the worker's counters.
     fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next>;

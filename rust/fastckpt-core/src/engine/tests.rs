@@ -11,7 +11,7 @@ use super::io::fault::{Fault, FaultPlan, Faulty};
 use super::io::files::{OpenFile, OpenFiles};
 use super::io::memory::{Memory, Operation, Stored};
 use super::io::transfer::Transfer;
-use super::job::{Job, Next, Staging, Tick};
+use super::job::{Job, Next, Staging, Start, Tick};
 use super::options::{Io, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Fell, Ran};
@@ -94,7 +94,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
         BLOCK
     }
 
-    fn start(&self, block: usize, _: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Option<Transfer>> {
+    fn start(&self, block: usize, _: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Start> {
         if let Some(held) = self.held.lock().unwrap().take() {
             let _ = held.recv();
         }
@@ -104,7 +104,7 @@ impl<const WRITE: bool> Job for Blocks<WRITE> {
             false if direct => (IoPath::Buffered, Reason::Remainder),
             false => (IoPath::Buffered, Reason::Refused),
         };
-        self.transfer(block, path, staging).map(Some)
+        self.transfer(block, path, staging).map(Start::Now)
     }
 
     fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {

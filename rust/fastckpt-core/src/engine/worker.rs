@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::io::backend::{Backend, Completed};
 use super::io::transfer::Transfer;
-use super::job::{Job, Next, TICK, new_staging};
+use super::job::{Job, Next, Start, TICK, new_staging};
 use super::limiter::Limiter;
 use super::memory::Lent;
 use super::options::{Io, Options, STAGING_BUDGET};
@@ -185,6 +185,7 @@ fn work<J: Job>(
         in_flight: 0,
         staged: 0,
         todo: VecDeque::new(),
+        awaits: State::Idle,
         unfetched: 0,
         held: Vec::new(),
         held_bytes: 0,
@@ -226,6 +227,8 @@ struct Worker<'a, 'b, J> {
     /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
     /// file can be opened again.
     todo: VecDeque<(usize, Option<Dealt>)>,
+    /// What the first one waits for.
+    awaits: State,
     /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
     unfetched: usize,
     /// Finished blocks that callbacks take bytes of, and their bytes.
@@ -252,15 +255,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 Some(completed) => self.complete(completed)?,
                 // Its memory, or its file, may be what the next block waits for.
                 None if !self.held.is_empty() => self.hand_over()?,
-                None if !self.todo.is_empty() => {
-                    let why = match self.shared.job.waits() {
-                        true => State::Peers,
-                        // Of a save, a file is closed when it is durable.
-                        false if J::WRITE => State::Fsync,
-                        false => State::Transfer,
-                    };
-                    self.lane.during(why, || thread::sleep(NOT_YET));
-                }
+                None if !self.todo.is_empty() => self.lane.during(self.awaits, || thread::sleep(NOT_YET)),
                 None => return Ok(()),
             }
             (self.between)();
@@ -319,7 +314,7 @@ impl<J: Job> Worker<'_, '_, J> {
     /// run, because its bytes must be summed while they are in cache. Nor can it if this block has to wait: a block in
     /// flight may close the file that it waits for, and blocks are begun in their order.
     fn start(&mut self) -> Result<bool> {
-        let Self { shared, slabs, todo, buffers, lane, .. } = self;
+        let Self { shared, slabs, todo, buffers, lane, awaits, .. } = self;
         let Some((block, fetched)) = todo.front_mut() else { return Ok(false) };
         let began = lane.begin(shared.job.file(*block));
         let mut staging = |len: usize| {
@@ -338,7 +333,13 @@ impl<J: Job> Worker<'_, '_, J> {
         };
         let started = shared.job.start(*block, fetched, &mut staging)?;
         lane.prepared(began);
-        let Some(transfer) = started else { return Ok(false) };
+        let transfer = match started {
+            Start::Now(transfer) => transfer,
+            Start::Later(what) => {
+                *awaits = what;
+                return Ok(false);
+            }
+        };
         todo.pop_front();
         self.staged += transfer.buf.slab().len();
         self.pace(transfer.need + transfer.tail.len());

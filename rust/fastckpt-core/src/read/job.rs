@@ -9,7 +9,7 @@ use super::plan::{Due, Piece, PieceDestination, Plan, Share};
 use crate::engine::content;
 use crate::engine::io::files::OpenFiles;
 use crate::engine::io::transfer::Transfer;
-use crate::engine::job::{Job, Next, Staging};
+use crate::engine::job::{Job, Next, Staging, Start};
 use crate::engine::options::{Io, Options};
 use crate::engine::path::{IoPath, Reason};
 use crate::engine::report::Damage;
@@ -21,7 +21,7 @@ use crate::sys::dealt::Dealt;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::memory::Region;
 use crate::sys::pagemap::{self, PageMap};
-use crate::telemetry::Lane;
+use crate::telemetry::{Lane, State};
 
 /// What to do with damage.
 pub(super) enum Outcome {
@@ -349,7 +349,7 @@ impl Job for ReadJob<'_> {
         spans.max().unwrap_or(0) as usize
     }
 
-    fn start(&self, block: usize, _: &mut Option<Dealt>, slab: Staging<'_>) -> Result<Option<Transfer>> {
+    fn start(&self, block: usize, _: &mut Option<Dealt>, slab: Staging<'_>) -> Result<Start> {
         let read = &self.plan.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
@@ -365,13 +365,13 @@ impl Job for ReadJob<'_> {
             };
             if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
         })?;
-        let Some(file) = file else { return Ok(None) };
+        let Some(file) = file else { return Ok(Start::Later(State::Transfer)) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         // Either all pieces of a block are mapped, or none is.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
             let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
-            return Ok(Some(Transfer::new(block, false, (file, read.start), buf, path)));
+            return Ok(Start::Now(Transfer::new(block, false, (file, read.start), buf, path)));
         }
         // Given a choice, what the page cache holds comes from there. But a verification must see the disk.
         let hot = matches!(self.outcome, Outcome::Raise)
@@ -398,7 +398,7 @@ impl Job for ReadJob<'_> {
         // At the end of the file, fewer bytes arrive than were requested.
         let need = (end.min(shard.bytes) - start) as usize;
         let transfer = Transfer::new(block, false, (file, start), Buf::new(slab, parts), path);
-        Ok(Some(Transfer { need, ..transfer }))
+        Ok(Start::Now(Transfer { need, ..transfer }))
     }
 
     fn finish(&self, transfer: &mut Transfer, moved: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {

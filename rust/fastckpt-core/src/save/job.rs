@@ -13,7 +13,7 @@ use crate::commit::Workspace;
 use crate::engine::choice::Choice;
 use crate::engine::io::files::{OpenFile, OpenFiles};
 use crate::engine::io::transfer::Transfer;
-use crate::engine::job::{Job, Next, Staging, new_staging};
+use crate::engine::job::{Job, Next, Staging, Start, new_staging};
 use crate::engine::options::{Io, Options};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
@@ -163,22 +163,20 @@ impl<W: Work> Job for WriteJob<'_, W> {
         Ok(parts)
     }
 
-    fn start(
-        &self,
-        number: usize,
-        fetched: &mut Option<Dealt>,
-        staging: Staging<'_>,
-    ) -> Result<Option<Transfer>> {
+    fn start(&self, number: usize, fetched: &mut Option<Dealt>, staging: Staging<'_>) -> Result<Start> {
         if !self.work.is_ready(number)? {
-            return Ok(None);
+            return Ok(Start::Later(State::Peers));
         }
         let index = self.work.unit(number).shard;
-        let Some(file) = self.files.acquire(index, || self.open(index))? else { return Ok(None) };
+        let Some(file) = self.files.acquire(index, || self.open(index))? else {
+            // A file is closed when it is durable.
+            return Ok(Start::Later(State::Fsync));
+        };
         match fetched.take() {
             Some(part) => self.fetched_transfer(number, file, Slab::Part(part)),
             None => self.transfer(number, file, false, staging),
         }
-        .map(Some)
+        .map(Start::Now)
     }
 
     fn finish(&self, transfer: &mut Transfer, outcome: io::Result<()>, lane: &Lane<'_>) -> Result<Next> {

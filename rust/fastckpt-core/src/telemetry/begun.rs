@@ -27,7 +27,10 @@ impl Begun {
     }
 
     fn operation(&self) -> MutexGuard<'_, Option<Operation>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut operation = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // A forked child that goes on with the save has one of its own.
+        let _ = operation.take_if(|operation| !operation.is_own());
+        operation
     }
 
     /// `bytes` have been copied by now.

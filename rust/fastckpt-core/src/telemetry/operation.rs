@@ -25,7 +25,7 @@ pub struct Operation {
     /// Number of the slot in the segment, or [`super::layout::NO_SLOT`].
     pub(super) number: u32,
     pub(super) id: u64,
-    /// The process that began it. A forked child must not touch the counters.
+    /// The process that began it.
     pid: u32,
     kind: Kind,
     begin: u64,
@@ -265,8 +265,17 @@ impl Operation {
         }
     }
 
-    /// Ends the operation: completes its slot, its record and the totals. Only the first call has an effect.
+    /// Whether it is this process's own. A forked child must not touch its parent's counters: it has no such memory.
+    pub(super) fn is_own(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
+    /// Ends the operation: completes its slot, its record and the totals. Only the first call has an effect, and none
+    /// in a forked child.
     pub fn end(&self, outcome: Result<(), Option<i32>>) {
+        if !self.is_own() {
+            return;
+        }
         let mut closing = self.closing();
         if std::mem::replace(&mut closing.ended, true) {
             return;
@@ -317,11 +326,9 @@ impl Operation {
 }
 
 impl Drop for Operation {
-    /// An operation that was not ended explicitly was abandoned after an error. In a forked child it is not its own.
+    /// An operation that was not ended explicitly was abandoned after an error.
     fn drop(&mut self) {
-        if self.pid == std::process::id() {
-            self.end(Err(None));
-        }
+        self.end(Err(None));
     }
 }
 
