@@ -357,8 +357,10 @@ class Manager(Run):
         return self._pending is not None and not self._pending.done()
 
     def _how(self) -> dict[str, Any]:
-        """What a save gets beside state, path and metadata; ``base=`` belongs here, once saves know it."""
-        return dict(self._options)
+        """What a save gets beside state, path and metadata."""
+        # Of a failed save nothing is there: then everything is written once.
+        base = None if self._saved is None else self.path(self._saved)
+        return {"base": base, **self._options}
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
