@@ -6,12 +6,14 @@ import errno
 import logging
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
 
 import fastckpt
 from fastckpt import _core
+from fastckpt._background.pending import PendingSave
 
 
 def state(step):
@@ -94,7 +96,13 @@ def test_after_a_save_that_failed_all_is_written(tmp_path, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    snapshot = _core.Snapshot
+    def late(pending):
+        # `wait` must not be back before the manager knows of the failure.
+        time.sleep(0.2)
+        call_back(pending)
+
+    snapshot, call_back = _core.Snapshot, PendingSave._call_back
+    monkeypatch.setattr(PendingSave, "_call_back", late)
     with monkeypatch.context() as patch:
         patch.setattr(_core, "Snapshot", Full)
         with pytest.raises(OSError, match="No space left"):

@@ -71,7 +71,8 @@ class Manager(Run):
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate what another one trains.
-        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``.
+        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
+            before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
         TypeError: an argument is of another type.
@@ -224,6 +225,11 @@ class Manager(Run):
         if pending is not None:
             try:
                 self._report = pending.result(left_until(end))
+            except Exception:
+                # Once it is known to have failed, its step may be saved again, and is no base.
+                with contextlib.suppress(TimeoutError):
+                    self._aftermath.wait(end)
+                raise
             finally:
                 # A failure is told once.
                 if pending.done():
