@@ -143,6 +143,17 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
         assert fastckpt.verify(tmp_path / str(step)).ok
 
 
+def test_a_save_that_waits_for_its_base_can_be_cancelled(tmp_path):
+    slow = fastckpt.save_async(fine_tune(), tmp_path / "0", bandwidth_limit="1kB", max_in_flight=2)
+    waits = fastckpt.save_async(fine_tune(), tmp_path / "1", base=tmp_path / "0", max_in_flight=2)
+    try:
+        assert waits.cancel()
+        assert not slow.done()
+    finally:
+        slow.cancel()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
     state = {**fine_tune(), "large": torch.arange(2 << 20, dtype=torch.int32)}
     fastckpt.save(state, tmp_path / "base", frozen=["model.layers.*", "large"], threads=1)

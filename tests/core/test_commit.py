@@ -367,6 +367,42 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
     print(f"{engine}: and {first_kills} of first saves")
 
 
+def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
+    """Mutants: a link under its final name too early; a file written through a link; a removal that empties files."""
+    path, other = parent / "step", parent / "other"
+    constant = {"constant": np.zeros(SMALL, dtype=np.uint8)}
+    fastckpt.save(numbered(0, SMALL) | constant, path)
+    fastckpt.save(numbered(0, SMALL) | constant, other, base=path)
+    linked = other / "training.safetensors"
+
+    def found_at(place):
+        state = fastckpt.load(place, io="threads")
+        assert fastckpt.verify(place).ok
+        assert same(state.pop("constant"), constant["constant"])
+        return which(state, SMALL)
+
+    # Each is the base of the one that replaces it.
+    options = {"io": "threads", "threads": 1, "base": str(path), "constant": SMALL}
+    index, kills = 0, {}
+    for call in ("linkat", "renameat", "renameat2", "fsync", "unlinkat", "openat"):
+        for when in itertools.count(1):
+            index += 1
+            killed = kill_at(children, path, tmp_path / "kill.log", call, when, index, **options)
+            found = found_at(path)
+            assert found in ((index - 1, index) if killed else (index,)), (call, when, found, index)
+            assert found_at(other) == 0, (call, when)
+            index = found
+            assert (path / linked.name).samefile(linked), (call, when)
+            if not killed:
+                assert manifest.listing(parent) == ["other", "step"], (call, when)
+                assert linked.stat().st_nlink == 2, (call, when)
+                break
+            kills[call] = when
+            assert when < 60, f"{call} is called without end"
+    assert kills.keys() >= {"linkat", "renameat", "renameat2", "fsync", "unlinkat", "openat"}, kills
+    print(f"kills at system calls: {sum(kills.values())}: {kills}")
+
+
 def test_kill_with_files_at_every_system_call(children, parent, tmp_path):
     """Mutants: a file written after the commit, or under the final name; the old one carried over the new one."""
     path = parent / "step"

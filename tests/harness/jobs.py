@@ -140,13 +140,21 @@ def save_held(
     path: str,
     index: int,
     nbytes: int = 1 << 20,
+    constant: int = 0,
     fsize: int | None = None,
     env: dict[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Prepare the state, say so, wait for the word, then save: so that a tracer sees the save alone."""
+    """Prepare the state, say so, wait for the word, then save: so that a tracer sees the save alone.
+
+    ``constant`` zeros are a part of the state that is the same whatever the index.
+    """
+    import numpy as np
+
     os.environ.update(env or {})
     state = numbered(index, nbytes)
+    if constant:
+        state["constant"] = np.zeros(constant, dtype=np.uint8)
     if fsize is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (fsize, fsize))
     channel.send({"report": "ready"})

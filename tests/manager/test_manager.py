@@ -288,18 +288,6 @@ def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatc
     assert manager.steps() == [2]
 
 
-def test_a_step_that_failed_may_be_saved_again_as_soon_as_wait_has_told(tmp_path, monkeypatch):
-    """Also where the callback of the failed save comes late."""
-    with fastckpt.Manager(tmp_path) as manager:
-        with monkeypatch.context() as patched:
-            break_writing(patched)
-            patched.setattr(manager._aftermath, "follow", lambda *_: None)
-            manager.save(1, state(1))
-            with pytest.raises(OSError, match="No space"):
-                manager.wait()
-        assert manager.save(1, state(1))
-
-
 def test_a_failure_in_the_background_is_raised_by_the_next_save_which_goes_on(tmp_path, monkeypatch):
     with fastckpt.Manager(tmp_path) as manager:
         with monkeypatch.context() as patched:

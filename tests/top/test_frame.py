@@ -169,8 +169,9 @@ def test_the_target_in_the_border_is_that_of_the_operation(saving):
 
 def test_the_history_says_an_event_in_two_lines_where_one_is_too_short(saving):
     text_of = "rank 6 fell back to threads: EPERM"
+    event = replace(saving.events[1], text=text_of)
     for width, wanted in ((60, 1), (34, 2), (30, 2)):
-        lines = [line.plain for line in history.event_lines(frame(saving, (120, 30)), saving.events[1], width, 2)]
+        lines = [line.plain for line in history.event_lines(frame(saving, (120, 30)), event, width, 2)]
         assert len(lines) == wanted
         assert {len(line) for line in lines} == {width}
         assert text_of in " ".join(" ".join(lines).split())

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
 _DROPPED = 500
+#: After how many seconds of waiting for its base a save notices that it was cancelled.
+_NOTICE = 0.05
 #: How many tensors an error names.
 _NAMED = 5
 
@@ -304,7 +306,8 @@ class Job:
     def _write(self) -> SaveReport:
         pending = self.pending
         for save in self.earlier:
-            save.finished.wait()
+            while not save.finished.wait(_NOTICE):
+                self._stop_if_cancelled()
         with ticker("save", pending.path, shown=True) if self.progress else nullcontext() as bar:
 
             def tick(done: int, total: int) -> None:

@@ -67,7 +67,8 @@ class Manager(Preemption):
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
             knows the policies of the one that does.
-        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``.
+        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
+            before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
         TypeError: an argument is of another type.
@@ -213,9 +214,9 @@ class Manager(Preemption):
                 self._signal_came()
                 self._report = pending.result(left_until(end))
             except Exception:
-                # The callback that says so may still be on its way.
-                if pending.done():
-                    self._saved = None
+                # Once it is known to have failed, its step may be saved again, and is no base.
+                with contextlib.suppress(TimeoutError):
+                    self._aftermath.wait(end)
                 raise
             finally:
                 self._steady = around

@@ -125,8 +125,10 @@ class Preemption(Run):
         return self._pending is not None and not self._pending.done()
 
     def _how(self) -> dict[str, Any]:
-        """What a save gets beside state, path and metadata; ``base=`` belongs here, once saves know it."""
-        return dict(self._options)
+        """What a save gets beside state, path and metadata."""
+        # Of a failed save nothing is there: then everything is written once.
+        base = None if self._saved is None else self.path(self._saved)
+        return {"base": base, **self._options}
 
     def _signal_came(self) -> None:
         """In the handler, or at the begin of a steady stretch."""

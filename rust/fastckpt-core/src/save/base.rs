@@ -21,8 +21,8 @@ use crate::read::Checkpoint;
 use crate::sys::file::open_regular;
 use crate::sys::fork::Held;
 
-/// The bytes of a linked file are read about once in this many saves. In between, its time of modification stands for
-/// them.
+/// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
+/// stand for them.
 const TRUSTED: u64 = 16;
 /// What is unchanged gets files of its own where it is at least this part of what is written of its group.
 const FEW: u64 = 16;
@@ -137,7 +137,7 @@ impl Beside {
     pub(super) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
             let stat = fs::statat(workspace.directory(), file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-            Some(Vouched { modified: modified(&stat), links: 0 })
+            Some(Vouched { modified: modified(&stat), links: 0, inode: stat.st_ino })
         };
         let all = plan.shards.iter().map(|shard| {
             shard.taken.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
@@ -230,7 +230,8 @@ fn candidates(
         still[group_of(tensor)] += tensors[tensor].bytes().unwrap_or(0);
     }
     for (index, taken) in &whole {
-        still[taken.group] -= base.shards[*index].bytes - base.shards[*index].data_offset;
+        let data = base.shards[*index].bytes.saturating_sub(base.shards[*index].data_offset);
+        still[taken.group] = still[taken.group].saturating_sub(data);
     }
     worth_linking(whole, still, reuse.shard_size)
 }
@@ -270,20 +271,26 @@ fn take(
         return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
     }
     let open = Held::from(open);
-    let modified = || fs::fstat(&open).map(|stat| modified(&stat)).map_err(Error::io("look at", &path));
-    let before = modified()?;
-    let vouched = base.body().saved.files.get(index).filter(|vouched| vouched.modified == before);
+    let look = || fs::fstat(&open).map_err(Error::io("look at", &path));
+    let before = look()?;
+    let is_known =
+        |vouched: &&Vouched| (vouched.modified, vouched.inode) == (modified(&before), before.st_ino);
+    let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
         // What is read is no progress of the save.
         base.check_shard(index, options, &mut |_, _| tick(0, 0))?;
     }
-    workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &provisional(number))?;
-    if modified()? != before {
-        workspace.unlink(&provisional(number));
+    let name = provisional(number);
+    workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &name)?;
+    if modified(&look()?) != modified(&before) {
+        workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
+    // A clone is another file than the base's.
+    let inode =
+        fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);
-    Ok(Vouched { modified: before, links: links.saturating_add(1) })
+    Ok(Vouched { modified: modified(&before), links: links.saturating_add(1), inode })
 }
 
 /// Whether it is the turn of a shard to be read. Shards take turns by their checksums, so that not all of them are read

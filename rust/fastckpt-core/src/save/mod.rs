@@ -271,7 +271,8 @@ pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], 
         TensorEntry { crc64xz, ..tensor_entry(tensor, place, "0".repeat(16 * extents as usize)) }
     });
     let mut body = empty_body(0.0, plan.block_size, texts)?;
-    body.saved.files = vec![Vouched { modified: i64::MIN, links: u64::MAX }; plan.shards.len()];
+    body.saved.files =
+        vec![Vouched { modified: i64::MIN, links: u64::MAX, inode: u64::MAX }; plan.shards.len()];
     manifest::check_size(&Body { shards: shards.collect(), tensors: tensors.collect(), ..body }, most)
 }
 

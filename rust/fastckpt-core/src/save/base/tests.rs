@@ -131,6 +131,23 @@ fn damage_of_a_base_is_not_inherited() {
 }
 
 #[test]
+fn a_copy_is_read_although_it_has_the_time_of_the_file() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = |name: &str| parent.path().join(name);
+    saved(&path("base"), None, &[1, 2], &[]);
+    let shard = body(&path("base")).shards.remove(0);
+    let (file, copy) = (path("base").join(&shard.file), path("base").join("copy"));
+    std::fs::copy(&file, &copy).unwrap();
+    let time = std::fs::metadata(&file).unwrap().modified().unwrap();
+    File::options().write(true).open(&copy).unwrap().set_modified(time).unwrap();
+    std::fs::rename(&copy, &file).unwrap();
+    damage(&file, shard.bytes as usize - 1);
+    let report = saved(&path("new"), Some(&path("base")), &[1, 2], &[]);
+    assert_eq!(report.linked.files, 0);
+    assert!(report.warnings[0].contains("checksum is"), "{:?}", report.warnings);
+}
+
+#[test]
 fn damage_that_leaves_the_time_as_it_was_is_noticed_within_sixteen_saves() {
     let parent = tempfile::tempdir().unwrap();
     let path = |number: usize| parent.path().join(number.to_string());
