@@ -5,7 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 /// Every variable that the core knows.
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 17] = [
     "FASTCKPT_BLOCK_SIZE",
     "FASTCKPT_IO",
     "FASTCKPT_JOB",
@@ -16,6 +16,8 @@ const NAMES: [&str; 15] = [
     "FASTCKPT_ZERO_COPY",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",

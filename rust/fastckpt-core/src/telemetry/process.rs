@@ -350,20 +350,24 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.numa.store(-1, Relaxed);
     header.version.set(env!("CARGO_PKG_VERSION"));
     header.job.set(&job(environment));
-    header.launch.store(launch(environment, ticks), Relaxed);
+    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
+    header.launch.store(launch(environment, parent, ticks), Relaxed);
 }
 
 /// What the processes of one job have in common on this machine, and those of another job have not: the job step of
-/// Slurm, or the process that started them (torchrun's agent, mpirun, the shell). A process that neither was launched
-/// as a rank nor has a living parent is a job of its own.
-pub(super) fn launch(environment: &Environment, own_ticks: u64) -> u64 {
+/// Slurm; else the process that started them (torchrun's agent, mpirun, the shell); else, for ranks that nothing here
+/// has started (each is the first process of a Kubernetes container), where they meet. Any other process is a job of
+/// its own.
+pub(super) fn launch(environment: &Environment, parent: i32, own_ticks: u64) -> u64 {
     let mut hasher = DefaultHasher::new();
-    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
-    let slurm = (environment.text("SLURM_JOB_ID"), environment.text("SLURM_STEP_ID"));
-    if let (Some(job), Some(step)) = slurm {
-        ("slurm", job, step).hash(&mut hasher);
-    } else if parent > 1 || environment.text("RANK").is_some() {
+    let both = |first, second| environment.text(first).zip(environment.text(second));
+    let meeting = environment.text("RANK").and_then(|_| both("MASTER_ADDR", "MASTER_PORT"));
+    if let Some(step) = both("SLURM_JOB_ID", "SLURM_STEP_ID") {
+        ("slurm", step).hash(&mut hasher);
+    } else if parent > 1 {
         ("parent", parent, start_ticks_of(&parent.to_string())).hash(&mut hasher);
+    } else if let Some(meeting) = meeting {
+        ("meeting", meeting).hash(&mut hasher);
     } else {
         ("own", std::process::id(), own_ticks).hash(&mut hasher);
     }

@@ -242,10 +242,30 @@ fn a_job_is_its_launcher() {
         })
     };
     let launch = process::launch;
-    assert_eq!(launch(&step("0"), 1), launch(&step("0"), 2), "two processes of a step");
-    assert_ne!(launch(&step("0"), 1), launch(&step("1"), 1));
-    let parent = Environment::default();
-    assert_ne!(launch(&parent, 1), launch(&step("0"), 1));
-    // The test runner lives, so it is the launcher of all its tests.
-    assert_eq!(launch(&parent, 1), launch(&parent, 2));
+    assert_eq!(launch(&step("0"), 8, 1), launch(&step("0"), 9, 2), "two processes of a step");
+    assert_ne!(launch(&step("0"), 8, 1), launch(&step("1"), 8, 1));
+    let none = Environment::default();
+    assert_ne!(launch(&none, 8, 1), launch(&step("0"), 8, 1));
+    assert_eq!(launch(&none, 8, 1), launch(&none, 8, 2), "two children of a launcher");
+    assert_ne!(launch(&none, 8, 1), launch(&none, 9, 1));
+    assert_ne!(launch(&none, 1, 1), launch(&none, 1, 2), "nobody has started them");
+    let pod = |address: &'static str, rank: &'static str| {
+        Environment::of(move |name| match name {
+            "RANK" => Some(rank.into()),
+            "MASTER_ADDR" => Some(address.into()),
+            "MASTER_PORT" => Some("23456".into()),
+            _ => None,
+        })
+    };
+    assert_eq!(
+        launch(&pod("a-master-0", "0"), 0, 1),
+        launch(&pod("a-master-0", "1"), 0, 2),
+        "first processes of pods"
+    );
+    assert_ne!(launch(&pod("a-master-0", "0"), 0, 1), launch(&pod("b-master-0", "0"), 0, 1));
+    assert_eq!(
+        launch(&pod("a-master-0", "0"), 8, 1),
+        launch(&none, 8, 1),
+        "a restarted attempt may meet elsewhere"
+    );
 }
