@@ -16,6 +16,7 @@ BOOTS = {
         "different_names",
         "trainer:one_name",
         "one_name",
+        "aside_meanwhile",
         "rival_meanwhile",
         "directory_meanwhile",
         "moved_meanwhile",

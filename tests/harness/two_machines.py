@@ -192,6 +192,26 @@ def stopped_between_two_renames(one, two, logs):
     tidy(two[1], "step")
 
 
+def aside_meanwhile(one, two, logs):
+    """What a saver took aside goes while another machine's saver looks at it: that one looks again."""
+    path = one[1] / "step"
+    save(one[0], path, 1)
+    call = second_rename(one, logs)
+    rival = two[0].start("save_held", path=str(two[1] / "step"), index=3, nbytes=SMALL, threads=1)
+    rival.next()
+    with contextlib.ExitStack() as held:
+        with machines.stopped_save(one[0], path, logs / "log", *call, index=2) as child:
+            (aside,) = [name for name in os.listdir(two[1]) if name.startswith(".step.old-")]
+            stop = strace.stopping(rival.pid, logs / "rival", "getdents64", path=two[1] / aside)
+            stopped = held.enter_context(stop)
+            rival.go()
+            stopped.wait()
+        assert (end := told(child)) is None, end
+    assert (end := told(rival)) is None, end
+    assert [look(machine, place / "step") for machine, place in (one, two)] == [3, 3]
+    tidy(one[1], "step")
+
+
 def second_rename(machine, logs):
     """The call that gives a new checkpoint the name that the old one has just lost."""
     path = machine[1] / "probe"

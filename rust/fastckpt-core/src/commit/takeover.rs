@@ -12,7 +12,7 @@ use super::directory::{Id, OWNER, TURNS, id, id_of, id_of_renamed, open_child, r
 use super::leftovers::{is_superseded, remove, sweep};
 use super::names::{aside_name, displaced_name};
 use super::recovery::is_free;
-use super::target::{Old, examine, look};
+use super::target::{Old, examine, is_gone, look};
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
 
@@ -252,11 +252,6 @@ impl Workspace {
         }
         Ok(())
     }
-}
-
-/// Whether the directory that was examined is gone: its successor has the name.
-fn is_gone(error: &Error) -> bool {
-    matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
 
 /// Whether the name was taken, or became free, in the middle of an attempt.

@@ -51,14 +51,27 @@ pub(super) fn look(
 ) -> Result<Option<Old>> {
     // What was taken aside is current until something has the name. Taking it over needs no proof that its writer is
     // dead: the process whose rename comes first has the name, and the other one looks again.
+    let mut turn = 0;
     while is_free(parent, name) {
         match taken_aside(parent, name) {
             Free::Taken => {}
             Free::Truly => break,
-            Free::For(aside) => return open_old(parent, &aside.name, target, overwrite),
+            Free::For(aside) => match open_old(parent, &aside.name, target, overwrite) {
+                // Its saver, on another machine, has gone on meanwhile, and removed it.
+                Err(error) if is_gone(&error) && turn < TURNS => {
+                    refresh(parent);
+                    turn += 1;
+                }
+                found => return found,
+            },
         }
     }
     look_at_name(parent, name, target, overwrite)
+}
+
+/// Whether the directory that was examined is gone: its successor has the name.
+pub(super) fn is_gone(error: &Error) -> bool {
+    matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
 
 /// Like [`look`], but only for what has the name `name` itself.
