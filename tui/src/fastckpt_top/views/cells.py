@@ -63,6 +63,7 @@ WAIT_WORDS: Final = (
     ("source 98%", "waited for tensors: copies from the device, checksums"),
     ("limit 98%", "held back by bandwidth_limit"),
     ("fsync", "the storage makes it durable"),
+    ("peers 98%", "waited for the bytes of other ranks"),
     ("rank 3", "waits for that rank"),
     ("threads!", "fell back to this engine; so does ! behind a wait"),
 )
