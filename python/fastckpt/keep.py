@@ -205,8 +205,8 @@ def parse(text: str) -> Policy:
     make = _PARSERS.get(name)
     if make is None or not value:
         raise ValueError(
-            f"keep: {text!r} is no policy: give last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or "
-            "steps=100,200"
+            f"keep: {text!r} is not a policy: give last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h "
+            "or steps=100,200"
         )
     try:
         return make(value)

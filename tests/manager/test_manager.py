@@ -487,11 +487,11 @@ def test_a_step_is_a_whole_number(tmp_path, step):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep": "last=3"}, "keep: 'last=3' is no policy"),
-        ({"keep": [keep.Last]}, "is no policy"),
+        ({"keep": "last=3"}, "keep: 'last=3' is not a policy"),
+        ({"keep": [keep.Last]}, "is not a policy"),
         ({"keep": 0}, "count must be a whole number"),
-        ({"save_when": "often"}, "save_when: 'often' is no policy"),
-        ({"save_when": [save_when.First]}, "is no policy"),
+        ({"save_when": "often"}, "save_when: 'often' is not a policy"),
+        ({"save_when": [save_when.First]}, "is not a policy"),
         ({"save_when": 0}, "steps must be a whole number"),
         ({"overhead": 2}, "overhead must lie between 0 and 1"),
         ({"mttf": "soon"}, "mttf 'soon'"),

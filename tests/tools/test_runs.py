@@ -104,7 +104,7 @@ def test_prune_without_policies_is_an_error(run, capsys):
     assert "nothing says what to keep" in document["error"]
     status, document = command(capsys, "prune", run, "--keep", "most")
     assert status == 2
-    assert "'most' is no policy" in document["error"]
+    assert "'most' is not a policy" in document["error"]
 
 
 def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fastckpt_top.record import Recorder
-from looking import demo
+from looking import demo, end
 
 HERE = Path(__file__).parent
 
@@ -59,11 +59,7 @@ def producer(place):
         return child
 
     yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
+    end(children)
 
 
 @pytest.fixture

@@ -21,6 +21,15 @@ class Clock:
         return self.now
 
 
+def end(children):
+    """Kill processes with pipes, and close these."""
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
 def demo(seconds_into=0.0, model=None, sinks=()):
     """A live session of the demonstration, its clock in our hand."""
     clock = Clock()

@@ -13,7 +13,7 @@ import pytest
 from fastckpt_top.feed import ShmFeed
 from fastckpt_top.model import Model
 from fastckpt_top.segment import Phase
-from looking import eventually
+from looking import end, eventually
 
 MB = 10**6
 SIZE = 30 * MB
@@ -95,11 +95,7 @@ def program(place, tmp_path):
         return child
 
     yield start
-    for child in children:
-        child.kill()
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
+    end(children)
 
 
 class Watch:

@@ -50,7 +50,7 @@ def keep_of(keep: Any) -> list[keeping.Policy]:
     found: list[Any] = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
     for one in found:
         if not isinstance(one, keeping.Policy) or isinstance(one, type):
-            raise TypeError(f"Manager: keep: {one!r} is no policy: see fastckpt.keep")
+            raise TypeError(f"Manager: keep: {one!r} is not a policy: see fastckpt.keep")
     return found
 
 
@@ -68,7 +68,7 @@ def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
     for one in listed:
         policy = auto if one == "auto" else saving.Every(steps=one) if isinstance(one, int) else one
         if not isinstance(policy, saving.Policy) or isinstance(policy, type):
-            raise TypeError(f'Manager: save_when: {one!r} is no policy: give "auto", or see fastckpt.save_when')
+            raise TypeError(f'Manager: save_when: {one!r} is not a policy: give "auto", or see fastckpt.save_when')
         found.append(policy)
     return found
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.flatten import Flat, canonical
 from fastckpt._state.groups import split_model
+from fastckpt._state.key_paths import RESERVED, unique
 from fastckpt._tensors.described import Tensor
 
 from ._take import shown
@@ -139,7 +140,7 @@ def _finish(entries: dict[str, Any], stored: dict[str, _Stored], ties: dict[str,
     # Tensors are numbered in the order of the structure.
     numbers: dict[int, int] = {}
     names = {one.number: name for name, one in stored.items()}
-    taken = {"__metadata__": 1}
+    taken = dict(RESERVED)
     root: dict[Any, Any] = {}
     for key, (_, path, tokens, held, _) in ordered:
         mine = []
@@ -148,7 +149,7 @@ def _finish(entries: dict[str, Any], stored: dict[str, _Stored], ties: dict[str,
                 numbers[one.number] = len(numbers)
                 about = one.about
                 logical = None if about[2] is None else (about[2][0], tuple(about[2][1]))
-                name = _unused(names[one.number], taken)
+                name = unique(taken, names[one.number].encode("utf-8", "replace").decode())
                 flat.tensors.append(Tensor(name, about[0], tuple(about[1]), 0, 0, logical))
                 united.boxes.append(one.boxes)
                 united.numbers[names[one.number]] = numbers[one.number]
@@ -169,20 +170,6 @@ def _finish(entries: dict[str, Any], stored: dict[str, _Stored], ties: dict[str,
 
 def _logical(tensor: Tensor) -> tuple[str, tuple[int, ...]] | None:
     return None if tensor.logical is None else (tensor.logical[0], tuple(tensor.logical[1]))
-
-
-def _unused(name: str, taken: dict[str, int]) -> str:
-    """``name`` with the suffix that the format gives to a name already taken."""
-    name = name if name.isascii() else name.encode("utf-8", "replace").decode()
-    number = taken.get(name)
-    if number is None:
-        taken[name] = 1
-        return name
-    while f"{name}~{number}" in taken:
-        number += 1
-    taken[name] = number + 1
-    taken[f"{name}~{number}"] = 1
-    return f"{name}~{number}"
 
 
 class _Positions(dict[int, Any]):

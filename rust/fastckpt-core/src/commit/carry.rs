@@ -61,9 +61,9 @@ impl Workspace {
     }
 
     /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is open
-    /// as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks; where the file system has neither, that is an
-    /// error. Its bytes are durable when this returns. Its name is durable when the workspace is published, like those
-    /// of all shards. `path`, of the other checkpoint, is for messages.
+    /// as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks; where
+    /// the file system has neither, that is an error. Its bytes are durable when this returns. Its name is durable when
+    /// the workspace is published, like those of all shards. `path`, of the other checkpoint, is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),

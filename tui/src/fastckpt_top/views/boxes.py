@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 BOXED_WIDTH: Final = 60
 BOXED_HEIGHT: Final = 16
 """A screen of fewer columns or lines has no boxes: they would take what there is to say."""
+BORDERS: Final = 2
+"""Lines of a box's borders."""
+SIDES: Final = 4
+"""Cells of its borders, and of the space within them."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,29 @@ def boxed(frame: Frame) -> bool:
     return frame.width >= BOXED_WIDTH and frame.height >= BOXED_HEIGHT
 
 
+def inside(frame: Frame, width: int, height: int) -> tuple[bool, int, int]:
+    """Whether a block of this size gets a box, and the cells and lines that it has for itself."""
+    framed = boxed(frame) and height > BORDERS
+    return (True, width - SIDES, height - BORDERS) if framed else (False, width, height)
+
+
+def titled(frame: Frame, lines: list[Line], title: Line, note: Line, width: int, height: int) -> Block:
+    """Some lines in a box, or, where the block gets none, below their title.
+
+    Args:
+        frame: Where the characters come from.
+        lines: At most as many as there is room for.
+        title: As for :func:`box`.
+        note: As for :func:`box`; without a box it is left out.
+        width: Cells.
+        height: Lines.
+    """
+    if inside(frame, width, height)[0]:
+        return box(frame, Block(lines), title, note, width, height)
+    made = [title, *lines]
+    return Block([line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))])
+
+
 def box(
     frame: Frame, block: Block, title: Line, note: Line, width: int, height: int, foot: tuple[Line, Line] | None = None
 ) -> Block:
@@ -56,7 +83,7 @@ def box(
         inner = block.lines[index] if index < len(block.lines) else Line()
         line = Line(glyphs.column + " ", "dim")
         chosen = inner.selected
-        line.extend(inner.fill(width - 4)).add(" " + glyphs.column, "dim")
+        line.extend(inner.fill(width - SIDES)).add(" " + glyphs.column, "dim")
         line.selected = width if chosen else 0
         made.lines.append(line)
     made.lines.append(_border(frame, glyphs.corners[2:], *(foot or (Line(), Line())), width))

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.rows import judge
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.boxes import Block, inside, titled
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Checkpoint, Event
 
-BORDERS: Final = 2
 KIND: Final = 6
 SIZE: Final = 7
 TOOK: Final = 6
@@ -171,9 +170,8 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """
     if height <= 0 or width <= 0:
         return Block()
-    framed = boxed(frame) and height > BORDERS
-    inner = width - 4 if framed else width
-    room = height - BORDERS if framed else height - 1
+    framed, inner, room = inside(frame, width, height)
+    room -= not framed
     past = list(reversed(frame.model.past.checkpoints))
     events = list(reversed(frame.model.events))
     cols = columns(inner)
@@ -184,10 +182,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     made += [line for one in events for line in event_lines(frame, one, inner, 2)]
     made = made[: max(room, 0)]
     title = Line("history", "title").add(" and events" if for_events else "", "title")
-    if framed:
-        return box(frame, Block(made), title, Line("3 all", "dim"), width, height)
-    made = [title, *made]
-    return Block([one.fill(width) for one in (*made, *(Line() for _ in range(height - len(made))))])
+    return titled(frame, made, title, Line("3 all", "dim"), width, height)
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.views import cells, history, threads
-from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.boxes import Block, box, inside
 from fastckpt_top.views.paint import Frame, Line, scrolled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BORDERS: Final = 2
 TINY: Final = 4
 """Of fewer lines none is a head."""
 
@@ -27,15 +26,13 @@ def paint(frame: Frame, room: int) -> list[Line]:
     if room <= 0:
         return []
     view = frame.ui.view
-    framed = boxed(frame) and room > BORDERS
-    inner = frame.width - 4 if framed else frame.width
+    framed, inner, height = inside(frame, frame.width, room)
     views: dict[str, Callable[[Frame, int], tuple[Line, Line, list[Line]]]] = {
         "threads": _threads,
         "history": _history,
         "events": _events,
     }
     title, head, lines = views[view](frame, inner)
-    height = room - BORDERS if framed else room
     top = [head] if head.width and height >= TINY else []
     if not framed and height > TINY:
         top.insert(0, title)

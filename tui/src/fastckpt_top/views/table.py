@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells, grid
-from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.boxes import BORDERS, SIDES, Block, box, boxed, inside
 from fastckpt_top.views.paint import Frame, Line
 from fastckpt_top.views.state import RISING, SORT_WORDS
 from fastckpt_top.views.threads import lines as thread_lines
@@ -24,7 +24,6 @@ WIDE: Final = 56
 """From this width on (60 with a box) what holds a rank up has its share beside it."""
 LEAST_WAIT: Final = 4
 """It is said in so many cells, or not at all."""
-BORDERS: Final = 2
 LEAD: Final = 5
 """Rows above a grid, at least."""
 MOST: Final = 0.6
@@ -123,7 +122,7 @@ def wanted(frame: Frame, width: int) -> int:
     most = frame.height * MOST
     if lines + around <= most or any(frame.ui.open(row) for row in shown):
         return max(lines, 1) + around
-    across = grid.across(_named(shown), width - 4 if boxed(frame) else width)
+    across = grid.across(_named(shown), width - SIDES if boxed(frame) else width)
     return min(max(LEAD + -(-(len(shown) - LEAD) // across), int(most) - around), lines) + around
 
 
@@ -141,10 +140,8 @@ def block(frame: Frame, width: int, height: int) -> Block:
     if height <= 0 or width <= 0:
         return Block()
     shown = frame.ui.shown(frame.model)
-    framed = boxed(frame) and height > BORDERS
+    framed, inner, room = inside(frame, width, height)
     made = Block()
-    inner = width - 4 if framed else width
-    room = height - BORDERS if framed else height
     cols = columns(_all(frame), inner)
     if room >= TINY or room > len(shown):
         made = _head(frame, cols)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import Block, box, boxed
+from fastckpt_top.views.boxes import BORDERS, Block, boxed, inside, titled
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Row, ThreadRow
 
-BORDERS: Final = 2
 DETAILS: Final = 2
 """Lines about the rank below its threads, where there is room."""
 ROOMY: Final = 100
@@ -174,17 +173,12 @@ def block(frame: Frame, row: Row, width: int, height: int) -> Block:
     """
     if height <= 0 or width <= 0:
         return Block()
-    framed = boxed(frame) and height > BORDERS
-    inner = width - 4 if framed else width
-    room = height - BORDERS if framed else height - 1
+    framed, inner, room = inside(frame, width, height)
+    room -= not framed
     note = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
     spare = note.width + 3 if note.width and width >= ROOMY else 0
     title = _title(frame, row, inner - 4 - spare if framed else inner)
-    body = _body(frame, row, inner, room)
-    if framed:
-        return box(frame, Block(body), title, note, width, height)
-    made = [title, *body]
-    return Block([line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))])
+    return titled(frame, _body(frame, row, inner, room), title, note, width, height)
 
 
 def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
