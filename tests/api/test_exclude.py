@@ -181,6 +181,13 @@ def test_an_object_goes_whole_with_a_part_that_cannot_be_saved(tmp_path, registr
     assert list(fastckpt.load(tmp_path / "c")) == ["q"]
 
 
+@pytest.mark.parametrize("state", [torch.ones(3), 5, None], ids=["tensor", "number", "none"])
+def test_of_a_state_that_is_one_value_nothing_would_be_left(tmp_path, state):
+    fastckpt.save(state, tmp_path / "c")
+    with pytest.raises(ValueError, match=r"^load: exclude: nothing of the state is left: it is one value"):
+        fastckpt.load(tmp_path / "c", exclude="*")
+
+
 @pytest.mark.parametrize(
     ("state", "exclude"),
     [

@@ -89,6 +89,7 @@ class Selection:
     def __init__(self, keys: Any, exclude: Any, operation: str = "load") -> None:
         self.keys = None if keys is None else _patterns("keys", keys, operation)
         self.exclude = None if exclude is None else _patterns("exclude", exclude, operation)
+        self._operation = operation
 
     @property
     def all(self) -> bool:
@@ -109,6 +110,7 @@ class Selection:
 
         Raises:
             KeyError: a pattern matches nothing, and ``strict`` is set.
+            ValueError: ``exclude`` matches the whole state, which is one value.
         """
         for patterns in (self.keys, self.exclude):
             if patterns is not None:
@@ -123,5 +125,7 @@ class Selection:
         for patterns in (self.keys, self.exclude):
             if strict and patterns is not None:
                 patterns.check()
+        if 0 in unwanted:
+            raise ValueError(f"{self._operation}: exclude: nothing of the state is left: it is one value")
         missing = () if self.keys is None else tuple(self.keys.unused())
         return without(tokens, wanted, unwanted) if unwanted else wanted, missing
