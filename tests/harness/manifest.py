@@ -1,8 +1,8 @@
 """docs/format.md, implemented a second time, in plain Python and straight from the document.
 
 It serves as an oracle (``read``: every byte of a checkpoint against every checksum, sharing no code with the core) and
-as a forger (``seal``: any body under a correct prefix, so that a test reaches what lies behind the checksum). The sum of
-much data is a library's; a test compares it with the definition.
+as a forger (``seal``: any body under a correct prefix, so that a test reaches what lies behind the checksum). The sum
+of much data is a library's; a test compares it with the definition.
 """
 
 # ruff: noqa: PTH208, TC003 - names as the directory has them
