@@ -23,7 +23,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 @pytest.fixture(scope="session")
 def forge():
     """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
-    with groups.forge() as made:
+    with groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}) as made:
         yield made
 
 
