@@ -252,7 +252,7 @@ def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]
 
 
 def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
-    code = 0
+    code = 70
     try:
         # A test run in the background inherits SIGINT ignored; restore what a user's program has.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -277,9 +277,9 @@ def _child(request: dict[str, Any], channel: Channel) -> NoReturn:
                 }
             }
         channel.send(answer)
+        code = 0
     except BaseException:
         traceback.print_exc()
-        code = 70
     finally:
         os._exit(code)
 
