@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
 import fastckpt
 from harness import groups, zygote
+
+# Torch's idle threads spin in wait of the next operator: on a busy machine that takes most of the time of a test that
+# trains. The library of threads reads this once, when torch is imported, here and in all that the tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -18,7 +23,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 @pytest.fixture(scope="session")
 def forge():
     """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
-    with groups.forge() as made:
+    with groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}) as made:
         yield made
 
 

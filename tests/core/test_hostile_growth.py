@@ -305,9 +305,9 @@ FACTOR = 64
 def test_what_a_reader_takes_is_bounded_by_the_file(children, forged, kind):
     path, body = forged
     if EMPTY[kind] is None:
-        body["structure"] = [["size", [7] * 3_000_000]]
+        body["structure"] = [["size", [7] * 1_000_000]]
     else:
-        many = 300_000
+        many = 100_000
         body["structure"] = [["list", many], *EMPTY[kind] * many]
     manifest.forge(path, body)
     size = (path / manifest.NAME).stat().st_size

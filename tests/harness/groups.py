@@ -273,7 +273,8 @@ class Forge:
 
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
-    """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
+    """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under, and ``env`` what it
+    has in its environment (``FASTCKPT_TEST_HUGE`` where it forks by the hundred)."""
     variables = {**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
     with zygote.running(*prefix, env=variables) as parent:
         yield Forge(parent)

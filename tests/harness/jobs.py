@@ -571,11 +571,20 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     return ends
 
 
-def look_first(channel: Channel, *, path: str, answer: str) -> None:
-    """What ``convert`` starts a child for: it ends the process, with an exception where the child has one."""
+#: The status of a process that is so short of memory that it cannot say so.
+OUT_OF_MEMORY = 71
+
+
+def look_first(channel: Channel, *, path: str, answer: str, memory: int, seconds: int) -> None:
+    """What ``convert`` starts a child for, with so much of each: it ends the process, with an exception where the child
+    has one."""
     from fastckpt._tools.convert import pickled
 
-    pickled.look(path, os.open(answer, os.O_WRONLY))
+    pickled._MEMORY, pickled._SECONDS = memory, seconds
+    try:
+        pickled.look(path, os.open(answer, os.O_WRONLY))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)  # an answer takes memory, too
 
 
 def _limit_address_space(headroom: int) -> None:

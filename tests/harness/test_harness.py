@@ -12,10 +12,20 @@ from harness import manifest, seccomp, strace
 from harness.zygote import TESTS
 
 
-def test_crc_is_the_one_of_the_document():
-    assert manifest.crc64(b"123456789") == 0xAE8B14860A799888
-    assert manifest.crc64(b"6789", manifest.crc64(b"12345")) == 0xAE8B14860A799888
-    assert manifest.crc64(b"") == 0
+@pytest.mark.parametrize("crc64", [manifest.crc64, manifest.crc64_by_definition])
+def test_crc_is_the_one_of_the_document(crc64):
+    assert crc64(b"123456789") == 0xAE8B14860A799888
+    assert crc64(b"6789", crc64(b"12345")) == 0xAE8B14860A799888
+    assert crc64(b"") == 0
+
+
+@pytest.mark.parametrize("size", [manifest.MUCH - 1, manifest.MUCH, manifest.MUCH + 1, 5 * manifest.MUCH + 3])
+def test_crc_of_much_is_the_one_by_definition(size):
+    data = np.random.default_rng(size).bytes(size)
+    assert manifest._library is not None
+    assert manifest.crc64(data) == manifest.crc64_by_definition(data)
+    for before in (b"", b"12345", data):
+        assert manifest.crc64(data, manifest.crc64_by_definition(before)) == manifest.crc64_by_definition(before + data)
 
 
 def test_prefix_is_the_first_line():

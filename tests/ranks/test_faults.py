@@ -7,10 +7,12 @@ deadline, so many run at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -150,7 +152,32 @@ def told_in_time(
     return problems
 
 
-def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
+class Others:
+    """Two processes that have met nobody who was struck: they save after each trial. One trial at a time has them."""
+
+    def __init__(self, forge: groups.Forge) -> None:
+        self._forge = forge
+        self._free = threading.Lock()
+        self._made = contextlib.ExitStack()
+        self._group: groups.Group | None = None
+
+    def save(self, path: Path) -> None:
+        """Save state 2; a call that fails takes the processes along."""
+        with self._free:
+            if self._group is None:
+                self._group = self._made.enter_context(self._forge.group(2))
+            try:
+                self._group.run(_save, str(path), 2, 60.0, timeout=120)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._group = None
+        self._made.close()
+
+
+def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[str]:
     """One trial; what is wrong."""
     base.mkdir()
     path = base / "c"
@@ -188,8 +215,7 @@ def run(forge: groups.Forge, base: Any, trial: Trial) -> list[str]:
             # The same processes go on.
             group.run(_save, str(path), 2, 60.0, timeout=120)
     if trial.number == signal.SIGKILL and not problems:
-        with forge.group(2, store=trial.store) as group:
-            group.run(_save, str(path), 2, 60.0, timeout=120)
+        others.save(path)
     if not problems and which(path) != 2:
         problems.append(f"the next save left {which(path)}")
     left = sorted(each.name for each in base.iterdir())
@@ -208,12 +234,12 @@ def run_all(forge: groups.Forge, base: Any, trials: list[Trial]) -> None:
     def one(numbered: tuple[int, Trial]) -> str:
         number, trial = numbered
         try:
-            problems = run(forge, base / str(number), trial)
+            problems = run(forge, others, base / str(number), trial)
         except Exception as error:  # noqa: BLE001 - told with the others
             problems = [f"{type(error).__name__}: {error}"]
         return "".join(f"\n{trial.name}: {problem}" for problem in problems)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with contextlib.closing(Others(forge)) as others, ThreadPoolExecutor(AT_ONCE) as pool:
         wrong = [text for text in pool.map(one, enumerate(trials)) if text]
     assert not wrong, f"{len(wrong)} of {len(trials)} trials:" + "".join(wrong)
 

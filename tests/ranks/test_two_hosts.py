@@ -98,8 +98,14 @@ def shared(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two():
-    with hosts.two() as made:
+def hidden(tmp_path_factory):
+    """A directory that the second host has an empty one of its own for."""
+    return tmp_path_factory.mktemp("hidden")
+
+
+@pytest.fixture(scope="module")
+def two(hidden):
+    with hosts.two(hidden=hidden) as made:
         yield made
 
 
@@ -136,12 +142,12 @@ def test_a_rank_that_dies_is_named_with_its_host(two, shared):
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_a_path_that_is_not_shared_is_told_before_a_byte_is_written(shared):
-    path = str(shared / "c")
+def test_a_path_that_is_not_shared_is_told_before_a_byte_is_written(two, hidden):
+    path = str(hidden / "c")
     fastckpt.save(whole(0), path)
     before = digests(path)
-    with hosts.two(hidden=shared) as two, two.group(RANKS) as group:
-        assert [names for _, names, _ in group.run(_where, str(shared))] == [["c"], ["c"], [], []]
+    with two.group(RANKS) as group:
+        assert [names for _, names, _ in group.run(_where, str(hidden))] == [["c"], ["c"], [], []]
         for kind, text, written in group.run(_save_counting, path, 1):
             assert kind
             assert path in text
@@ -149,7 +155,7 @@ def test_a_path_that_is_not_shared_is_told_before_a_byte_is_written(shared):
             assert "node-b" in text
             assert written == 0
         # Nothing is left on either side, and the old checkpoint stands.
-        assert [names for _, names, _ in group.run(_where, str(shared))] == [["c"], ["c"], [], []]
+        assert [names for _, names, _ in group.run(_where, str(hidden))] == [["c"], ["c"], [], []]
         assert digests(path) == before
         # A load is told as well.
         group.start(_load, path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastckpt._tools.convert import pickled as _pickled
-from harness import zygote
+from harness import jobs, zygote
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +30,17 @@ def quick_look(looker, monkeypatch):
     def run(command: list[str], *, pass_fds: list[int], **_: Any) -> subprocess.CompletedProcess[bytes]:
         path = command[3]
         # A descriptor of this process, opened anew: the file is the same.
-        child = looker.start("look_first", path=path, answer=f"/proc/{os.getpid()}/fd/{pass_fds[0]}")
+        answer = f"/proc/{os.getpid()}/fd/{pass_fds[0]}"
+        # The limits of this process, where a test may have lowered them.
+        limits = {"memory": _pickled._MEMORY, "seconds": _pickled._SECONDS}
+        child = looker.start("look_first", path=path, answer=answer, **limits)
         try:
             outcome = child.outcome(120)
         except zygote.DiedError:
             status = os.waitstatus_to_exitcode(child.wait())
+            if status == jobs.OUT_OF_MEMORY:
+                # Python has these words ready.
+                return subprocess.CompletedProcess(command, 1, b"", b"MemoryError\n")
             return subprocess.CompletedProcess(command, status, b"", b"")
         raised = f"{outcome.kind}: {outcome.text}".encode()
         child.wait()

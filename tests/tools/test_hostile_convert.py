@@ -32,27 +32,16 @@ except ImportError as error:
 PATIENCE = 300
 
 
-def convert(*arguments, **more):
-    command = [sys.executable, "-m", "fastckpt", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, **more)
+@pytest.fixture
+def convert(quick_look, capsys):
+    """The command, in this process; its child, under its limits, is forked."""
 
+    def go(*arguments):
+        capsys.readouterr()
+        status = cli.main(["convert", *map(str, arguments)])
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
-#: The command, whose child may use 2 s of processor time where it has 20.
-HURRIED = """
-import sys
-from fastckpt._tools import cli
-from fastckpt._tools.convert import pickled
-last = "look(sys.argv[1]"
-assert last in pickled._PROGRAM and pickled._SECONDS == 20
-less = "import fastckpt._tools.convert.pickled as pickled; pickled._SECONDS = 2; "
-pickled._PROGRAM = pickled._PROGRAM.replace(last, less + last)
-sys.exit(cli.main(["convert", *sys.argv[1:]]))
-"""
-
-
-def convert_hurriedly(*arguments):
-    command = [sys.executable, "-c", HURRIED, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return go
 
 
 class Measured(NamedTuple):
@@ -64,8 +53,8 @@ class Measured(NamedTuple):
     stderr: str
 
 
-def measured(*arguments):
-    """Convert in a process of its own, which measures itself.
+def measured(*arguments, memory=512 << 20):
+    """Convert in a process of its own, which measures itself; ``memory`` is what its child may take for any file.
 
     VmHWM and not ru_maxrss, because the latter begins with the peak of the process that starts it. Of the child's, that
     is the converter before it has read anything.
@@ -75,7 +64,12 @@ def measured(*arguments):
         "from fastckpt._tools.convert import one_file as _one_file\n"
         "from fastckpt._tensors import torch as _torch\n"
         "from fastckpt._tools import cli\n"
+        "from fastckpt._tools.convert import pickled\n"
         "import safetensors.torch\n"
+        "last = 'look(sys.argv[1]'\n"
+        "assert last in pickled._PROGRAM and pickled._MEMORY == 512 << 20\n"
+        f"less = 'import fastckpt._tools.convert.pickled as pickled; pickled._MEMORY = {memory}; '\n"
+        "pickled._PROGRAM = pickled._PROGRAM.replace(last, less + last)\n"
         "def peak():\n"
         "    with open('/proc/self/status') as file:\n"
         "        return next(int(line.split()[1]) for line in file if line.startswith('VmHWM:'))\n"
@@ -139,7 +133,7 @@ NO_FILES = {
 
 
 @pytest.mark.parametrize("name", NO_FILES)
-def test_what_is_not_a_file_is_refused(tmp_path, name):
+def test_what_is_not_a_file_is_refused(tmp_path, convert, name):
     NO_FILES[name](tmp_path / name)
     done = convert(tmp_path / name, tmp_path / "out")
     assert (done.returncode, done.stdout) == (2, "")
@@ -147,7 +141,7 @@ def test_what_is_not_a_file_is_refused(tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_index_without_end_is_not_read(tmp_path):
+def test_an_index_without_end_is_not_read(tmp_path, convert):
     hugging_face(index=long_index)(tmp_path / "model")
     done = convert(tmp_path / "model", tmp_path / "out")
     assert done.returncode == 2
@@ -179,7 +173,7 @@ def fp4():
     return torch.arange(128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 
 
-def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, fp4):
+def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, convert, fp4):
     """One element of torch is two values of the format, so the last dimension doubles."""
     shapes = [(128,), (8, 16), (2, 4, 16), (1, 128, 1), (0, 3), (3, 0)]
     state = {str(shape): (fp4 if 0 not in shape else fp4[:0]).reshape(shape) for shape in shapes}
@@ -201,7 +195,7 @@ def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, fp4):
             assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_fp4_without_dimensions_is_refused(tmp_path, fp4):
+def test_fp4_without_dimensions_is_refused(tmp_path, convert, fp4):
     """It is two values of the format, and has no dimension to count them in; the library refuses it, too."""
     fastckpt.save({"w": fp4[0]}, tmp_path / "c")
     done = convert(tmp_path / "c", tmp_path / "m.safetensors")
@@ -271,24 +265,26 @@ def nested_tuples(levels):
     return code + b"."
 
 
-def test_a_control_is_converted(tmp_path):
+def test_a_control_is_converted(tmp_path, convert):
     pickled(tmp_path / "few.pt", nested_tuples(2))
     done = convert(tmp_path / "few.pt", tmp_path / "out")
     assert done.returncode == 0, done
     assert fastckpt.load(tmp_path / "out") == ((1, 1), (1, 1))
 
 
-@pytest.mark.parametrize(("levels", "command"), [(40, convert), (200, convert_hurriedly)])
-def test_a_pickle_of_nested_tuples_is_refused(tmp_path, levels, command):
+@pytest.mark.parametrize(("levels", "limit", "less"), [(40, "_MEMORY", 64 << 20), (200, "_SECONDS", 2)])
+def test_a_pickle_of_nested_tuples_is_refused(tmp_path, convert, monkeypatch, levels, limit, less):
+    assert less < getattr(_pickled, limit)
+    monkeypatch.setattr(_pickled, limit, less)
     pickled(tmp_path / "bomb.pt", nested_tuples(levels))
     assert (tmp_path / "bomb.pt").stat().st_size < 2000
-    done = command(tmp_path / "bomb.pt", tmp_path / "out")
+    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
     assert done.returncode == 2, done
     assert "more memory or time than a file of" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pickle_that_asks_for_much_is_refused(tmp_path):
+def test_a_pickle_that_asks_for_much_is_refused(tmp_path, convert):
     code = b"\x80\x02cbuiltins\nbytearray\n" + b"\x8a\x05" + struct.pack("<q", 3 << 32)[:5] + b"\x85R."
     pickled(tmp_path / "bomb.pt", code)
     done = convert(tmp_path / "bomb.pt", tmp_path / "out")
@@ -296,12 +292,12 @@ def test_a_pickle_that_asks_for_much_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("objects", "status"), [(1 << 20, 0), (1 << 22, 2)])
-def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path, objects, status):
+@pytest.mark.parametrize(("objects", "memory", "status"), [(1 << 18, 512 << 20, 0), (1 << 19, 64 << 20, 2)])
+def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path, objects, memory, status):
     """Megabytes of empty dictionaries: what takes more than its share ends in the child, and not in this process."""
     pickled(tmp_path / "many.pt", b"\x80\x02](" + b"}" * objects + b"e.")
-    done = measured(tmp_path / "many.pt", tmp_path / "out")
-    share = (512 << 20) + 16 * (tmp_path / "many.pt").stat().st_size
+    done = measured(tmp_path / "many.pt", tmp_path / "out", memory=memory)
+    share = memory + 16 * (tmp_path / "many.pt").stat().st_size
     slack = 128 << 20
     assert done.status == status
     assert ("more memory or time" in done.stderr) == (status == 2)
@@ -310,7 +306,8 @@ def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path, obj
 
 
 @pytest.mark.slow
-def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path):
+def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path, convert, monkeypatch):
+    monkeypatch.setattr(_pickled, "_SECONDS", 2)
     period = (1 << 61) - 1
     pickled(
         tmp_path / "bomb.pt",
@@ -319,7 +316,7 @@ def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path):
         + b"".join(b"\x8a\x0a" + (number * period).to_bytes(10, "little") + b"N" for number in range(1, 150_000))
         + b"u.",
     )
-    done = convert_hurriedly(tmp_path / "bomb.pt", tmp_path / "out")
+    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
     assert done.returncode == 2, done
     assert "more memory or time than a file of" in done.stderr
 
@@ -343,26 +340,27 @@ def test_the_child_takes_no_module_from_where_it_is_started(tmp_path):
 
 
 @pytest.fixture
-def printing(tmp_path):
+def printing(tmp_path, monkeypatch):
     """An environment in which Python prints when it starts, and when it ends."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import atexit\nprint('hello')\nprint('{}')\nprint('hello', end='')\natexit.register(print, 'bye')\n"
     )
-    return {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    printed = subprocess.run([sys.executable, "-c", ""], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert printed.stdout == "hello\n{}\nhellobye\n"
 
 
-def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, printing):
+@pytest.mark.usefixtures("printing")
+def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, capsys):
     """The answer of the child has a file of its own."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
-    done = convert(tmp_path / "good.pt", tmp_path / "good", env=printing)
-    assert done.stdout.startswith("hello"), "it does not print"
-    assert done.returncode == 0, done
+    assert cli.main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "good")]) == 0
     assert torch.equal(fastckpt.load(tmp_path / "good")["w"], torch.ones(2))
-    done = convert(tmp_path / "bad.pt", tmp_path / "bad", env=printing)
-    assert done.returncode == 2, done
-    assert "more than tensors and plain containers" in done.stderr
+    capsys.readouterr()
+    assert cli.main(["convert", str(tmp_path / "bad.pt"), str(tmp_path / "bad")]) == 2
+    assert "more than tensors and plain containers" in capsys.readouterr().err
     assert not (tmp_path / "bad").exists()
 
 
@@ -380,10 +378,12 @@ def test_the_standard_input_may_be_closed(tmp_path):
     """A new descriptor is then its own, which the child replaces."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
-    for name, status in (("good", 0), ("bad", 2)):
-        command = f"exec '{sys.executable}' -m fastckpt convert {name}.pt {name} <&-"
-        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=PATIENCE, check=False)
-        assert (done.returncode, (tmp_path / name).exists()) == (status, status == 0)
+    program = "from fastckpt._tools.cli import main; print(*[main(['convert', f'{n}.pt', n]) for n in ('good', 'bad')])"
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
+    done = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.splitlines()[-1] == "0 2"
+    assert (tmp_path / "good").exists()
+    assert not (tmp_path / "bad").exists()
 
 
 def test_a_child_without_an_answer_is_no_consent(tmp_path, monkeypatch):
@@ -393,7 +393,7 @@ def test_a_child_without_an_answer_is_no_consent(tmp_path, monkeypatch):
         _pickled.check(tmp_path / "m.pt")
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(tmp_path):
+def test_nothing_is_left_of_a_conversion_that_fails(tmp_path, convert):
     fastckpt.save({"w": np.zeros(4), "x": "text"}, tmp_path / "c")
     assert convert(tmp_path / "c", tmp_path / "m.safetensors").returncode == 2
     assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
