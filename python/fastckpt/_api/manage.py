@@ -8,7 +8,6 @@ from typing import cast
 from fastckpt import _core
 from fastckpt._core import Leftover, ListedCheckpoint
 from fastckpt._paths import AnyPath, is_url, path_of
-from fastckpt._stores import checkpoints
 from fastckpt._stores.urls import place_of
 
 from . import in_flight
@@ -40,6 +39,8 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
     """
     target = place_of("remove", path)
     if is_url(target):
+        from fastckpt._stores import checkpoints  # noqa: PLC0415 - for a URL alone
+
         checkpoints.remove(target, everything=bool(everything))
         return
     in_flight.wait_for_path(target)
@@ -63,6 +64,8 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
     """
     place = place_of("list", directory)
     if is_url(place):
+        from fastckpt._stores import checkpoints  # noqa: PLC0415 - for a URL alone
+
         return cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
     return _core.list_checkpoints(place)
 

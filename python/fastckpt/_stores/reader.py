@@ -6,10 +6,6 @@ from typing import cast
 
 from fastckpt import _core
 from fastckpt._paths import is_url
-from fastckpt._portable import reader as _portable
-
-from .files import StoredFiles
-from .objects import Objects
 
 
 def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Reader:
@@ -29,5 +25,11 @@ def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Read
     """
     if not is_url(place):
         return _core.Reader(place, keep=keep)
+    # A fifth of the time of importing fastckpt, and for a URL alone.
+    from fastckpt._portable import reader as portable  # noqa: PLC0415
+
+    from .files import StoredFiles  # noqa: PLC0415
+    from .objects import Objects  # noqa: PLC0415
+
     files = StoredFiles(Objects.at(operation, place))
-    return cast("_core.Reader", _portable.Reader(place, files=files))
+    return cast("_core.Reader", portable.Reader(place, files=files))
