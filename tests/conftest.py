@@ -9,6 +9,7 @@ import pytest
 
 import fastckpt
 from harness import groups, zygote
+from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
 # Torch's idle threads spin in wait of the next operator: on a busy machine that takes most of the time of a test that
 # trains. The library of threads reads this once, when torch is imported, here and in all that the tests start.

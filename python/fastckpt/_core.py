@@ -5,6 +5,7 @@ It has what reading, inspecting, verifying and converting take. All else is ther
 
 from importlib.metadata import version
 
+from fastckpt._portable.checksum import crc64, crc64_joined
 from fastckpt._portable.hashes import crowded
 from fastckpt._portable.limits import MAX_DIMENSIONS, MAX_TOKENS
 from fastckpt._portable.listing import list_checkpoints
@@ -46,6 +47,8 @@ __all__ = [
     "StoredTensor",
     "__version__",
     "check_target",
+    "crc64",
+    "crc64_joined",
     "crowded",
     "leftovers",
     "list_checkpoints",

@@ -33,6 +33,8 @@ __all__ = [
     "StoredTensor",
     "__version__",
     "check_target",
+    "crc64",
+    "crc64_joined",
     "crowded",
     "leftovers",
     "list_checkpoints",
@@ -305,6 +307,15 @@ class Probe:
     files: ProbedFiles | None
     trouble: tuple[str, int] | None
 
+def crc64(address: int, nbytes: int, before: int | None = None) -> int:
+    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of what has that sum, followed by them.
+
+    The caller holds the memory, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` takes buffers.
+    """
+
+def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
+    """The sum of what has the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
+
 def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
     """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.
 
@@ -500,6 +511,10 @@ class ReadRequest:
     def address(self) -> int: ...
     @property
     def capacity(self) -> int: ...
+    @property
+    def box(self) -> list[tuple[int, int, int]] | None: ...
+    @property
+    def strides(self) -> list[int] | None: ...
 
 @final
 class Reader:

@@ -1,10 +1,11 @@
-"""CRC-64/NVME (docs/format.md, 3.3)."""
+"""CRC-64/NVME where there is no compiled core, by the package anycrc; ``_core.pyi`` documents the two functions."""
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Any
+
+from fastckpt._tensors.memory import at
 
 try:
     import anycrc  # type: ignore[import-untyped]
@@ -18,33 +19,19 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-#: Digits of a sum in the manifest.
-HEX = 16
+    from collections.abc import Sequence
 
 _model: Any = anycrc.Model("CRC64-NVME")
-_digits = re.compile(r"[0-9a-f]*").fullmatch
 
 
-def of(data: Any, before: int | None = None) -> int:
-    """The sum of ``data``, a buffer; with ``before``, of what has that sum, followed by ``data``."""
-    sum_: int = _model.calc(data, before) if len(data) else before or 0
+def crc64(address: int, nbytes: int, before: int | None = None) -> int:
+    """The sum of what lies at ``address``."""
+    sum_: int = _model.calc(at(address, nbytes), before) if nbytes else before or 0
     return sum_
 
 
-def joined(first: int, parts: Iterable[tuple[int, int]]) -> int:
-    """The sum of what has the sum ``first``, followed by parts, each given as its sum and its length."""
+def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
+    """The sum of what has the sum ``first``, followed by ``parts``."""
     for sum_, length in parts:
         first = _model.combine(first, sum_, length)
     return first
-
-
-def are_digits(text: str, count: int) -> bool:
-    """Whether ``text`` is ``count`` sums, one after another."""
-    return len(text) == count * HEX and _digits(text) is not None
-
-
-def to_hex(sum_: int) -> str:
-    """As the manifest has it."""
-    return f"{sum_:016x}"
