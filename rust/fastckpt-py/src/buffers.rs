@@ -20,13 +20,6 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, to_python};
 
-/// The `nbytes` at `address`, for a call that Python waits for.
-pub(crate) fn lent(address: usize, nbytes: usize) -> Source {
-    // SAFETY: the Python side passes the address and size of a buffer that it owns, and neither frees nor changes it
-    // until the call returns. The caller lets go of the `Source` before that.
-    unsafe { Source::new(address as *const u8, nbytes) }
-}
-
 /// Where to read tensor `index` of `nbytes` bytes from: `address`, where Python knows of `capacity` bytes, or `fill` if
 /// the address is 0.
 pub(crate) fn content(

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
-use crate::buffers::lent;
+use crate::buffers::summed;
 use crate::error::{Raised, to_python};
 
 /// A checkpoint in a directory.
@@ -127,7 +127,7 @@ impl Gathering {
         address: usize,
         nbytes: usize,
     ) -> PyResult<u64> {
-        let bytes = lent(address, nbytes);
+        let bytes = summed(address, nbytes);
         self.open(py, |gathering| {
             let file = file.0.read().unwrap_or_else(PoisonError::into_inner);
             file.as_ref().map(|file| gathering.write(file, offset, bytes.bytes())).transpose()

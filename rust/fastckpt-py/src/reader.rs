@@ -81,6 +81,7 @@ struct StoredShard {
     file: String,
     prefix: String,
     nbytes: u64,
+    crc: String,
 }
 
 /// See `_core.pyi`.
@@ -192,6 +193,7 @@ impl Reader {
             file: shard.file.clone(),
             prefix: shard.prefix.clone(),
             nbytes: shard.bytes,
+            crc: shard.crc.clone(),
         };
         self.checkpoint.body().shards.iter().map(one).collect()
     }
