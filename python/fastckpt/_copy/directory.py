@@ -35,6 +35,7 @@ class ToDirectory:
         self._operation = operation
         self._target = target
         self._overwrite = overwrite
+        self._linked: list[int] = []
 
     def has(self, plan: Plan) -> bool:
         """Whether the checkpoint is there, as far as the manifest and the lengths of the files show."""
@@ -89,12 +90,16 @@ class ToDirectory:
             return [item for item in plan.items if held.get(item.name) != item.nbytes]
 
         def make(source: Source, item: Item) -> _Copied:
-            return _Linked(gathering, source, item) if source.place == self._target else _Copied(gathering, item)
+            return (
+                _Linked(gathering, source, item, self._linked)
+                if source.place == self._target
+                else _Copied(gathering, item)
+            )
 
         def bring(items: Sequence[Item]) -> None:
             plan.bring(items, lambda items, source: move(items, source, lambda item: make(source, item), pace))
 
-        return bring_share(plan.items, share, pace, missing, bring)
+        return bring_share(plan.items, share, pace, missing, bring) + sum(self._linked)
 
 
 def _is_of_no_use(error: BaseException) -> bool:
@@ -135,12 +140,13 @@ class _Copied:
 class _Linked(_Copied):
     """A file that stays as it is where the target is: it is read and compared, and linked."""
 
-    def __init__(self, gathering: Gathering, source: Source, item: Item) -> None:
+    def __init__(self, gathering: Gathering, source: Source, item: Item, linked: list[int]) -> None:
         self._gathering = gathering
         self._source = source
         self._item = item
         self._name = item.name
         self._file = None
+        self._linked = linked
 
     def put(self, start: int, data: Bytes) -> int:
         """See :class:`Sink`."""
@@ -155,6 +161,8 @@ class _Linked(_Copied):
         except OSError:
             # It has too many links, belongs to somebody else, or lies where there are none.
             self._copy(opened)
+        else:
+            self._linked.append(self._item.nbytes)
 
     def _copy(self, opened: Opened) -> None:
         summed = Summed(where(self._source.place, self._name), self._item, BLOCK)

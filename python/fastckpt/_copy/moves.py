@@ -35,7 +35,15 @@ def memory_of(nbytes: int) -> Bytes:
 
 
 class UnreadableError(Exception):
-    """A file is damaged, missing or unreadable where it was read; the cause is why."""
+    """A file is damaged, missing or unreadable where it was read.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Sink(Protocol):
@@ -109,7 +117,7 @@ def readable(read: Callable[[], _T]) -> _T:
     try:
         return read()
     except (CorruptCheckpointError, OSError) as error:
-        raise UnreadableError from error
+        raise UnreadableError(error) from error
 
 
 def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pace: Pace) -> dict[str, Exception]:
@@ -164,10 +172,9 @@ def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
         raise error
     found = {}
     for file in files:
-        if file.error is not None:
+        if isinstance(file.error, UnreadableError):
             pace.moved(-file.moved)
-            assert isinstance(file.error.__cause__, Exception)  # noqa: S101 - see UnreadableError
-            found[file.item.name] = file.error.__cause__
+            found[file.item.name] = file.error.error
     return found
 
 

@@ -135,8 +135,8 @@ class ToObjects:
                 self._objects.write(item.name, ahead(item, source, opened, pace), item.nbytes, crc)
         except BaseException as error:
             pace.moved(before - pace.done)
-            if isinstance(error, UnreadableError) and isinstance(error.__cause__, Exception):
-                return error.__cause__
+            if isinstance(error, UnreadableError):
+                return error.error
             raise
         return None
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from fastckpt import _core, _crc64
+from fastckpt import _crc64
 from fastckpt._paths import is_url
-from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
-from fastckpt._portable.manifest import corrupt, decode
+from fastckpt._portable.limits import MANIFEST
+from fastckpt._portable.manifest import corrupt
 from fastckpt._stores.objects import Objects
+from fastckpt._stores.reader import open_reader
 from fastckpt._text import visible
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ def source_at(operation: str, place: str) -> Source:
     return _Store(operation, place) if is_url(place) else _Directory(operation, place)
 
 
+def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
+    reader = open_reader(operation, place)
+    return reader.manifest(), [Item(one.file, one.nbytes, one.crc, is_shard=True) for one in reader.shards()]
+
+
 def where(place: str, name: str) -> str:
     """The path or the URL of a file, for messages."""
     return f"{place}/{name}" if is_url(place) else str(Path(place, name))
@@ -111,8 +117,7 @@ class _Directory:
         self._operation = operation
 
     def manifest(self) -> tuple[bytes, list[Item]]:
-        reader = _core.Reader(self.place)
-        return reader.manifest(), [Item(one.file, one.nbytes, one.crc, is_shard=True) for one in reader.shards()]
+        return _manifest(self._operation, self.place)
 
     def beside(self, shards: Sequence[Item]) -> list[Item]:
         found = []
@@ -223,12 +228,11 @@ def _open_direct(path: str, about: os.stat_result) -> int | None:
 class _Store:
     def __init__(self, operation: str, place: str) -> None:
         self.place = place
+        self._operation = operation
         self._objects = Objects.at(operation, place)
 
     def manifest(self) -> tuple[bytes, list[Item]]:
-        content = self._objects.read_all(MANIFEST, MAX_MANIFEST)
-        found = decode(content, where(self.place, MANIFEST)).shards
-        return content, [Item(one.file, one.nbytes, one.crc, is_shard=True) for one in found]
+        return _manifest(self._operation, self.place)
 
     def beside(self, shards: Sequence[Item]) -> list[Item]:
         sizes = self._objects.children()[1]
