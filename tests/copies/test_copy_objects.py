@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fastckpt
