@@ -223,7 +223,10 @@ def test_a_manifest_that_is_damaged_comes_from_elsewhere_and_the_files_need_not(
 
 
 def test_another_checkpoint_is_no_source(saved, tmp_path):
-    copy_checkpoint([saved("a", 1), saved("b", 2)], str(tmp_path / "c"))
+    sources_ = [saved("a", 1), saved("b", 2)]
+    Path(sources_[1], "notes.txt").touch()
+    copy_checkpoint(sources_, str(tmp_path / "c"))
+    assert names(tmp_path / "c") == FILES
     assert value_at(str(tmp_path / "c")) == 1
     damage(str(tmp_path / "a"), SHARDS[0])
     with pytest.raises(fastckpt.CorruptCheckpointError):

@@ -192,10 +192,10 @@ impl Gathering {
             retry_on_intr(|| fs::fsync(&file))?;
             Ok(fs::renameat(&self.directory, part.as_str(), &self.directory, name)?)
         };
-        link().map_err(|error| {
-            self.unlink(&part);
-            Error::io("link", &source)(error)
-        })
+        let linked = link();
+        // After a failure. And where the file had its name already: a rename to another link of one file does nothing.
+        self.unlink(&part);
+        linked.map_err(Error::io("link", &source))
     }
 
     /// Makes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
