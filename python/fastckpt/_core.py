@@ -34,6 +34,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankBase",
     "RankLoad",
     "RankSave",
     "ReadRequest",
