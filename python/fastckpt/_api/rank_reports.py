@@ -14,7 +14,8 @@ class RankSaveReport(SaveReport):
     """What one rank did in a save of several; see :class:`SaveReport`.
 
     ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` are of what this rank wrote, ``shards``,
-    ``tensors``, ``linked_files`` and ``linked_bytes`` of the whole checkpoint. The phase ``commit`` includes the wait for the other ranks.
+    ``tensors``, ``linked_files`` and ``linked_bytes`` of the whole checkpoint. The phase ``commit`` includes the wait
+    for the other ranks.
 
     Attributes:
         rank: the rank in the process group.

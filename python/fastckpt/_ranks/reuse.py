@@ -1,8 +1,8 @@
 """What a save of many ranks takes over from an earlier checkpoint: the rounds ``base`` and ``compared``.
 
-The coordinator opens the base, and passes its manifest on. Each rank sums what it holds as the base has it, and the sums
-are put together on their way up: they are 8 bytes for each block that several ranks have parts of, and 24 for each
-tensor. The coordinator links the files in which nothing has changed, and all lay out the rest.
+The coordinator opens the base, and passes its manifest on. Each rank sums what it holds, and the sums are put together
+on their way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links
+the files in which nothing has changed, and all lay out the rest.
 """
 
 from __future__ import annotations

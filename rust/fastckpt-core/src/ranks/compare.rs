@@ -25,8 +25,9 @@ struct Stretch<'a> {
     item: &'a Item,
     entry: &'a TensorEntry,
     extent: Extent,
-    /// Which bytes of the tensor.
+    /// A range of the tensor, and the number of its bytes that the item has.
     range: Range<u64>,
+    own: u64,
 }
 
 /// What was found of a stretch.
@@ -62,13 +63,16 @@ pub(super) fn sums(
         let most = if pulls { BATCH as u64 } else { BLOCK_SIZE };
         let extents = geometry::extents(entry.placement(item.tensor), item.bytes.clone(), base.block_size);
         for (extent, range) in extents {
-            let len = range.end - range.start;
+            let (len, own) = (range.end - range.start, item.rows.bytes_in(&range));
+            if own == 0 {
+                continue;
+            }
             if bytes > 0 && (pulls != pulled || bytes + len > most) {
                 batches.push(begin..stretches.len());
                 (begin, bytes) = (stretches.len(), 0);
             }
             (pulled, bytes, total) = (pulls, bytes + len, total + len);
-            stretches.push(Stretch { item, entry, extent, range });
+            stretches.push(Stretch { item, entry, extent, range, own });
         }
     }
     if begin < stretches.len() {
@@ -94,9 +98,10 @@ pub(super) fn sums(
     };
     in_parallel(batches.len(), total, options, tick, &batch)?;
     let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
-    for (tensor, changed) in changed.iter().enumerate().filter(|(_, changed)| changed.load(Ordering::Relaxed))
-    {
-        found.of(tensor).changed = changed.load(Ordering::Relaxed);
+    for (tensor, changed) in changed.iter().enumerate() {
+        if changed.load(Ordering::Relaxed) {
+            found.of(tensor).changed = true;
+        }
     }
     Ok(found)
 }
@@ -136,7 +141,7 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
 
 /// Sums a stretch, whose bytes lie in `from`, which begins at byte `low` of the local memory.
 fn sum(
-    Stretch { item, entry, extent, range }: &Stretch<'_>,
+    &Stretch { item, entry, ref extent, ref range, own }: &Stretch<'_>,
     (from, low): (&[u8], u64),
     changed: &AtomicBool,
 ) -> Result<Option<Summed>> {
@@ -154,12 +159,11 @@ fn sum(
         changed.store(true, Ordering::Relaxed);
         return Ok(None);
     }
-    let own = sum ^ Pair::zeros(len);
+    let added = sum ^ Pair::zeros(len);
     let after = extent.start + extent.len - range.end;
-    let part = (!is_all).then(|| (extent.index, checksum::combine(own.crc, 0, after)));
-    let xz = checksum::combine_xz(own.xz, 0, entry.bytes() - range.end);
-    let len = if whole.is_some() { len } else { item.rows.bytes_in(range) };
-    Ok(Some(Summed { tensor: item.tensor, len, xz, part }))
+    let part = (!is_all).then(|| (extent.index, checksum::combine(added.crc, 0, after)));
+    let xz = checksum::combine_xz(added.xz, 0, entry.bytes() - range.end);
+    Ok(Some(Summed { tensor: item.tensor, len: own, xz, part }))
 }
 
 /// The checksums of `range` of the tensor, with zeros in the place of bytes that the item does not have.

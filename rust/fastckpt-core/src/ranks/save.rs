@@ -376,4 +376,4 @@ impl RankSave {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::ranks) mod tests;
