@@ -677,8 +677,8 @@ class Mail:
 class RankBase:
     """What the save of one rank takes over from an earlier checkpoint, its base.
 
-    The coordinator calls ``open``, ``compare``, ``take`` and ``share``; the others ``know``, ``compare``, ``follow`` and
-    ``share``. Then :class:`RankSave` takes it. RuntimeError out of order.
+    The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` in the place of
+    ``open``, and ``follow`` in that of ``take``. Then :class:`RankSave` takes it. RuntimeError out of order.
     """
 
     def __new__(
