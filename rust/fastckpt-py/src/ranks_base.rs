@@ -74,7 +74,7 @@ impl RankBase {
     }
 
     #[staticmethod]
-    fn merge<'py>(py: Python<'py>, found: Vec<PyBackedBytes>) -> PyResult<Bound<'py, PyBytes>> {
+    fn merge(py: Python<'_>, found: Vec<PyBackedBytes>) -> PyResult<Bound<'_, PyBytes>> {
         let merged = py.detach(|| {
             let mut all = Sums::default();
             found.iter().try_for_each(|one| Sums::decode(one).map(|one| all.add(one)))?;

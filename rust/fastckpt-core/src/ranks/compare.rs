@@ -126,13 +126,12 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
     let mut found = Vec::with_capacity(stretches.len());
     for ((stretch, span), pull) in stretches.iter().zip(&spans).zip(&pulls) {
         let source = if pull.is_some() { None } else { held.memory(stretch.item, span)? };
-        let from = match &source {
-            Some(source) => source.bytes(),
-            None => {
-                let (from, after) = rest.split_at(if pull.is_some() { bytes(span) } else { 0 });
-                rest = after;
-                from
-            }
+        let from = if let Some(source) = &source {
+            source.bytes()
+        } else {
+            let (from, after) = rest.split_at(if pull.is_some() { bytes(span) } else { 0 });
+            rest = after;
+            from
         };
         found.extend(sum(stretch, (from, span.start), &changed[stretch.item.tensor])?);
     }
