@@ -21,6 +21,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankBase",
     "RankLoad",
     "RankSave",
     "ReadRequest",
