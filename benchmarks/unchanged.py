@@ -1,6 +1,7 @@
 """What a save costs of which most, or all, is as its base has it, beside the same save in full.
 
     python benchmarks/unchanged.py --size 1 --rounds 17 --check
+    python benchmarks/unchanged.py --ranks 4 --spread columns --size 1 --rounds 17 --check
 
 In each round the same state is saved three ways, which take turns to be first:
 
@@ -10,8 +11,11 @@ In each round the same state is saved three ways, which take turns to be first:
 
 The base of a round is what the round before wrote in the same way. The bytes written are those of all files that the
 new directory shares with no other. About every sixteenth save reads a file of its base again, and that is part of the
-mean: give at least 17 rounds. GB is 10^9 bytes. ``--check`` exits with 1 when a bar is missed: ``same`` takes at most a
-quarter of the time and a hundredth of the bytes of ``full``, ``tuned`` at most a twentieth of the bytes.
+mean: give at least 17 rounds. With ``--ranks``, so many processes save together, each its rows or its columns, or
+copies of everything; CPU seconds are of all of them. GB is 10^9 bytes.
+
+``--check`` exits with 1 when a bar is missed: ``same`` takes at most a quarter of the time and a hundredth of the bytes
+of ``full``, ``tuned`` at most a twentieth of the bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 
@@ -33,16 +40,24 @@ GB = 10**9
 #: Parts of what a full save takes: time, bytes, and bytes with one percent trained.
 SECONDS, BYTES, TUNED = 0.25, 0.01, 0.05
 WAYS = ("full", "same", "tuned")
+#: By how ranks have tensors: the dimension that they are cut along, if any.
+SPREADS = {"rows": 0, "columns": 1, "copies": None}
 
 
-def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a state of about ``size`` bytes, of which ``head`` is one percent."""
+def make_state(size: int, dim: int | None) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a state of about ``size`` bytes, of which ``head`` is one percent; on ranks cut along ``dim``."""
     layers, columns = 99, 1024
     rows = max(1, size // 100 // (columns * 2))
-    model = {f"layers.{index}.weight": torch.empty(rows, columns, dtype=torch.bfloat16) for index in range(layers)}
-    model["head.weight"] = torch.empty(rows, columns, dtype=torch.bfloat16)
-    for tensor in model.values():
+    shape = [rows, columns]
+    if dim is not None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shape[dim] = -(-shape[dim] // mesh.size())
+    torch.manual_seed(0 if dim is None else dist.get_rank())
+    model = {}
+    for name in (*(f"layers.{index}.weight" for index in range(layers)), "head.weight"):
+        tensor = torch.empty(shape, dtype=torch.bfloat16)
         tensor.view(torch.int16).random_()
+        model[name] = tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
     return {"model": model}
 
 
@@ -51,9 +66,25 @@ def own_bytes(path: Path) -> int:
     return sum(entry.stat().st_size for entry in path.iterdir() if entry.stat().st_nlink == 1)
 
 
-def measure(directory: Path, size: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return the seconds, the CPU seconds and the bytes written of each save, by way."""
-    state = make_state(size)
+def together() -> None:
+    """Wait for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def summed(seconds: float) -> float:
+    """Return the sum over the ranks, if there are any."""
+    total = torch.tensor(seconds, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total)
+
+
+def measure(directory: Path, size: int, rounds: int, dim: int | None) -> dict[str, list[dict[str, float]]]:
+    """Return the seconds, the CPU seconds and the bytes written of each save, by way; called by all ranks."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    save = fastckpt.distributed.save if dist.is_initialized() else fastckpt.save
+    state = make_state(size, dim)
     head = torch.zeros_like(state["model"]["head.weight"])
     states = {"full": state, "same": state, "tuned": {"model": {**state["model"], "head.weight": head}}}
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -63,19 +94,40 @@ def measure(directory: Path, size: int, rounds: int) -> dict[str, list[dict[str,
         for turn in range(len(WAYS)):
             way = WAYS[(number + turn) % len(WAYS)]
             head.add_(1)
+            together()
             base, path = last[way], directory / f"{way}-{number}"
             cpu, began = time.process_time(), time.perf_counter()
-            report = fastckpt.save(states[way], path, base=None if way == "full" else base)
-            sample = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+            report = save(states[way], path, base=None if way == "full" else base)
+            sample = {"seconds": time.perf_counter() - began, "cpu": summed(time.process_time() - cpu)}
             sample["bytes"] = float(own_bytes(path))
+            together()
             if base is not None:
                 if report.warnings:
                     raise RuntimeError(f"{way}: {report.warnings}")
-                shutil.rmtree(base)
+                if first:
+                    shutil.rmtree(base)
             last[way] = path
             if number >= 0:
                 samples[way].append(sample)
     return samples
+
+
+def rank(number: int, ranks: int, directory: Path, size: int, rounds: int, dim: int | None) -> None:
+    """Measure as one of several ranks; the first one writes what it found."""
+    store = dist.FileStore(str(directory / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=ranks)
+    samples = measure(directory, size, rounds, dim)
+    if number == 0:
+        (directory / "samples.json").write_text(json.dumps(samples), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def measure_ranks(
+    directory: Path, size: int, rounds: int, ranks: int, dim: int | None
+) -> dict[str, list[dict[str, float]]]:
+    """Return the same of so many processes that save together."""
+    torch.multiprocessing.spawn(rank, (ranks, directory, size, rounds, dim), ranks)
+    return json.loads((directory / "samples.json").read_text(encoding="utf-8"))
 
 
 def main() -> int:
@@ -83,12 +135,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=1.0, help="GB of the state (default: 1)")
     parser.add_argument("--rounds", type=int, default=17, help="rounds (default: 17)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that save together (default: 1)")
+    parser.add_argument("--spread", choices=SPREADS, default="rows", help="how ranks have tensors (default: rows)")
     parser.add_argument("--dir", type=Path, help="where to save (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fastckpt-unchanged-", dir=options.dir) as directory:
-        samples = measure(Path(directory), int(options.size * GB), options.rounds)
+        what = (Path(directory), int(options.size * GB), options.rounds)
+        if options.ranks > 1:
+            samples = measure_ranks(*what, options.ranks, SPREADS[options.spread])
+        else:
+            samples = measure(*what, None)
     if options.json:
         options.json.write_text(json.dumps(samples, indent=1), encoding="utf-8")
     means = {

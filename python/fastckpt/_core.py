@@ -37,6 +37,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankBase",
     "RankLoad",
     "RankSave",
     "ReadRequest",
@@ -76,6 +77,7 @@ Operation = for_linux("Operation")
 Probe = for_linux("Probe")
 ProbedFiles = for_linux("ProbedFiles")
 ProbedRing = for_linux("ProbedRing")
+RankBase = for_linux("RankBase")
 RankLoad = for_linux("RankLoad")
 RankSave = for_linux("RankSave")
 SaveOptions = for_linux("SaveOptions")

@@ -23,6 +23,7 @@ __all__ = [
     "Probe",
     "ProbedFiles",
     "ProbedRing",
+    "RankBase",
     "RankLoad",
     "RankSave",
     "ReadRequest",
@@ -124,7 +125,8 @@ class SaveOptions:
     ``elapsed`` are the seconds since the program called, for the live counters. ``operation`` is the save that these
     options are for, if it has begun already; ``step`` and ``elapsed`` are its own then.
     ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for
-    each tensor whether it stays as it is, and is empty where that is not said. Ranks ignore both.
+    each tensor whether it stays as it is, and is empty where that is not said. Ranks ignore ``base``: see
+    :class:`RankBase`.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
     ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
@@ -737,6 +739,53 @@ class Mail:
         """End every wait, now and later, with a RuntimeError that says why."""
 
 @final
+class RankBase:
+    """What the save of one rank takes over from an earlier checkpoint, its base.
+
+    The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` in the place of
+    ``open``, and ``follow`` in that of ``take``. Then :class:`RankSave` takes it. RuntimeError out of order.
+    """
+
+    def __new__(
+        cls,
+        share: Share,
+        rank: int,
+        held: Sequence[tuple[int, int, int, int]],
+        fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
+        options: SaveOptions,
+    ) -> RankBase:
+        """As for :class:`RankSave`: ``share`` is of a save that takes over nothing, made with the same ``options``.
+
+        Of these, ``frozen`` counts, too.
+        """
+    def open(self, path: str) -> bytes | None:
+        """Open the base, and return its manifest for the others; None if it is none, and the save will warn of it."""
+    def know(self, path: str, manifest: bytes) -> None:
+        """Take the manifest of the base at ``path``, which the coordinator has opened."""
+    def compare(self, tick: Callable[[int, int], None] | None) -> bytes:
+        """Sum what this rank holds of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
+    @staticmethod
+    def merge(found: Sequence[bytes]) -> bytes:
+        """What several ranks found, as one; in any order."""
+    def take(self, path: str, found: bytes, tick: Callable[[int, int], None] | None) -> bytes:
+        """Make the workspace for a save to ``path``, and link the files in which nothing has changed into it.
+
+        Args:
+            path: the checkpoint's directory.
+            found: what all ranks found, merged. A tensor of which they have not summed each byte once has changed.
+            tick: as in :func:`save`.
+
+        Returns:
+            What the others ``follow``.
+        """
+    def follow(self, told: bytes) -> None:
+        """Note what the coordinator took over."""
+    def share(self) -> Share:
+        """The layout of the rest, for :class:`RankSave`; equal on all ranks."""
+    def close(self) -> None:
+        """Remove the workspace, unless a :class:`RankSave` has it. May be called again."""
+
+@final
 class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
@@ -751,6 +800,7 @@ class RankSave:
         held: Sequence[tuple[int, int, int, int]],
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
         options: SaveOptions,
+        base: RankBase | None = None,
     ) -> RankSave:
         """Find out what ``rank`` does.
 
@@ -762,6 +812,8 @@ class RankSave:
             fill: where the address is 0, ``fill(ranges)`` brings the bytes, as in :func:`save`; the index of a range is
                 that in ``held``. The threads of ``write`` and of the mail call it.
             options: I/O, ``overwrite``, ``files``, ``step`` and ``staging``.
+            base: what made the share, if that has files of an earlier checkpoint: what it took over becomes a part of
+                this save.
 
         ValueError where a part has other bytes than the share says, or is missing.
         """
@@ -788,7 +840,7 @@ class RankSave:
         per_rank: str | None,
         saved: Saved,
         tick: Callable[[int, int], None] | None,
-    ) -> Report:
+    ) -> WrittenReport:
         """For the coordinator, when all have written: check that all bytes are there, and publish the checkpoint.
 
         Args:

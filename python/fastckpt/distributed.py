@@ -53,6 +53,8 @@ def save(  # noqa: PLR0913 - all by name
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
+    base: AnyPath | None = None,
+    frozen: str | Sequence[str] | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     exclude: str | Sequence[str] | None = None,
@@ -86,6 +88,10 @@ def save(  # noqa: PLR0913 - all by name
             ``default``, ``registry``, ``bandwidth_limit``, ``progress``) has to be the same on all ranks.
         metadata: the same on all ranks.
         files: the same on all ranks.
+        base: an earlier checkpoint, as for :func:`fastckpt.save`, the same on all ranks. It may have been written by
+            any number of ranks, however they held the tensors, or by one process. Each rank compares what it holds, and
+            nothing of a tensor travels for that. docs/unchanged.md has the rules.
+        frozen: the same on all ranks. A pattern has to match something on one of them.
         shard_size: the same on all ranks.
         model_key: the same on all ranks.
         exclude: as for :func:`fastckpt.save`, of ``state``; so is ``dtype``. A rank need not have what a pattern
@@ -99,7 +105,7 @@ def save(  # noqa: PLR0913 - all by name
         progress: show a progress bar of what this rank writes.
 
     Returns:
-        What was done: ``bytes`` by this rank, ``bytes_total`` by all.
+        What was done: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -129,6 +135,8 @@ def save(  # noqa: PLR0913 - all by name
             overwrite=overwrite,
             metadata=metadata,
             files=files,
+            base=base,
+            frozen=frozen,
             shard_size=shard_size,
             model_key=model_key,
             tailor=Tailor("save", exclude, dtype),
@@ -140,6 +148,8 @@ def save(  # noqa: PLR0913 - all by name
         )
         try:
             in_flight.wait_for_path(call.path)
+            if placed.base is not None:
+                in_flight.wait_for_path(placed.base)
             with ticker("save", call.path, shown=progress) as tick:
                 written = save_order(
                     call.session, operation, call.path, placed, began=began, timeout=call.timeout, tick=tick
@@ -164,6 +174,8 @@ def save_async(  # noqa: PLR0913 - all by name
     overwrite: bool = True,
     metadata: Any = None,
     files: Files | None = None,
+    base: AnyPath | None = None,
+    frozen: str | Sequence[str] | None = None,
     shard_size: int | str = "5GB",
     model_key: str | None = "auto",
     exclude: str | Sequence[str] | None = None,
@@ -194,6 +206,8 @@ def save_async(  # noqa: PLR0913 - all by name
         overwrite: as for :func:`save`.
         metadata: as for :func:`save`.
         files: as for :func:`save`. Contents are taken at the call.
+        base: as for :func:`save`. What was copied is compared, in the background.
+        frozen: as for :func:`save`.
         shard_size: as for :func:`save`.
         model_key: as for :func:`save`.
         exclude: as for :func:`save`.
@@ -237,6 +251,8 @@ def save_async(  # noqa: PLR0913 - all by name
                     overwrite=overwrite,
                     metadata=metadata,
                     files=files,
+                    base=base,
+                    frozen=frozen,
                     shard_size=shard_size,
                     model_key=model_key,
                     tailor=Tailor("save_async", exclude, dtype),

@@ -13,13 +13,14 @@ from .reports import LoadReport, SaveReport
 class RankSaveReport(SaveReport):
     """What one rank did in a save of several; see :class:`SaveReport`.
 
-    ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` are of what this rank wrote, ``shards`` and
-    ``tensors`` of the whole checkpoint. The phase ``commit`` includes the wait for the other ranks.
+    ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` are of what this rank wrote, ``shards``,
+    ``tensors``, ``linked_files`` and ``linked_bytes`` of the whole checkpoint. The phase ``commit`` includes the wait
+    for the other ranks.
 
     Attributes:
         rank: the rank in the process group.
         ranks: the number of ranks.
-        bytes_total: bytes of tensor data in the checkpoint, which all ranks have written.
+        bytes_total: bytes of tensor data that all ranks have written.
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
     """

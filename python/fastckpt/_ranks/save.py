@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastckpt import _core
 from fastckpt._api.lent import lent
 from fastckpt._api.options import check_bandwidth, check_engine
+from fastckpt._api.reuse import check_base, check_frozen, flags_of
 from fastckpt._api.save import step_of, warn_of_unnamed
 from fastckpt._files import Files, check_files
 from fastckpt._state.registry import Registry, Types
@@ -29,11 +30,14 @@ from .attention import Attention
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
+from .reuse import take_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from fastckpt._api.selection import Patterns
     from fastckpt._api.tailor import Tailor
+    from fastckpt._paths import AnyPath
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
@@ -62,12 +66,14 @@ class Portion(NamedTuple):
         fill: takes ranges ``(index in held, start, address, nbytes)``, and copies these bytes of the parts to the
             addresses; called by threads.
         options: how it is saved.
+        base: what ``share`` was laid out beside, if anything was taken over from an earlier checkpoint.
     """
 
     share: _core.Share
     held: Sequence[tuple[int, int, int, int]]
     fill: Callable[[Sequence[Range]], None] | None
     options: _core.SaveOptions
+    base: _core.RankBase | None = None
 
 
 class Written(NamedTuple):
@@ -90,17 +96,23 @@ class Order:
         local: what this rank saves.
         settings: how, but for the prefix of the model.
         tailor: what is left out and cast.
+        base: an earlier checkpoint to take files over from, absolute.
+        frozen: the tensors that are said to stay as they are.
     """
 
     local: Local
     settings: dict[str, Any]
     tailor: Tailor
+    base: str | None
+    frozen: Patterns | None
 
     def terms(self) -> str:
         """What has to be equal on all ranks beside the state."""
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.settings["files"]}
         chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
-        return json.dumps({**chosen, "files": files, "model_key": self.local.model_key}, sort_keys=True)
+        frozen = None if self.frozen is None else self.frozen.texts
+        more = {"base": self.base, "frozen": frozen, "files": files, "model_key": self.local.model_key}
+        return json.dumps({**chosen, **more}, sort_keys=True)
 
 
 def order(  # noqa: PLR0913 - what a save takes, by name
@@ -112,6 +124,8 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     overwrite: bool,
     metadata: Any,
     files: Files | None,
+    base: AnyPath | None,
+    frozen: Any,
     shard_size: int | str,
     model_key: str | None,
     tailor: Tailor,
@@ -125,6 +139,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
+        TypeError: ``frozen`` is no pattern.
         ValueError: an argument is out of range.
     """
     check_engine(operation, io, threads, devices=True)
@@ -137,6 +152,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         "bandwidth_limit": check_bandwidth(operation, bandwidth_limit),
         "step": step_of(metadata),
     }
+    earlier, patterns = check_base(operation, base), check_frozen(operation, frozen)
     local = describe(
         state,
         session.group.rank,
@@ -152,7 +168,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     warn_of_unnamed(
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
-    return Order(local, settings, tailor)
+    return Order(local, settings, tailor, earlier, patterns)
 
 
 def save_order(
@@ -187,6 +203,7 @@ def save_order(
         options = _core.SaveOptions(
             model_prefix=agreed.prefix,
             training_prefix=PER_RANK if agreed.has_extras else "",
+            frozen=flags_of(order.frozen, [tensor.name for tensor in agreed.tensors]),
             staging=staging.core,
             elapsed=time.perf_counter() - began,
             **order.settings,
@@ -197,10 +214,24 @@ def save_order(
         portion = Portion(share, agreed.held, agreed.fill if pulled else None, options)
         # Only the coordinator has them.
         said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
-        written = write_checkpoint(
-            session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick
-        )
-        return written._replace(own=order.tailor.noted(staging.noted(written.own)))
+        compared = None
+        if order.base is not None:
+            portion, compared = take_over(session, operation, path, order.base, portion, timeout)
+        try:
+            written = write_checkpoint(
+                session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick
+            )
+        finally:
+            if portion.base is not None:
+                portion.base.close()
+        own = written.own if compared is None else _with_comparison(written.own, compared)
+        return written._replace(own=order.tailor.noted(staging.noted(own)))
+
+
+def _with_comparison(own: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """A report of a save that has compared with its base for so long."""
+    phases = {"plan": own["phases"]["plan"], "compare": seconds, **own["phases"]}
+    return {**own, "phases": phases, "seconds": own["seconds"] + seconds}
 
 
 def core_spread(spread: Spread) -> _core.Spread:
@@ -270,7 +301,7 @@ def write_checkpoint(
         RanksError: another rank failed, or does not answer.
         Exception: this rank failed.
     """
-    engine = _core.RankSave(portion.share, session.group.rank, portion.held, portion.fill, portion.options)
+    engine = _core.RankSave(portion.share, session.group.rank, *portion[1:])
     exchange: Exchange | None = None
     whole = False
     try:
@@ -384,6 +415,8 @@ def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], com
         "warnings": tuple(dict.fromkeys([*own["warnings"], *whole["warnings"]])),
         "shards": whole["shards"],
         "tensors": whole["tensors"],
+        "linked_files": whole["linked_files"],
+        "linked_bytes": whole["linked_bytes"],
         "rank": session.group.rank,
         "ranks": session.group.size,
         "bytes_total": whole["bytes"],

@@ -12,6 +12,7 @@ mod error;
 mod hashes;
 mod mail;
 mod probe;
+mod ranks_base;
 mod ranks_load;
 mod ranks_save;
 mod reader;
@@ -38,6 +39,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     reader::register(module)?;
     share::register(module)?;
     mail::register(module)?;
+    ranks_base::register(module)?;
     ranks_save::register(module)?;
     ranks_load::register(module)
 }

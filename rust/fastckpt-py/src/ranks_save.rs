@@ -7,17 +7,17 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::path::IoPath;
-use fastckpt_core::ranks::{self, Commit, Committed, Figures, Held, pieces};
-use pyo3::exceptions::PyValueError;
+use fastckpt_core::ranks::{self, Commit, Committed, Figures, Held, Table, pieces};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::mail::Mail;
+use crate::ranks_base::RankBase;
 use crate::report::{tick, to_dict};
 use crate::save::SaveOptions;
-use crate::share::{Kind, Share};
+use crate::share::Share;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -43,6 +43,28 @@ struct Saved {
     seconds: f64,
 }
 
+/// Memory of a rank, as it is told: tensor, part, address and bytes.
+pub(crate) type Part = (usize, u32, usize, u64);
+
+/// What a rank holds. `fill` supplies the bytes of parts without an address.
+pub(crate) fn held_by(
+    table: &Table,
+    rank: u32,
+    held: Vec<Part>,
+    fill: Option<Py<PyAny>>,
+    raised: &Arc<Raised>,
+) -> PyResult<Held> {
+    let fill = buffers::fill(fill, raised);
+    let mut parts = HashMap::with_capacity(held.len());
+    for (index, (tensor, part, address, capacity)) in held.into_iter().enumerate() {
+        let nbytes = table.share.part_bytes(rank, tensor, part);
+        let nbytes = nbytes.map_err(|error| to_python(&error, raised))?;
+        let content = buffers::content(index, (address, capacity), nbytes, fill.as_ref())?;
+        parts.insert((tensor, part), content);
+    }
+    Ok(Held::new(parts))
+}
+
 impl RankSave {
     /// Runs `action` without the GIL.
     fn detached<T: Send>(
@@ -57,31 +79,26 @@ impl RankSave {
 #[pymethods]
 impl RankSave {
     #[new]
-    #[pyo3(signature = (share, rank, held, fill, options))]
+    #[pyo3(signature = (share, rank, held, fill, options, base=None))]
     fn new(
         py: Python<'_>,
         share: &Share,
         rank: u32,
-        held: Vec<(usize, u32, usize, u64)>,
+        held: Vec<Part>,
         fill: Option<Py<PyAny>>,
         options: &Bound<'_, SaveOptions>,
+        base: Option<&RankBase>,
     ) -> PyResult<Self> {
-        let Kind::Save(table) = &share.0 else {
-            return Err(PyValueError::new_err("a save needs a share that was made to save"));
-        };
+        let table = share.table()?;
         let raised = Arc::new(Raised::default());
-        let fill = buffers::fill(fill, &raised);
-        let mut parts = HashMap::with_capacity(held.len());
-        for (index, (tensor, part, address, capacity)) in held.into_iter().enumerate() {
-            let nbytes = table.share.part_bytes(rank, tensor, part);
-            let nbytes = nbytes.map_err(|error| to_python(&error, &raised))?;
-            let content = buffers::content(index, (address, capacity), nbytes, fill.as_ref())?;
-            parts.insert((tensor, part), content);
-        }
+        let held = held_by(table, rank, held, fill, &raised)?;
         let settings = options.get();
-        let core = py
-            .detach(|| ranks::RankSave::new(Arc::clone(table), rank, Held::new(parts), settings.core.clone()))
+        let mut core = py
+            .detach(|| ranks::RankSave::new(Arc::clone(table), rank, held, settings.core.clone()))
             .map_err(|error| to_python(&error, &raised))?;
+        if let Some(base) = base {
+            core = core.beside(&base.core);
+        }
         let mail = Py::new(py, Mail::new(core.mail(), &raised))?;
         Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
     }
@@ -173,6 +190,8 @@ fn committed_dict<'py>(
     dict.set_item("copied", 0)?;
     dict.set_item("shards", committed.shards)?;
     dict.set_item("tensors", committed.tensors)?;
+    dict.set_item("linked_files", committed.linked.files)?;
+    dict.set_item("linked_bytes", committed.linked.bytes)?;
     Ok(dict)
 }
 

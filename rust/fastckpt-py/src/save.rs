@@ -70,7 +70,7 @@ pub(crate) struct SaveOptions {
     pub(crate) overwrite: bool,
     files: Vec<(String, PyBackedBytes)>,
     base: Option<PathBuf>,
-    frozen: Vec<bool>,
+    pub(crate) frozen: Vec<bool>,
     pub(crate) core: Options,
 }
 

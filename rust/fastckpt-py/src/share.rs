@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::options::BLOCK_SIZE;
+use fastckpt_core::format::families::Apart;
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::ranks::{self, Table, pieces};
 use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
@@ -72,6 +73,14 @@ pub(crate) enum Kind {
 }
 
 impl Share {
+    /// That of a save.
+    pub(crate) fn table(&self) -> PyResult<&Arc<Table>> {
+        match &self.0 {
+            Kind::Save(table) => Ok(table),
+            Kind::Load(_) => Err(PyValueError::new_err("a save needs a share that was made to save")),
+        }
+    }
+
     fn core(&self) -> &share::Share {
         match &self.0 {
             Kind::Save(table) => &table.share,
@@ -105,7 +114,14 @@ impl Share {
         let spreads = self::spreads(&spreads);
         let block_size = options.core.block_size.unwrap_or(BLOCK_SIZE);
         let files = (&*options.groups, options.shard_size, block_size);
-        let table = py.detach(|| Table::new(specs, spread, spreads, ranks, files));
+        let still = &*options.frozen;
+        let table = py.detach(|| {
+            let table = Table::new(specs, spread, spreads, ranks, files)?;
+            if !still.contains(&true) {
+                return Ok(table);
+            }
+            table.apart(files.0, files.1, &Apart { still, taken: &[] })
+        });
         Ok(Self(Kind::Save(Arc::new(mapped(table)?))))
     }
 

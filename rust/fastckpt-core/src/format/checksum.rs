@@ -1,6 +1,8 @@
 //! Checksums (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and combined. CRC-64/NVME guards against
 //! damage. Together with CRC-64/XZ it tells whether a tensor is another one than before.
 
+use std::ops::BitXor;
+
 use crc_fast::CrcAlgorithm::{Crc64Nvme, Crc64Xz};
 use crc_fast::Digest;
 
@@ -74,41 +76,6 @@ pub fn append(first: u64, second: &[u8]) -> u64 {
     combine(first, of(second), second.len() as u64)
 }
 
-/// What is computed of the bytes that are written.
-pub trait Sum: Copy {
-    /// The sum of `bytes`.
-    fn of(bytes: &[u8]) -> Self;
-
-    /// Copies `from` to `to`, which has the same length, and returns the sum of the copy.
-    fn copy(to: &mut [u8], from: &[u8]) -> Self;
-
-    /// The sum of bytes with this sum, followed by `len` bytes with the sum `next`.
-    #[must_use]
-    fn then(self, next: Self, len: u64) -> Self;
-
-    /// The CRC-64/NVME.
-    fn crc(self) -> u64;
-}
-
-/// CRC-64/NVME alone.
-impl Sum for u64 {
-    fn of(bytes: &[u8]) -> Self {
-        of(bytes)
-    }
-
-    fn copy(to: &mut [u8], from: &[u8]) -> Self {
-        copy(to, from)
-    }
-
-    fn then(self, next: Self, len: u64) -> Self {
-        combine(self, next, len)
-    }
-
-    fn crc(self) -> u64 {
-        self
-    }
-}
-
 /// CRC-64/NVME and CRC-64/XZ of the same bytes. Their polynomials have no common factor, so the two are one CRC of 128
 /// bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,8 +86,10 @@ pub struct Pair {
     pub xz: u64,
 }
 
-impl Sum for Pair {
-    fn of(bytes: &[u8]) -> Self {
+impl Pair {
+    /// Those of `bytes`.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Self {
         if bytes.len() <= PASS {
             return Self { crc: of(bytes), xz: crc_fast::checksum(Crc64Xz, bytes) };
         }
@@ -129,7 +98,11 @@ impl Sum for Pair {
         digests.finish()
     }
 
-    fn copy(to: &mut [u8], from: &[u8]) -> Self {
+    /// Copies `from` to `to` and returns those of the copy.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy(to: &mut [u8], from: &[u8]) -> Self {
         assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
         if to.len() <= PASS {
             to.copy_from_slice(from);
@@ -140,12 +113,26 @@ impl Sum for Pair {
         digests.finish()
     }
 
-    fn then(self, next: Self, len: u64) -> Self {
+    /// Those of bytes with these, followed by `len` bytes with those of `next`.
+    #[must_use]
+    pub fn then(self, next: Self, len: u64) -> Self {
         Self { crc: combine(self.crc, next.crc, len), xz: combine_xz(self.xz, next.xz, len) }
     }
 
-    fn crc(self) -> u64 {
-        self.crc
+    /// Those of `len` zeros.
+    #[must_use]
+    pub fn zeros(len: u64) -> Self {
+        // Both begin with, and end by the inversion of, a remainder of ones.
+        Self { crc: u64::MAX, xz: u64::MAX }.then(Self { crc: u64::MAX, xz: u64::MAX }, len)
+    }
+}
+
+/// Of two stretches of one length, what their bytes, xored, have: but for those of zeros, which must be xored in, too.
+impl BitXor for Pair {
+    type Output = Self;
+
+    fn bitxor(self, other: Self) -> Self {
+        Self { crc: self.crc ^ other.crc, xz: self.xz ^ other.xz }
     }
 }
 
@@ -254,7 +241,22 @@ mod tests {
             let pair = Pair::of(a).then(Pair::of(b), b.len() as u64);
             assert_eq!(pair, Pair::of(&bytes), "split at {split}");
             let xz = crc_fast::checksum(Crc64Xz, &bytes);
-            assert_eq!((pair.crc(), pair.xz), (of(&bytes), xz));
+            assert_eq!((pair.crc, pair.xz), (of(&bytes), xz));
+        }
+    }
+
+    #[test]
+    fn parts_add_up() {
+        for len in [0, 1, 8, 4097, PASS + 3] {
+            assert_eq!(Pair::zeros(len as u64), Pair::of(&vec![0; len]), "{len} zeros");
+            let bytes: Vec<u8> = (0..len).map(|at| (at * at + 1) as u8).collect();
+            let zeros = Pair::zeros(len as u64);
+            let mut all = zeros;
+            for rank in 0..3 {
+                let has = |(at, &byte): (usize, &u8)| if at % 7 % 3 == rank { byte } else { 0 };
+                all = all ^ zeros ^ Pair::of(&bytes.iter().enumerate().map(has).collect::<Vec<_>>());
+            }
+            assert_eq!(all, Pair::of(&bytes), "{len} bytes");
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
-use crate::format::checksum;
+use crate::format::checksum::Pair;
 use crate::share::Item;
 use crate::sys::memory::Source;
 
@@ -45,15 +45,15 @@ impl Held {
         }
     }
 
-    /// Copies the bytes of an item's part from `start` on and returns their CRC.
-    pub(super) fn copy(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<u64> {
+    /// Copies the bytes of an item's part from `start` on and returns their checksums.
+    pub(super) fn copy(&self, item: &Item, start: u64, to: &mut [u8]) -> Result<Pair> {
         let content = self.content(item)?;
         if let Content::Pull(pull) = content {
             content::fetch([(pull, start, &mut *to)])?;
-            return Ok(checksum::of(to));
+            return Ok(Pair::of(to));
         }
         let from = content.host(start, to.len())?.unwrap_or_default();
-        Ok(checksum::copy(to, from))
+        Ok(Pair::copy(to, from))
     }
 
     /// Whether callbacks bring any part.
@@ -149,10 +149,10 @@ pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> R
 }
 
 /// The one run of local memory that holds all bytes of `range` of the tensor, if there is one.
-pub(super) fn whole_run(item: &Item) -> Option<Run> {
-    let line = item.rows.lines(item.bytes.clone()).next()?;
+pub(super) fn whole_run(item: &Item, range: &Range<u64>) -> Option<Run> {
+    let line = item.rows.lines(range.clone()).next()?;
     let start = place(item, line.to);
-    let whole = (line.at, line.len) == (item.bytes.start, item.bytes.end - item.bytes.start);
+    let whole = (line.at, line.len) == (range.start, range.end - range.start);
     whole.then_some(start..start + line.len)
 }
 

@@ -13,6 +13,7 @@ use crate::engine::job::{TICK, Tick};
 use crate::engine::options::Options;
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
+use crate::format::checksum::Pair;
 use crate::read::{Checkpoint, Stop, Sum, Wanted};
 use crate::share::{Grain, Item, Message, Piece, Share};
 use crate::sys::thread::builder;
@@ -43,7 +44,7 @@ pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Re
         // The last tensor that begins there: an empty one may begin at the same byte, before it.
         let after = places.partition_point(|place| (place.0, place.1) <= (piece.shard as usize, piece.start));
         let tensor = after.checked_sub(1).map_or(usize::MAX, |last| places[last].2);
-        Sum { tensor, offset: piece.start, len: piece.len, crc: piece.crc }
+        Sum { tensor, offset: piece.start, len: piece.len, crc: piece.sum.crc }
     };
     let sums: Vec<Sum> = share.merge(pieces)?.into_iter().map(sum).collect();
     checkpoint.compare(&sums)
@@ -221,7 +222,7 @@ impl RankLoad {
         }
         let piece = |sum: Sum| {
             let shard = self.checkpoint.body().tensors[sum.tensor].shard as u32;
-            Piece { shard, start: sum.offset, len: sum.len, crc: sum.crc }
+            Piece { shard, start: sum.offset, len: sum.len, sum: Pair { crc: sum.crc, xz: 0 } }
         };
         Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })
     }

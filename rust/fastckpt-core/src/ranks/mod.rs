@@ -1,16 +1,21 @@
 //! What one of many ranks does of a save or a load.
 
+mod base;
+mod compare;
 mod held;
 mod load;
 pub mod mail;
 pub mod pieces;
 mod places;
 mod save;
+mod sums;
 mod table;
 mod work;
 
+pub use self::base::RankBase;
 pub use self::held::Held;
 pub use self::load::{Loaded, RankLoad, compare};
 pub use self::places::{Place, Places};
 pub use self::save::{Commit, Committed, Figures, RankSave};
+pub use self::sums::Sums;
 pub use self::table::Table;

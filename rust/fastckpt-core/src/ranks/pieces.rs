@@ -1,13 +1,15 @@
 //! The checksums of what the ranks wrote, as they travel to the coordinator, and those of the manifest.
 
 use crate::error::{Error, Result};
-use crate::format::checksum;
-use crate::format::geometry;
-use crate::format::layout::Shard;
+use crate::format::checksum::{self, Pair};
+use crate::format::geometry::{self, Placement};
+use crate::format::layout::{Shard, TensorSpec};
+use crate::format::manifest::TensorEntry;
+use crate::save::{tensor_entry, whole_xz};
 use crate::share::Piece;
 
 /// Bytes of a piece on its way.
-const SIZE: usize = 28;
+const SIZE: usize = 36;
 
 /// The pieces as bytes.
 #[must_use]
@@ -15,7 +17,7 @@ pub fn encode(pieces: &[Piece]) -> Vec<u8> {
     let mut all = Vec::with_capacity(pieces.len() * SIZE);
     for piece in pieces {
         all.extend(piece.shard.to_le_bytes());
-        for number in [piece.start, piece.len, piece.crc] {
+        for number in [piece.start, piece.len, piece.sum.crc, piece.sum.xz] {
             all.extend(number.to_le_bytes());
         }
     }
@@ -32,26 +34,29 @@ pub fn decode(bytes: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         shard: number(&piece[..4]) as u32,
         start: number(&piece[4..12]),
         len: number(&piece[12..20]),
-        crc: number(&piece[20..]),
+        sum: Pair { crc: number(&piece[20..28]), xz: number(&piece[28..]) },
     }));
     Ok(())
 }
 
-/// The CRC of a shard, given the CRCs of the extents of each tensor.
-pub(super) fn whole_shard(shard: &Shard, block_size: u64, crcs: &[Vec<u64>]) -> u64 {
+/// The CRC of a shard, given the checksums of the extents of each tensor.
+pub(super) fn whole_shard(shard: &Shard, block_size: u64, sums: &[Vec<Pair>]) -> u64 {
     let mut crc = checksum::of(&shard.header);
     for placement in &shard.placements {
         let extents = geometry::extents(*placement, 0..placement.bytes, block_size);
-        for ((extent, _), &sum) in extents.zip(&crcs[placement.tensor]) {
-            crc = checksum::combine(crc, sum, extent.len);
+        for ((extent, _), sum) in extents.zip(&sums[placement.tensor]) {
+            crc = checksum::combine(crc, sum.crc, extent.len);
         }
     }
     crc
 }
 
-/// The CRCs of a tensor's extents as the manifest has them.
-pub(super) fn to_hex(crcs: &[u64]) -> String {
-    crcs.iter().map(|&crc| checksum::to_hex(crc)).collect()
+/// The manifest's entry for a tensor at this place, given the checksums of its extents.
+pub(super) fn entry(tensor: &TensorSpec, place: (usize, u64), block_size: u64, sums: &[Pair]) -> TensorEntry {
+    let placement = Placement { tensor: 0, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
+    let xz = whole_xz(placement, block_size, sums.iter().map(|sum| sum.xz));
+    let crc = sums.iter().map(|sum| checksum::to_hex(sum.crc)).collect();
+    TensorEntry { crc64xz: checksum::to_hex(xz), ..tensor_entry(tensor, place, crc) }
 }
 
 #[cfg(test)]
@@ -60,8 +65,11 @@ mod tests {
 
     #[test]
     fn pieces_travel_as_bytes() {
-        let pieces = [(0, 4160, 7, 1), (u32::MAX, u64::MAX - 1, 1 << 40, u64::MAX)];
-        let pieces = pieces.map(|(shard, start, len, crc)| Piece { shard, start, len, crc });
+        let pieces = [(0, 4160, 7, 1), (u32::MAX, u64::MAX - 1, 1 << 40, u64::MAX - 1)];
+        let pieces = pieces.map(|(shard, start, len, crc)| {
+            let sum = Pair { crc, xz: crc + 1 };
+            Piece { shard, start, len, sum }
+        });
         let mut found = Vec::new();
         for piece in &pieces {
             decode(&encode(&[*piece]), &mut found).unwrap();

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use super::base::{RankBase, Taken};
 use super::held::Held;
 use super::mail::{Fill, Mail};
 use super::pieces;
@@ -23,10 +24,11 @@ use crate::error::{Error, Result};
 use crate::format::decode;
 use crate::format::limits::MAX_BYTES;
 use crate::format::manifest::{Body, Saved};
+use crate::save::base::Beside;
 use crate::save::job::WriteJob;
 use crate::save::shards::allocate;
 use crate::save::work::Work as _;
-use crate::save::{check_size, empty_body, seal, shard_entry, tensor_entry};
+use crate::save::{check_size, empty_body, seal, shard_entry, united};
 use crate::share::Piece;
 use crate::share::{Duties, Grain, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
@@ -64,7 +66,7 @@ pub struct Figures {
 /// What a commit did.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Committed {
-    /// Bytes of all tensors.
+    /// Bytes of all tensors that were written.
     pub bytes: u64,
     /// Seconds that the commit took.
     pub seconds: f64,
@@ -74,6 +76,8 @@ pub struct Committed {
     pub shards: usize,
     /// Number of tensors.
     pub tensors: usize,
+    /// What the checkpoint took over from an earlier one.
+    pub linked: Linked,
 }
 
 /// A save that has begun.
@@ -106,6 +110,8 @@ pub struct RankSave {
     options: Options,
     closing: AtomicBool,
     stage: Mutex<Stage>,
+    /// What the coordinator has taken over, and its workspace if that is made.
+    taken: Mutex<Taken>,
 }
 
 /// The least operations that a ring keeps in flight, unless the caller asks for less.
@@ -136,9 +142,20 @@ impl RankSave {
         let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), Some(fill));
         let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
         let options = Options { queue_depth: depth(&options), ..options };
-        let save = Self { table, duties, held, mail, options, closing: AtomicBool::new(false), stage };
+        let (closing, taken) = (AtomicBool::new(false), Mutex::default());
+        let save = Self { table, duties, held, mail, options, closing, stage, taken };
         save.work().map(drop)?;
         Ok(save)
+    }
+
+    /// The same, of what `base` has laid out: the coordinator's has what it took over.
+    #[must_use]
+    pub fn beside(self, base: &RankBase) -> Self {
+        Self { taken: Mutex::new(base.give()), ..self }
+    }
+
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its messages.
@@ -191,8 +208,11 @@ impl RankSave {
     pub fn create(&self, path: &Path, overwrite: bool, tick: Tick<'_>) -> Result<OsString> {
         self.step(|stage, next| {
             let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
-            let open = self.begin(path, || Workspace::create(path, overwrite))?;
-            let outcome = allocate(self.table.plan.shards.iter(), &open.workspace, &mut self.ticking(tick));
+            let made = self.taken().workspace.take();
+            let open = self.begin(path, || made.map_or_else(|| Workspace::create(path, overwrite), Ok))?;
+            let written = self.table.plan.shards.iter().filter(|shard| shard.taken.is_none());
+            let outcome = Beside::settle(&open.workspace, &self.table.plan)
+                .and_then(|()| allocate(written, &open.workspace, &mut self.ticking(tick)));
             if outcome.is_err() {
                 open.operation.end(telemetry::outcome(&outcome));
             }
@@ -293,29 +313,34 @@ impl RankSave {
         let begin = Instant::now();
         operation.phase(Phase::Commit);
         let Table { plan, tensors, share } = &*self.table;
-        let Commit { pieces, structure, metadata, per_rank, files, figures } = commit;
-        let crcs = share.cover_all(pieces)?;
-        let shards = plan
-            .shards
-            .iter()
-            .map(|shard| shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &crcs)));
-        let entries = tensors.iter().zip(&plan.places).zip(&crcs);
-        let entries =
-            entries.map(|((tensor, &place), crcs)| tensor_entry(tensor, place, pieces::to_hex(crcs)));
-        let bytes = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
+        let Commit { pieces, structure, metadata, per_rank, files: more, figures } = commit;
+        let beside = &self.taken().beside;
+        let sums = share.cover_all(pieces)?;
+        let written = || plan.shards.iter().filter(|shard| shard.taken.is_none());
+        let shards = written()
+            .map(|shard| shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &sums)))
+            .collect();
+        let entries = tensors.iter().zip(&plan.places).zip(&sums);
+        let entries = entries
+            .filter(|((_, place), _)| plan.shards[place.0].taken.is_none())
+            .map(|((tensor, &place), sums)| pieces::entry(tensor, place, plan.block_size, sums))
+            .collect();
+        let (shards, entries) = united(plan, beside, shards, entries);
+        let bytes = written().map(|shard| shard.bytes - shard.header.len() as u64).sum();
+        let files = beside.vouched(&workspace, plan);
         let Figures { engine, fallback, threads, seconds } = figures;
         let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
         let body = Body {
-            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second, files: Vec::new() },
-            shards: shards.collect(),
-            tensors: entries.collect(),
+            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second, files },
+            shards,
+            tensors: entries,
             ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?
         };
         // What several processes have put together is looked at as a load would.
         decode::check(&body)
             .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
-        seal(&mut workspace, &body, files, None, operation)?;
-        let total = plan.shards.iter().map(|shard| shard.bytes).sum();
+        seal(&mut workspace, &body, more, None, operation)?;
+        let total = written().map(|shard| shard.bytes).sum();
         if !tick(total, total) {
             return Err(Error::Interrupted);
         }
@@ -323,9 +348,10 @@ impl RankSave {
         Ok(Committed {
             bytes,
             seconds: begin.elapsed().as_secs_f64(),
-            warnings: published.warnings(),
+            warnings: [beside.warnings.clone(), published.warnings()].concat(),
             shards: plan.shards.len(),
             tensors: tensors.len(),
+            linked: beside.linked(),
         })
     }
 
@@ -339,6 +365,7 @@ impl RankSave {
     pub fn close(&self, committed: bool) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");
+        self.taken().workspace = None;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)
             && committed
@@ -349,4 +376,4 @@ impl RankSave {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::ranks) mod tests;

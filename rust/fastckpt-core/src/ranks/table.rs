@@ -1,6 +1,7 @@
 //! What all ranks of a save know: the tensors, the layout of their files, and who has what of them.
 
 use crate::error::{Error, Result};
+use crate::format::families::Apart;
 use crate::format::groups::Group;
 use crate::format::layout::{self, Plan, TensorSpec};
 use crate::share::{self, Share, Spread};
@@ -30,7 +31,6 @@ impl Table {
             return Err(Error::Invalid("each tensor needs its spreads".to_owned()));
         }
         let plan = layout::plan(&tensors, groups, shard_size, block_size)?;
-        let files = plan.shards.iter().map(|shard| (shard.header.len() as u64, shard.bytes)).collect();
         let shared = tensors.iter().zip(&plan.places).zip(spread).map(|((tensor, place), spreads)| {
             let shape = tensor.logical.as_ref().map_or(&tensor.shape, |(_, shape)| shape);
             share::Tensor {
@@ -42,7 +42,21 @@ impl Table {
                 spreads,
             }
         });
-        let share = Share::new(files, block_size, shared.collect(), spreads, ranks)?;
+        let share = Share::new(files(&plan), block_size, shared.collect(), spreads, ranks)?;
         Ok(Self { tensors, plan, share })
     }
+
+    /// The same tensors, some of them in shards of their own, or in such as are taken over and not written.
+    pub fn apart(&self, groups: &[Group], shard_size: u64, apart: &Apart<'_>) -> Result<Self> {
+        let sizes = (shard_size, self.plan.block_size);
+        let plan = layout::plan_apart(&self.tensors, groups, sizes, apart)?;
+        let taken = plan.shards.iter().enumerate().filter(|(_, shard)| shard.taken.is_some());
+        let share = self.share.elsewhere(files(&plan), &plan.places)?.without(taken.map(|(index, _)| index));
+        Ok(Self { tensors: self.tensors.clone(), plan, share })
+    }
+}
+
+/// Where the data of each file starts, and its length.
+fn files(plan: &Plan) -> Vec<(u64, u64)> {
+    plan.shards.iter().map(|shard| (shard.header.len() as u64, shard.bytes)).collect()
 }

@@ -10,7 +10,7 @@ use super::mail::{Mail, Received};
 use super::table::Table;
 use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
-use crate::format::checksum;
+use crate::format::checksum::Pair;
 use crate::format::geometry::{self, Extent};
 use crate::format::layout::Plan;
 use crate::save::work::{Unit, Work};
@@ -61,7 +61,7 @@ pub(super) struct Ranges<'a> {
     bytes: BTreeMap<usize, u64>,
     /// Pieces of all units in order: shard, first byte and length.
     pieces: Vec<(usize, u64, u64)>,
-    sums: Vec<AtomicU64>,
+    sums: Vec<[AtomicU64; 2]>,
     /// Number of tensors with bytes to write.
     tensors: usize,
     /// What each unit has of its messages, from its first copy until it needs them no more.
@@ -80,7 +80,7 @@ impl<'a> Ranges<'a> {
         let plan = &table.plan;
         let mut supplies: Vec<Supply<'_>> = Vec::new();
         for item in &duties.local {
-            let from = whole_run(item).map_or(From::Rows, From::Run);
+            let from = whole_run(item, &item.bytes).map_or(From::Rows, From::Run);
             supplies.push(Supply { item, from });
         }
         for (message, letter) in duties.io.iter().enumerate() {
@@ -137,7 +137,7 @@ impl<'a> Ranges<'a> {
             supplies,
             bytes,
             tensors,
-            sums: pieces.iter().map(|_| AtomicU64::new(0)).collect(),
+            sums: pieces.iter().map(|_| Default::default()).collect(),
             taken: units.iter().map(|_| Mutex::default()).collect(),
             pieces,
             units,
@@ -146,11 +146,11 @@ impl<'a> Ranges<'a> {
 
     /// The checksums of what was written.
     pub(super) fn pieces(&self) -> Vec<Piece> {
-        let piece = |(&(shard, start, len), sum): (&(usize, u64, u64), &AtomicU64)| Piece {
+        let piece = |(&(shard, start, len), [crc, xz]): (&(usize, u64, u64), &[AtomicU64; 2])| Piece {
             shard: shard as u32,
             start,
             len,
-            crc: sum.load(Ordering::Relaxed),
+            sum: Pair { crc: crc.load(Ordering::Relaxed), xz: xz.load(Ordering::Relaxed) },
         };
         self.pieces.iter().zip(&self.sums).map(piece).collect()
     }
@@ -254,8 +254,6 @@ fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
 }
 
 impl Work for Ranges<'_> {
-    type Sum = u64;
-
     fn plan(&self) -> &Plan {
         self.plan
     }
@@ -370,7 +368,7 @@ impl Work for Ranges<'_> {
         Ok(())
     }
 
-    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<u64> {
+    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Pair> {
         let wanted = start..start + to.len() as u64;
         for Supply { item, from } in self.around(number, tensor, &wanted) {
             let inside = item.bytes.start.max(wanted.start)..item.bytes.end.min(wanted.end);
@@ -390,11 +388,13 @@ impl Work for Ranges<'_> {
                 }
             }
         }
-        Ok(checksum::of(to))
+        Ok(Pair::of(to))
     }
 
-    fn summed(&self, number: usize, place: usize, _: &Extent, sum: u64) {
-        self.sums[self.units[number].first_piece + place].store(sum, Ordering::Relaxed);
+    fn summed(&self, number: usize, place: usize, _: &Extent, sum: Pair) {
+        let [crc, xz] = &self.sums[self.units[number].first_piece + place];
+        crc.store(sum.crc, Ordering::Relaxed);
+        xz.store(sum.xz, Ordering::Relaxed);
     }
 
     fn assembled(&self, number: usize, _: u64, again: bool) {

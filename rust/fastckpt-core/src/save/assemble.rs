@@ -10,7 +10,7 @@ use crate::engine::io::transfer::Transfer;
 use crate::engine::job::Staging;
 use crate::engine::path::{IoPath, Reason};
 use crate::error::Result;
-use crate::format::checksum::{self, Sum as _};
+use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
 use crate::format::layout::Shard;
 use crate::sys::file::DataFile;
@@ -172,8 +172,8 @@ impl Assembler {
         for (place, Piece { extent, straight }) in pieces.iter().enumerate() {
             let before = at;
             // How far the extent is summed, as a file offset, and its CRC so far.
-            let (mut reached, mut sum) = (extent.offset, W::Sum::of(&[]));
-            let copy = |to: &mut [u8], from: u64, sum: W::Sum| {
+            let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
+            let copy = |to: &mut [u8], from: u64, sum: Pair| {
                 let skip = from - extent.offset;
                 match (work.copy(number, extent.tensor, extent.start + skip, to)?, skip) {
                     (copied, 0) => Ok(copied),
@@ -189,8 +189,8 @@ impl Assembler {
                     taken = at;
                 }
                 parts.push(Part::Source(*memory));
-                let (inner, len) = (W::Sum::of(memory.bytes()), memory.bytes().len() as u64);
-                straight_crc = checksum::combine(straight_crc, inner.crc(), len);
+                let (inner, len) = (Pair::of(memory.bytes()), memory.bytes().len() as u64);
+                straight_crc = checksum::combine(straight_crc, inner.crc, len);
                 sum = sum.then(inner, len);
                 reached = start + len;
             }
@@ -200,7 +200,7 @@ impl Assembler {
             // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
             if extent.len >= STRAIGHT {
                 crc = checksum::append(crc, &bytes[summed..before]);
-                crc = checksum::combine(crc, sum.crc(), extent.len);
+                crc = checksum::combine(crc, sum.crc, extent.len);
                 summed = at;
             }
             work.summed(number, place, extent, sum);
@@ -249,12 +249,12 @@ impl Assembler {
         for (place, extent) in work.extents(unit).enumerate() {
             let start = (extent.offset - unit.start) as usize;
             let end = start + extent.len as usize;
-            let sum = W::Sum::of(&bytes[start..end]);
+            let sum = Pair::of(&bytes[start..end]);
             work.summed(number, place, &extent, sum);
             // As above: small extents are summed again while they are in cache.
             if extent.len >= STRAIGHT {
                 crc = checksum::append(crc, &bytes[summed..start]);
-                crc = checksum::combine(crc, sum.crc(), extent.len);
+                crc = checksum::combine(crc, sum.crc, extent.len);
                 summed = end;
             }
         }

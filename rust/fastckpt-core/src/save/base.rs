@@ -6,14 +6,15 @@ use std::path::Path;
 
 use rustix::fs::{self, AtFlags};
 
-use super::compare::unchanged;
+use super::compare::{counterparts, unchanged};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
+use crate::engine::report::Linked;
 use crate::error::{Error, Result, Visible};
 use crate::format::checksum;
-use crate::format::families::Taken;
+use crate::format::families::{Apart, Taken};
 use crate::format::groups::Group;
 use crate::format::layout::{Plan, TensorSpec};
 use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
@@ -46,28 +47,57 @@ pub(super) type State<'a> = (&'a [TensorSpec], &'a [Content]);
 /// What a save keeps apart, and what it has taken over. The files it took over lie in its workspace, under the names that
 /// [`provisional`] gives them.
 #[derive(Debug, Default)]
-pub(super) struct Beside {
+pub(crate) struct Beside {
     /// For each tensor, whether it is expected to stay as it is.
-    pub(super) still: Vec<bool>,
-    /// The shards that were taken over, and for each its entry in the base's manifest.
-    pub(super) taken: Vec<Taken>,
+    pub(crate) still: Vec<bool>,
+    /// The shards that were taken over, and for each its number and its entry in the base's manifest.
+    pub(crate) taken: Vec<Taken>,
+    pub(crate) numbers: Vec<usize>,
     pub(super) entries: Vec<ShardEntry>,
     vouched: Vec<Vouched>,
     /// For each tensor that lies in one of them, its entry in the base's manifest.
     pub(super) tensors: Vec<Option<TensorEntry>>,
     /// Why not everything that is unchanged could be taken over.
-    pub(super) warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 /// The name of shard `number` of those that were taken over, until the layout is known.
-pub(super) fn provisional(number: usize) -> String {
+fn provisional(number: usize) -> String {
     format!(".fastckpt-linked-{number}")
 }
 
 impl Beside {
+    /// Nothing is taken over yet, and what is said to stay as it is is expected to.
+    pub(crate) fn new(tensors: &[TensorSpec], reuse: &Reuse<'_>) -> Result<Self> {
+        if !reuse.frozen.is_empty() && reuse.frozen.len() != tensors.len() {
+            return Err(Error::Invalid("there must be one flag for each tensor, or none".to_owned()));
+        }
+        let still = if reuse.frozen.is_empty() { vec![false; tensors.len()] } else { reuse.frozen.to_vec() };
+        Ok(Self { still, tensors: vec![None; tensors.len()], ..Self::default() })
+    }
+
     /// Whether the layout is another one than that of a save that reuses nothing.
-    pub(super) fn is_apart(&self) -> bool {
+    pub(crate) fn is_apart(&self) -> bool {
         !self.taken.is_empty() || self.still.contains(&true)
+    }
+
+    /// What the layout keeps apart.
+    pub(crate) fn apart(&self) -> Apart<'_> {
+        Apart { still: &self.still, taken: &self.taken }
+    }
+
+    /// The files that were linked, and the bytes of tensors in them.
+    pub(crate) fn linked(&self) -> Linked {
+        let bytes = self.entries.iter().map(|shard| shard.bytes - shard.data_offset).sum();
+        Linked { files: self.entries.len(), bytes }
+    }
+
+    /// Gives what was taken over the names that it has in a plan.
+    pub(crate) fn settle(workspace: &Workspace, plan: &Plan) -> Result<()> {
+        let mut shards = plan.shards.iter();
+        shards.try_for_each(|shard| {
+            shard.taken.map_or(Ok(()), |number| workspace.settle(&provisional(number), &shard.file))
+        })
     }
 
     /// Compares a state with its base, and takes over what it can. Whatever is wrong with the base is a warning: then more
@@ -80,35 +110,41 @@ impl Beside {
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Self> {
-        let tensors = state.0;
-        if !reuse.frozen.is_empty() && reuse.frozen.len() != tensors.len() {
-            return Err(Error::Invalid("there must be one flag for each tensor, or none".to_owned()));
-        }
-        let still = if reuse.frozen.is_empty() { vec![false; tensors.len()] } else { reuse.frozen.to_vec() };
-        let mut beside = Self { still, tensors: vec![None; tensors.len()], ..Self::default() };
+        let (tensors, contents) = state;
+        let mut beside = Self::new(tensors, reuse)?;
         let Some(path) = reuse.base else { return Ok(beside) };
-        match open(path, block_size) {
-            Ok(base) => beside.compare(workspace, state, reuse, &base, options, tick)?,
-            Err(why) => beside.warnings.push(format!("base: {why}: every tensor was written")),
+        if let Some(base) = beside.open(path, block_size) {
+            let same = unchanged(tensors, contents, base.body(), options, &mut *tick)?;
+            beside.take_over(workspace, tensors, reuse, (&base, &same), options, tick)?;
         }
         Ok(beside)
     }
 
-    fn compare(
+    /// Opens a base, unless it is none, which is a warning.
+    pub(crate) fn open(&mut self, path: &Path, block_size: u64) -> Option<Checkpoint> {
+        let why = match open(path, block_size) {
+            Ok(base) => return Some(base),
+            Err(why) => why,
+        };
+        self.warnings.push(format!("base: {why}: every tensor was written"));
+        None
+    }
+
+    /// Takes over what it can, given for each tensor its number in the base if it is unchanged.
+    pub(crate) fn take_over(
         &mut self,
         workspace: &Workspace,
-        (tensors, contents): State<'_>,
+        tensors: &[TensorSpec],
         reuse: &Reuse<'_>,
-        base: &Checkpoint,
+        (base, same): (&Checkpoint, &[Option<usize>]),
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<()> {
-        let same = unchanged(tensors, contents, base.body(), options, &mut *tick)?;
-        for (still, same) in self.still.iter_mut().zip(&same) {
+        for (still, same) in self.still.iter_mut().zip(same) {
             *still |= same.is_some();
         }
         let mut refused = Vec::new();
-        for (index, taken) in candidates(base.body(), &same, tensors, reuse) {
+        for (index, taken) in candidates(base.body(), same, tensors, reuse) {
             match take(workspace, base, index, self.taken.len(), options, &mut *tick) {
                 Ok(vouched) => {
                     let of_base = |tensor: usize| Some(base.body().tensors[same[tensor]?].clone());
@@ -116,6 +152,7 @@ impl Beside {
                         self.tensors[placement.tensor] = of_base(placement.tensor);
                     }
                     self.taken.push(taken);
+                    self.numbers.push(index);
                     self.entries.push(base.body().shards[index].clone());
                     self.vouched.push(vouched);
                 }
@@ -132,9 +169,32 @@ impl Beside {
         Ok(())
     }
 
+    /// Notes what another process has taken over from a base with this manifest, and what it keeps apart beside that.
+    /// Refuses shards that are not of this state.
+    pub(crate) fn follow(
+        &mut self,
+        tensors: &[TensorSpec],
+        reuse: &Reuse<'_>,
+        base: &Body,
+        (still, numbers): (Vec<bool>, Vec<usize>),
+    ) -> Result<()> {
+        let mut same = vec![None; tensors.len()];
+        for (tensor, index) in counterparts(tensors, base) {
+            same[tensor] = Some(index);
+        }
+        let mut whole = shards_of(base, &same, tensors, reuse).into_iter();
+        for number in &numbers {
+            let taken = whole.find(|(index, _)| index == number).map(|(_, taken)| taken);
+            let unknown = || Error::Invalid("a rank took over a file that is not of this state".to_owned());
+            self.taken.push(taken.ok_or_else(unknown)?);
+        }
+        (self.still, self.numbers) = (still, numbers);
+        Ok(())
+    }
+
     /// What stands for the bytes of each shard of a plan, which lies in the workspace. Nothing, if a file cannot be looked
     /// at: then all are read before they are linked.
-    pub(super) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
+    pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
             let stat = fs::statat(workspace.directory(), file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
             Some(Vouched { modified: modified(&stat), links: 0, inode: stat.st_ino })
@@ -185,7 +245,7 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
     }
     if !body.tensors.is_empty() && body.tensors.iter().all(|tensor| tensor.crc64xz.is_empty()) {
         return Err(format!(
-            "`{}` has no second checksums (several ranks, GPUDirect Storage or an older release wrote it)",
+            "`{}` has no second checksums (GPUDirect Storage or an older release wrote it)",
             Visible(&path)
         ));
     }
@@ -194,7 +254,7 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
 
 /// The shards of a base that hold nothing but tensors of this state, unchanged, and go to one group of it. `same` has
 /// for each tensor of the state its number in the base.
-fn candidates(
+fn shards_of(
     base: &Body,
     same: &[Option<usize>],
     tensors: &[TensorSpec],
@@ -224,7 +284,18 @@ fn candidates(
             && placements.iter().all(|placement| group_of(placement.tensor) == group);
         fits.then_some((index, Taken { group, placements, bytes: shard.bytes }))
     });
-    let whole: Vec<_> = whole.collect();
+    whole.collect()
+}
+
+/// Those of them that are worth linking.
+fn candidates(
+    base: &Body,
+    same: &[Option<usize>],
+    tensors: &[TensorSpec],
+    reuse: &Reuse<'_>,
+) -> Vec<(usize, Taken)> {
+    let whole = shards_of(base, same, tensors, reuse);
+    let group_of = |tensor: usize| group_of(reuse, &tensors[tensor]);
     let mut still = vec![0; reuse.groups.len()];
     for (tensor, _) in same.iter().enumerate().filter(|(_, same)| same.is_some()) {
         still[group_of(tensor)] += tensors[tensor].bytes().unwrap_or(0);

@@ -8,11 +8,12 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
+use super::whole::whole_xz;
 use crate::engine::content::{self, BATCH, Content};
 use crate::engine::job::{TICK, Tick};
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result, panic_text};
-use crate::format::checksum::{self, Pair, Sum as _};
+use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, SINGLE};
 use crate::format::layout::TensorSpec;
 use crate::format::manifest::{Body, TensorEntry};
@@ -54,9 +55,8 @@ pub(super) fn unchanged(
     tick: Tick<'_>,
 ) -> Result<Vec<Option<usize>>> {
     let comparison = Comparison::new(tensors, contents, base);
-    let threads = options.threads.unwrap_or_else(|| options.cores().min(MOST_THREADS));
-    let threads = if comparison.total < SINGLE { 0 } else { threads.min(comparison.batches.len()) };
-    in_parallel(threads, comparison.batches.len(), options, tick, &|number| comparison.batch(number))?;
+    let batch = |number: usize| comparison.batch(number);
+    in_parallel(comparison.batches.len(), comparison.total, options, tick, &batch)?;
     let mut found = vec![None; tensors.len()];
     for candidate in &comparison.candidates {
         found[candidate.tensor] = comparison.is_same(candidate).then_some(candidate.index);
@@ -66,8 +66,6 @@ pub(super) fn unchanged(
 
 impl<'a> Comparison<'a> {
     fn new(tensors: &[TensorSpec], contents: &'a [Content], base: &'a Body) -> Self {
-        let known: HashMap<_, _> =
-            base.tensors.iter().enumerate().map(|(index, entry)| (entry.name.as_str(), index)).collect();
         let mut all = Self {
             contents,
             candidates: Vec::new(),
@@ -79,12 +77,8 @@ impl<'a> Comparison<'a> {
         };
         // Of the batch that is being filled: its first extent, its bytes, and whether callbacks bring them.
         let (mut begin, mut bytes, mut pulled) = (0, 0, false);
-        for (tensor, spec) in tensors.iter().enumerate() {
-            let Some(&index) = known.get(spec.name.as_str()) else { continue };
+        for (tensor, index) in counterparts(tensors, base) {
             let entry = &base.tensors[index];
-            if !is_like(spec, entry) || checksum::from_hex(entry.crc64xz.as_bytes()).is_none() {
-                continue;
-            }
             let first = all.extents.len();
             for (extent, _) in geometry::extents(entry.placement(tensor), 0..entry.bytes(), base.block_size) {
                 let pulls = matches!(contents[tensor], Content::Pull(_));
@@ -162,12 +156,23 @@ impl<'a> Comparison<'a> {
     /// Whether a tensor whose first checksums are all those of the base has its second one, too.
     fn is_same(&self, candidate: &Candidate<'_>) -> bool {
         let Candidate { entry, first, changed, .. } = candidate;
-        let extents = geometry::extents(entry.placement(0), 0..entry.bytes(), self.block_size);
-        let xz = extents.zip(&self.xzs[*first..]).fold(Pair::of(&[]).xz, |all, ((extent, _), xz)| {
-            checksum::combine_xz(all, xz.load(Ordering::Relaxed), extent.len)
-        });
+        let xzs = self.xzs[*first..].iter().map(|xz| xz.load(Ordering::Relaxed));
+        let xz = whole_xz(entry.placement(0), self.block_size, xzs);
         !changed.load(Ordering::Relaxed) && checksum::to_hex(xz) == entry.crc64xz
     }
+}
+
+/// The tensors that have one of the same name, type and shape in `base`, with both checksums: its number there.
+pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, usize)> {
+    let known: HashMap<_, _> =
+        base.tensors.iter().enumerate().map(|(index, entry)| (entry.name.as_str(), index)).collect();
+    let counterpart = |(tensor, spec): (usize, &TensorSpec)| {
+        let &index = known.get(spec.name.as_str())?;
+        let entry = &base.tensors[index];
+        let fits = is_like(spec, entry) && checksum::from_hex(entry.crc64xz.as_bytes()).is_some();
+        fits.then_some((tensor, index))
+    };
+    tensors.iter().enumerate().filter_map(counterpart).collect()
 }
 
 /// Whether a tensor has the type and the shape of an entry.
@@ -177,15 +182,17 @@ fn is_like(spec: &TensorSpec, entry: &TensorEntry) -> bool {
         && spec.logical.as_ref().map(|(dtype, shape)| (dtype, shape)) == logical
 }
 
-/// Calls `work` with each number below `count`, in `threads` threads, or in the calling one if there are none. The first
-/// failure ends that.
-fn in_parallel(
-    threads: usize,
+/// Calls `work` with each number below `count`, in threads, or in the calling one if there are few bytes in `total`. The
+/// first failure ends that.
+pub(crate) fn in_parallel(
     count: usize,
+    total: u64,
     options: &Options,
     tick: Tick<'_>,
     work: &(dyn Fn(usize) -> Result<()> + Sync),
 ) -> Result<()> {
+    let threads = options.threads.unwrap_or_else(|| options.cores().min(MOST_THREADS));
+    let threads = if total < SINGLE { 0 } else { threads.min(count) };
     let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
     let fail = |error: Error| {
         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

@@ -3,8 +3,8 @@
 //! name. [`save`] takes all three.
 
 mod assemble;
-mod base;
-mod compare;
+pub(crate) mod base;
+pub(crate) mod compare;
 pub(crate) mod job;
 mod part;
 pub(crate) mod shards;
@@ -17,18 +17,17 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
+use self::base::Beside;
 pub use self::base::Reuse;
-use self::base::{Beside, provisional};
 pub use self::part::{Bytes, Part, Unsynced};
 pub use self::shards::{Written, write_shards};
-pub(crate) use self::whole::{shard_entry, tensor_entry};
+pub(crate) use self::whole::{shard_entry, tensor_entry, whole_xz};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
 use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
-use crate::engine::report::{Linked, Report};
+use crate::engine::report::Report;
 use crate::error::{Error, Result};
-use crate::format::families::Apart;
 use crate::format::geometry;
 use crate::format::groups::Group;
 use crate::format::index;
@@ -109,17 +108,14 @@ fn write(
         contents = contents_of(&bytes, tensors, &plan)?;
         beside = Beside::find(&workspace, (tensors, &contents), reuse, plan.block_size, options, &mut *tick)?;
         if beside.is_apart() {
-            let apart = Apart { still: &beside.still, taken: &beside.taken };
             let sizes = (reuse.shard_size, plan.block_size);
-            plan = Cow::Owned(layout::plan_apart(tensors, reuse.groups, sizes, &apart)?);
+            plan = Cow::Owned(layout::plan_apart(tensors, reuse.groups, sizes, &beside.apart())?);
             bytes = Bytes::Tensors(&contents);
             check_size(&plan, tensors, texts, most)?;
         }
     }
     let plan = &*plan;
-    for shard in &plan.shards {
-        shard.taken.map_or(Ok(()), |number| workspace.settle(&provisional(number), &shard.file))?;
-    }
+    Beside::settle(&workspace, plan)?;
     let compared = begin.elapsed().as_secs_f64() - planned;
     let shards: Vec<usize> =
         (0..plan.shards.len()).filter(|&index| plan.shards[index].taken.is_none()).collect();
@@ -147,6 +143,7 @@ fn write(
         return Err(Error::Interrupted);
     }
     let published = workspace.publish()?;
+    let linked = beside.linked();
     let seconds = begin.elapsed().as_secs_f64();
     let has_base = request.reuse.is_some_and(|reuse| reuse.base.is_some());
     let mut phases = vec![
@@ -166,10 +163,7 @@ fn write(
         warnings: [beside.warnings, published.warnings()].concat(),
         shards: plan.shards.len(),
         tensors: tensors.len(),
-        linked: Linked {
-            files: beside.entries.len(),
-            bytes: beside.entries.iter().map(|shard| shard.bytes - shard.data_offset).sum(),
-        },
+        linked,
     })
 }
 
@@ -188,7 +182,7 @@ fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Re
 
 /// The entries of all shards and tensors of a plan: those of `beside` for what was taken over, the others as they were
 /// written.
-fn united(
+pub(crate) fn united(
     plan: &Plan,
     beside: &Beside,
     shards: Vec<ShardEntry>,

@@ -9,7 +9,7 @@ use super::work::{Unit, Work};
 use crate::engine::content::{self, Content};
 use crate::engine::direct::{Direct, Moved};
 use crate::error::Result;
-use crate::format::checksum::{self, Pair, Sum as _};
+use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, Placement};
 use crate::format::layout::{Plan, Shard, TensorSpec};
 use crate::format::manifest::{Logical, ShardEntry, TensorEntry};
@@ -139,10 +139,7 @@ impl<'a> Whole<'a> {
             let extents = self.first_extent[index]..self.first_extent[index + 1];
             let crc = self.extent_crcs[extents.clone()].iter().map(|crc| checksum::to_hex(load(crc)));
             let place_of = Placement { tensor: index, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
-            let lens = geometry::extents(place_of, 0..place_of.bytes, plan.block_size);
-            let xz = lens.zip(&self.extent_xzs[extents]).fold(Pair::of(&[]).xz, |all, ((extent, _), xz)| {
-                checksum::combine_xz(all, load(xz), extent.len)
-            });
+            let xz = whole_xz(place_of, plan.block_size, self.extent_xzs[extents].iter().map(load));
             let crc64xz = if self.moved.contains(&index) { String::new() } else { checksum::to_hex(xz) };
             TensorEntry { crc64xz, ..tensor_entry(tensor, place, crc.collect()) }
         });
@@ -151,8 +148,6 @@ impl<'a> Whole<'a> {
 }
 
 impl Work for Whole<'_> {
-    type Sum = Pair;
-
     fn plan(&self) -> &Plan {
         self.part.plan
     }
@@ -252,6 +247,14 @@ impl Work for Whole<'_> {
     fn assembled(&self, number: usize, sum: u64, _: bool) {
         self.block_crcs[self.left[number]].store(sum, Ordering::Relaxed);
     }
+}
+
+/// The second checksum of a tensor, given those of its extents.
+pub(crate) fn whole_xz(placement: Placement, block_size: u64, xzs: impl Iterator<Item = u64>) -> u64 {
+    let extents = geometry::extents(placement, 0..placement.bytes, block_size);
+    extents
+        .zip(xzs)
+        .fold(Pair::of(&[]).xz, |all, ((extent, _), xz)| checksum::combine_xz(all, xz, extent.len))
 }
 
 /// The manifest's entry for a shard.

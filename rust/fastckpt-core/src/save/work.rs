@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::format::checksum::Sum;
+use crate::format::checksum::Pair;
 use crate::format::geometry::{self, Extent, PAGE};
 use crate::format::layout::{Plan, Shard};
 use crate::sys::mapping::Stretch;
@@ -34,9 +34,6 @@ impl Unit {
 
 /// The units of a job, in the order in which they are begun.
 pub(crate) trait Work: Sync {
-    /// What is taken of the bytes of extents.
-    type Sum: Sum;
-
     /// The layout of the checkpoint.
     fn plan(&self) -> &Plan;
 
@@ -97,11 +94,11 @@ pub(crate) trait Work: Sync {
     /// its file offset.
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()>;
 
-    /// Copies bytes of tensor `tensor`, from `start` on, and returns their sum.
-    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Self::Sum>;
+    /// Copies bytes of tensor `tensor`, from `start` on, and returns their checksums.
+    fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Pair>;
 
-    /// Takes the sum of an extent, or of the part of it in the unit. It is the `place`th of the unit.
-    fn summed(&self, number: usize, place: usize, extent: &Extent, sum: Self::Sum);
+    /// Takes the checksums of an extent, or of the part of it in the unit. It is the `place`th of the unit.
+    fn summed(&self, number: usize, place: usize, extent: &Extent, sum: Pair);
 
     /// Takes the CRC of a unit that is ready to be written. `again` tells whether its bytes may be asked for again.
     fn assembled(&self, number: usize, sum: u64, again: bool);

@@ -223,7 +223,7 @@ impl<'a> Work<'a> {
         let (data, bytes) = self.share.files[shard];
         let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor)).collect::<Result<Vec<_>>>()?;
         let first = self.ranges.len();
-        if self.rank == 0 {
+        if self.rank == 0 && bytes > 0 {
             self.range(shard, 0, data.next_multiple_of(PAGE).min(bytes));
         }
         for (index, tensor) in held.iter().enumerate() {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::table::Share;
 use crate::error::{Error, Result};
-use crate::format::checksum;
+use crate::format::checksum::Pair;
 use crate::format::geometry::{self, Placement, down};
 
 /// The checksum of a range of a file that lies in one extent: inside one tensor and one block.
@@ -16,8 +16,8 @@ pub struct Piece {
     pub start: u64,
     /// The number of bytes.
     pub len: u64,
-    /// Their CRC.
-    pub crc: u64,
+    /// Their checksums. A load takes the first one alone, and the second one means nothing.
+    pub sum: Pair,
 }
 
 impl Piece {
@@ -49,7 +49,7 @@ impl Share {
                         && last.end() == piece.start
                         && extent.1.start < piece.start =>
                 {
-                    last.crc = checksum::combine(last.crc, piece.crc, piece.len);
+                    last.sum = last.sum.then(piece.sum, piece.len);
                     last.len += piece.len;
                 }
                 _ => merged.push(piece),
@@ -58,8 +58,8 @@ impl Share {
         Ok(merged)
     }
 
-    /// The CRCs of the extents of each tensor, in order. Fails if `pieces` do not cover each byte of each tensor once.
-    pub fn cover_all(&self, pieces: Vec<Piece>) -> Result<Vec<Vec<u64>>> {
+    /// The checksums of the extents of each tensor, in order. Fails if `pieces` do not cover each byte of each tensor once.
+    pub fn cover_all(&self, pieces: Vec<Piece>) -> Result<Vec<Vec<Pair>>> {
         let merged = self.merge(pieces)?;
         let mut next = merged.iter().peekable();
         let mut found = vec![Vec::new(); self.tensors.len()];
@@ -70,7 +70,7 @@ impl Share {
                     let (mut at, end) = (extent.offset, extent.offset + extent.len);
                     let here = |piece: &&Piece| piece.shard as usize == shard && piece.start < end;
                     if let Some(piece) = next.next_if(|piece| here(piece) && piece.start == at) {
-                        found[tensor].push(piece.crc);
+                        found[tensor].push(piece.sum);
                         at = piece.end();
                     }
                     if at < end {
@@ -149,7 +149,7 @@ mod tests {
                     shard: shard as u32,
                     start: ends[0],
                     len: ends[1] - ends[0],
-                    crc: checksum::of(&bytes[shard][ends[0] as usize..ends[1] as usize]),
+                    sum: Pair::of(&bytes[shard][ends[0] as usize..ends[1] as usize]),
                 }));
             }
         }
@@ -175,14 +175,14 @@ mod tests {
             let halves = [merge(&ranks[..3]), merge(&ranks[3..])];
             let merged = merge(&halves);
             prop_assert_eq!(merged.len(), pieces(&share, &bytes, &[]).len());
-            let crcs = share.cover_all(halves.concat()).unwrap();
-            for (tensor, crcs) in crcs.iter().enumerate() {
+            let sums = share.cover_all(halves.concat()).unwrap();
+            for (tensor, sums) in sums.iter().enumerate() {
                 let (placement, shard) = (share.placement(tensor), share.tensors()[tensor].shard);
                 let extents = geometry::extents(placement, 0..placement.bytes, share.block_size());
                 let of = |(extent, _): (geometry::Extent, Range<u64>)| {
-                    checksum::of(&bytes[shard][extent.offset as usize..(extent.offset + extent.len) as usize])
+                    Pair::of(&bytes[shard][extent.offset as usize..(extent.offset + extent.len) as usize])
                 };
-                prop_assert_eq!(crcs, &extents.map(of).collect::<Vec<_>>());
+                prop_assert_eq!(sums, &extents.map(of).collect::<Vec<_>>());
             }
             if !all.is_empty() {
                 let lost = lost.index(all.len());
@@ -201,7 +201,8 @@ mod tests {
     #[test]
     fn a_piece_lies_in_one_extent() {
         let (share, _) = share(&[vec![10, 3 * PAGE], vec![5]]);
-        let of = |shard, start, len| share.merge(vec![Piece { shard, start, len, crc: 0 }]);
+        let of =
+            |shard, start, len| share.merge(vec![Piece { shard, start, len, sum: Pair { crc: 0, xz: 0 } }]);
         assert!(of(0, 100, 10).is_ok() && of(0, 2 * PAGE, PAGE).is_ok());
         for (shard, start, len) in [
             (0, 99, 1),

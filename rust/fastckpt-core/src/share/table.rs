@@ -106,6 +106,24 @@ impl Share {
         Self { apart: true, ..self }
     }
 
+    /// The same, but nobody reads or writes these files: they have no bytes.
+    #[must_use]
+    pub fn without(mut self, files: impl Iterator<Item = usize>) -> Self {
+        for file in files {
+            self.files[file] = (0, 0);
+            self.order[file].clear();
+        }
+        self
+    }
+
+    /// The same tensors in other files: `places` has the file of each, and its offset there.
+    pub fn elsewhere(&self, files: Vec<(u64, u64)>, places: &[(usize, u64)]) -> Result<Self> {
+        let tensors = self.tensors.iter().zip(places);
+        let tensors = tensors.map(|(tensor, &(shard, offset))| Tensor { shard, offset, ..tensor.clone() });
+        let spreads = self.spreads.iter().map(|groups| groups.spread().clone()).collect();
+        Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)
+    }
+
     /// A number that is the same for all ranks that made the same share.
     #[must_use]
     pub fn digest(&self) -> u64 {

@@ -20,25 +20,27 @@ use crate::save::work::Unit;
 use crate::save::{Contents, Request, save};
 use crate::share::{Placement, Spread};
 
-const RANKS: u32 = 3;
+pub(in crate::ranks) const RANKS: u32 = 3;
 const BLOCK: u64 = 16 * PAGE;
-const SHARD: u64 = 600_000;
+pub(in crate::ranks) const SHARD: u64 = 600_000;
 
 /// How all tensors are spread.
 #[derive(Debug, Clone, Copy)]
-enum Layout {
+pub(in crate::ranks) enum Layout {
     Rows,
     Columns,
     Copies,
 }
 
+pub(in crate::ranks) const LAYOUTS: [Layout; 3] = [Layout::Rows, Layout::Columns, Layout::Copies];
+
 /// A state of a job, and where it is saved.
-struct Job {
+pub(in crate::ranks) struct Job {
     parent: tempfile::TempDir,
-    tensors: Vec<TensorSpec>,
-    bytes: Vec<Vec<u8>>,
+    pub(in crate::ranks) tensors: Vec<TensorSpec>,
+    pub(in crate::ranks) bytes: Vec<Vec<u8>>,
     layout: Layout,
-    table: Arc<Table>,
+    pub(in crate::ranks) table: Arc<Table>,
 }
 
 /// The part of `size` indices that `torch.chunk` gives to `rank`.
@@ -55,12 +57,12 @@ fn pull(bytes: Vec<u8>) -> Content {
     })
 }
 
-fn options() -> Options {
+pub(in crate::ranks) fn options() -> Options {
     Options { block_size: Some(BLOCK), threads: Some(2), ..Options::default() }
 }
 
 impl Job {
-    fn new(layout: Layout) -> Self {
+    pub(in crate::ranks) fn new(layout: Layout) -> Self {
         let shapes = [[700, 901], [5, 3], [1, 1], [64, 64], [301, 1024], [0, 7], [9, 4099]];
         let spec = |(index, shape): (usize, &[u64; 2])| TensorSpec {
             name: format!("t.{index}"),
@@ -90,7 +92,7 @@ impl Job {
         Self { parent, bytes: bytes.collect(), tensors, layout, table }
     }
 
-    fn path(&self) -> PathBuf {
+    pub(in crate::ranks) fn path(&self) -> PathBuf {
         self.parent.path().join("c")
     }
 
@@ -106,7 +108,7 @@ impl Job {
         of_rows.flat_map(row).copied().collect()
     }
 
-    fn held(&self, rank: u32) -> Held {
+    pub(in crate::ranks) fn held(&self, rank: u32) -> Held {
         Held::new((0..self.tensors.len()).map(|tensor| ((tensor, 0), pull(self.local(rank, tensor)))))
     }
 
@@ -221,7 +223,7 @@ fn pieces(ranks: &[RankSave]) -> Vec<Piece> {
 
 #[test]
 fn ranks_write_what_one_process_writes() {
-    for layout in [Layout::Rows, Layout::Columns, Layout::Copies] {
+    for layout in LAYOUTS {
         let job = Job::new(layout);
         let ranks = job.ranks();
         job.open(&ranks);
@@ -483,7 +485,7 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
         work.copy(0, placement.tensor, bytes.start, &mut to).map(|sum| (sum, to))
     };
     for again in [true, true, false] {
-        assert!(copy().unwrap() == (crate::format::checksum::of(expected), expected.to_vec()));
+        assert!(copy().unwrap() == (crate::format::checksum::Pair::of(expected), expected.to_vec()));
         work.assembled(0, 0, again);
         assert_eq!(work.taken(0).is_empty(), !again);
     }

@@ -1,0 +1,115 @@
+"""What a save of many ranks takes over from an earlier checkpoint: the rounds ``base`` and ``compared``.
+
+The coordinator opens the base, and passes its manifest on. Each rank sums what it holds, and the sums are put together
+on their way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links
+the files in which nothing has changed, and all lay out the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._tensors.ranges import range_of
+
+from .attention import Attention
+from .exchange import Link, LostError, first_lost, lost_by, passed_on, raise_lost
+
+if TYPE_CHECKING:
+    from .peers import Operation
+    from .save import Portion
+    from .session import Session
+
+
+def take_over(
+    session: Session, operation: Operation, path: str, base: str, portion: Portion, timeout: float
+) -> tuple[Portion, float]:
+    """Compare with the base, and link what has not changed. Every rank calls it.
+
+    Whatever is wrong with the base is a warning in the report, and more is written.
+
+    Args:
+        session: the process group.
+        operation: the operation, in its body.
+        path: the checkpoint's directory, absolute.
+        base: the earlier checkpoint's, as rank 0 has it.
+        portion: what this rank brings, laid out without a base.
+        timeout: that of the operation, in seconds.
+
+    Returns:
+        The same, laid out beside what is taken over, with a ``base`` for the caller to close in the end; and the
+        seconds that it took.
+
+    Raises:
+        RanksError: another rank failed, or does not answer.
+        Exception: this rank failed.
+    """
+    began = time.perf_counter()
+    earlier = _core.RankBase(portion.share, session.group.rank, portion.held, portion.fill, portion.options)
+    try:
+        with range_of("fastckpt.compare"):
+            share = _share(session, operation, path, base, earlier, timeout)
+    except BaseException:
+        earlier.close()
+        raise
+    return portion._replace(share=share or portion.share, base=earlier), time.perf_counter() - began
+
+
+def _share(
+    session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
+) -> _core.Share | None:
+    """The layout beside what is taken over; None where the base is none."""
+    rank = session.group.rank
+    attention = Attention(operation, timeout)
+    opened: list[bytes] = []
+
+    def decide(offered: list[Any]) -> list[Any] | None:
+        hosts, offer = offered
+        manifest = earlier.open(base)
+        if manifest is None:
+            return None
+        opened.append(manifest)
+        # On one host nothing else may have to travel.
+        name = "" if len(hosts) == 1 else Link.agree([True, offer[1]])
+        return [name, len(manifest) if name else manifest]
+
+    answer = operation.round(
+        "base", [[session.group.host], session.link.offer(needed=True)], combine=_combine_hosts, decide=decide
+    )
+    if answer is None:
+        return None
+    name, manifest = answer
+    found: dict[str, Any]
+    try:
+        group = session.link.meet(name, timeout, attention.meanwhile)
+        if group is not None:
+            manifest = passed_on(group, opened[0] if opened else None, manifest, attention)
+        if rank:
+            earlier.know(base, manifest)
+        found = {"sums": earlier.compare(lambda *_: attention.meanwhile())}
+    except LostError as error:
+        session.link.drop()
+        found = lost_by(session.name(rank), error)
+    told = operation.round(
+        "compared", found, combine=_combine_sums, decide=lambda found: _take(found, path, earlier, operation)
+    )
+    if rank:
+        earlier.follow(told)
+    return earlier.share()
+
+
+def _combine_hosts(offers: list[list[Any]]) -> list[Any]:
+    """What several ranks say: up to two hosts, and the gloo group."""
+    return [sorted({host for hosts, _ in offers for host in hosts})[:2], Link.combine([offer for _, offer in offers])]
+
+
+def _combine_sums(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of a rank and of those below it as one."""
+    return first_lost(found) or {"sums": _core.RankBase.merge([one["sums"] for one in found])}
+
+
+def _take(found: dict[str, Any], path: str, earlier: _core.RankBase, operation: Operation) -> bytes:
+    """At the coordinator, once all have compared: link what has not changed."""
+    raise_lost(found)
+    return earlier.take(path, found["sums"], lambda *_: operation.alive())

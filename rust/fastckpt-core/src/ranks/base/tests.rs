@@ -1,0 +1,156 @@
+//! The same jobs as in the tests of a rank's save, with a base.
+
+use super::*;
+use crate::engine::content::Content;
+use crate::format::groups;
+use crate::ranks::save::tests::{Job, LAYOUTS, RANKS, SHARD, options};
+use crate::save::{Contents, Request, save};
+
+/// Saves some bytes of the state of a job in one process, tensors in the order of `names`: elsewhere in the files than in
+/// the layout of the job.
+fn base_of(job: &Job, names: &[&str], bytes: &[Vec<u8>]) -> std::path::PathBuf {
+    let path = job.path().with_extension("base");
+    let chosen = |name: &&str| job.tensors.iter().position(|tensor| tensor.name == *name).unwrap();
+    let chosen: Vec<_> = names.iter().map(chosen).collect();
+    let tensors: Vec<_> = chosen.iter().map(|&tensor| job.tensors[tensor].clone()).collect();
+    let content = |&tensor: &usize| {
+        let bytes = bytes[tensor].clone();
+        Content::each(move |start, to: &mut [u8]| {
+            to.copy_from_slice(&bytes[start as usize..start as usize + to.len()]);
+            Ok(())
+        })
+    };
+    let contents: Vec<_> = chosen.iter().map(content).collect();
+    let request = Request {
+        path: &path,
+        tensors: &tensors,
+        contents: Contents::Tensors(&contents, &groups::of(""), SHARD),
+        reuse: None,
+        structure: "[null]",
+        metadata: "[1]",
+        files: &[],
+        overwrite: true,
+    };
+    save(&request, &options(), &mut |_, _| true).unwrap();
+    path
+}
+
+fn bases(job: &Job) -> Vec<RankBase> {
+    let groups = groups::of("");
+    let reuse = Reuse { base: None, frozen: &[], groups: &groups, shard_size: SHARD };
+    let base = |rank| RankBase::new(Arc::clone(&job.table), rank, job.held(rank), &reuse, options()).unwrap();
+    (0..RANKS).map(base).collect()
+}
+
+/// What all ranks find of a base, merged as in a tree, by way of bytes.
+fn found(ranks: &[RankBase], path: &Path) -> Sums {
+    let manifest = ranks[0].open(path).unwrap().unwrap();
+    ranks[1..].iter().for_each(|rank| rank.know(path, manifest.clone()).unwrap());
+    let mut all = Sums::default();
+    for rank in ranks.iter().rev() {
+        let own = rank.compare(&mut |_, _| true).unwrap().encode();
+        assert_eq!(Sums::decode(&own).unwrap().encode(), own);
+        assert!(Sums::decode(&own[..own.len() - 1]).is_err());
+        all.add(Sums::decode(&own).unwrap());
+    }
+    all
+}
+
+/// The numbers of the tensors that are as a base has them.
+fn unchanged(job: &Job, path: &Path) -> Vec<usize> {
+    let ranks = bases(job);
+    let found = found(&ranks, path);
+    let same = found.unchanged(&job.tensors, ranks[0].base().unwrap().body());
+    (0..same.len()).filter(|&tensor| same[tensor].is_some()).collect()
+}
+
+#[test]
+fn what_is_unchanged_is_found_however_it_is_spread_and_wherever_it_lay() {
+    let names = ["t.0", "t.1", "t.2", "t.3", "t.4", "t.5", "t.6"];
+    for layout in LAYOUTS {
+        let job = Job::new(layout);
+        assert_eq!(unchanged(&job, &base_of(&job, &names, &job.bytes)), [0, 1, 2, 3, 4, 5, 6], "{layout:?}");
+        // Without the others each lies elsewhere, in other blocks.
+        for some in [&["t.1", "t.4", "t.5"][..], &["t.2", "t.0"], &["t.6", "t.3"]] {
+            let mut expected: Vec<usize> = some.iter().map(|name| name[2..].parse().unwrap()).collect();
+            expected.sort_unstable();
+            assert_eq!(unchanged(&job, &base_of(&job, some, &job.bytes)), expected, "{layout:?}");
+        }
+    }
+}
+
+#[test]
+fn a_single_other_byte_is_found() {
+    let names = ["t.0", "t.1", "t.4", "t.6"];
+    for layout in LAYOUTS {
+        let job = Job::new(layout);
+        for (tensor, at) in [(0, 0), (0, 300_000), (0, 630_699), (1, 14), (4, 70_000), (6, 4099 * 9 - 1)] {
+            let mut bytes = job.bytes.clone();
+            bytes[tensor][at] ^= 0x40;
+            let expected: Vec<_> = [0, 1, 4, 6].into_iter().filter(|&other| other != tensor).collect();
+            assert_eq!(unchanged(&job, &base_of(&job, &names, &bytes)), expected, "{layout:?} {tensor} {at}");
+        }
+    }
+}
+
+#[test]
+fn a_tensor_of_which_bytes_are_missing_has_changed() {
+    let job = Job::new(crate::ranks::save::tests::Layout::Columns);
+    let path = base_of(&job, &["t.0", "t.1"], &job.bytes);
+    let ranks = bases(&job);
+    let all = found(&ranks, &path);
+    let body = ranks[0].base().unwrap().body();
+    let some = ranks[1].compare(&mut |_, _| true).unwrap();
+    assert_eq!(some.unchanged(&job.tensors, body), [None; 7]);
+    // What is told twice is xored away, and its bytes do not add up.
+    let mut twice = all.clone();
+    twice.add(all);
+    assert_eq!(twice.unchanged(&job.tensors, body), [None; 7]);
+}
+
+#[test]
+fn what_the_coordinator_says_fits_the_state() {
+    let job = Job::new(crate::ranks::save::tests::Layout::Rows);
+    let path = base_of(&job, &["t.0", "t.1", "t.2", "t.3", "t.4", "t.5", "t.6"], &job.bytes);
+    let ranks = bases(&job);
+    let all = found(&ranks, &path);
+    let told = ranks[0].take(&job.path(), true, &all, &mut |_, _| true).unwrap();
+    for rank in &ranks[1..] {
+        assert!(rank.follow(&told[1..]).is_err() && rank.follow(&[&told[..], &[0]].concat()).is_err());
+        let mut other = told.clone();
+        other[4] = 9;
+        let error = rank.follow(&other).unwrap_err();
+        assert!(error.to_string().contains("not of this state"), "{error}");
+        rank.taken().beside.taken.clear();
+        rank.follow(&told).unwrap();
+    }
+    let digests: Vec<_> = ranks.iter().map(|rank| rank.table().unwrap().share.digest()).collect();
+    assert_eq!(digests, [digests[0]; RANKS as usize]);
+    let table = ranks[0].table().unwrap();
+    assert!(table.plan.shards.iter().all(|shard| shard.taken.is_some()));
+    assert_eq!(table.share.duties(0, Grain::Page).unwrap().ranges, []);
+    // The workspace goes with the coordinator's part.
+    let entries = || std::fs::read_dir(job.path().parent().unwrap()).unwrap().count();
+    assert_eq!(entries(), 2);
+    ranks[0].close();
+    assert_eq!(entries(), 1);
+}
+
+#[test]
+fn steps_come_in_order() {
+    let job = Job::new(crate::ranks::save::tests::Layout::Copies);
+    let path = base_of(&job, &["t.1"], &job.bytes);
+    let rank = bases(&job).remove(0);
+    assert!(matches!(rank.compare(&mut |_, _| true), Err(Error::Misused(_))));
+    let manifest = rank.open(&path).unwrap().unwrap();
+    assert!(matches!(rank.know(&path, manifest), Err(Error::Misused(_))));
+    let other = bases(&job).remove(1);
+    other.know(&path, std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
+    let taken = other.take(&job.path(), true, &Sums::default(), &mut |_, _| true);
+    assert!(matches!(taken, Err(Error::Misused(_))));
+    // What is no base is a warning.
+    let rank = bases(&job).remove(0);
+    assert_eq!(rank.open(&path.join("none")).unwrap(), None);
+    assert!(rank.taken().beside.warnings[0].contains("every tensor was written"));
+    assert_eq!(rank.table().unwrap().share.digest(), job.table.share.digest());
+}

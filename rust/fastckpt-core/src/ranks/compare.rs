@@ -1,0 +1,181 @@
+//! Compares what one rank has of a state with the checksums that a base has of it. Reads nothing from a disk.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::held::{Held, scatter, span, whole_run};
+use super::sums::Sums;
+use super::table::Table;
+use crate::engine::content::{self, BATCH};
+use crate::engine::job::Tick;
+use crate::engine::options::{BLOCK_SIZE, Options};
+use crate::error::{Error, Result};
+use crate::format::checksum::{self, Pair};
+use crate::format::geometry::{self, Extent};
+use crate::format::manifest::{Body, TensorEntry};
+use crate::save::compare::{counterparts, in_parallel};
+use crate::share::{Duties, Item};
+
+/// Bytes of rows that are put in their places at a time, with zeros between them, to be summed in cache.
+const SPREAD: u64 = 256 << 10;
+
+/// Bytes of an item in one extent of the base.
+struct Stretch<'a> {
+    item: &'a Item,
+    entry: &'a TensorEntry,
+    extent: Extent,
+    /// A range of the tensor, and the number of its bytes that the item has.
+    range: Range<u64>,
+    own: u64,
+}
+
+/// What was found of a stretch.
+struct Summed {
+    tensor: usize,
+    len: u64,
+    xz: u64,
+    /// Number and first checksum of an extent that is here in part.
+    part: Option<(u64, u64)>,
+}
+
+/// Sums what a rank has of the tensors that a base has, too. `duties` say which bytes of what several ranks have are left
+/// to which of them: those that it writes itself or gives to others. A tensor is left at an extent that differs.
+pub(super) fn sums(
+    table: &Table,
+    duties: &Duties,
+    held: &Held,
+    base: &Body,
+    options: &Options,
+    tick: Tick<'_>,
+) -> Result<Sums> {
+    let mut number = vec![None; table.tensors.len()];
+    for (tensor, index) in counterparts(&table.tensors, base) {
+        number[tensor] = Some(index);
+    }
+    let items = duties.local.iter().chain(duties.boxes.iter().flat_map(|message| &message.items));
+    let (mut stretches, mut batches, mut total) = (Vec::new(), Vec::new(), 0);
+    // Of the batch that is being filled: its first stretch, its bytes, and whether callbacks bring them.
+    let (mut begin, mut bytes, mut pulled) = (0, 0, false);
+    for item in items {
+        let Some(entry) = number[item.tensor].map(|index: usize| &base.tensors[index]) else { continue };
+        let pulls = held.pull(item).is_some();
+        let most = if pulls { BATCH as u64 } else { BLOCK_SIZE };
+        let extents = geometry::extents(entry.placement(item.tensor), item.bytes.clone(), base.block_size);
+        for (extent, range) in extents {
+            let (len, own) = (range.end - range.start, item.rows.bytes_in(&range));
+            if own == 0 {
+                continue;
+            }
+            if bytes > 0 && (pulls != pulled || bytes + len > most) {
+                batches.push(begin..stretches.len());
+                (begin, bytes) = (stretches.len(), 0);
+            }
+            (pulled, bytes, total) = (pulls, bytes + len, total + len);
+            stretches.push(Stretch { item, entry, extent, range, own });
+        }
+    }
+    if begin < stretches.len() {
+        batches.push(begin..stretches.len());
+    }
+    let changed: Vec<_> = table.tensors.iter().map(|_| AtomicBool::new(false)).collect();
+    let found = Mutex::new(Sums::default());
+    let batch = |number: usize| {
+        let live = stretches[batches[number].clone()].iter();
+        let live: Vec<_> =
+            live.filter(|stretch| !changed[stretch.item.tensor].load(Ordering::Relaxed)).collect();
+        let summed = batch(held, &live, &changed)?;
+        let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+        for Summed { tensor, len, xz, part } in summed {
+            let found = found.of(tensor);
+            found.bytes += len;
+            found.xz ^= xz;
+            if let Some((number, sum)) = part {
+                *found.extents.entry(number).or_default() ^= sum;
+            }
+        }
+        Ok(())
+    };
+    in_parallel(batches.len(), total, options, tick, &batch)?;
+    let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for (tensor, changed) in changed.iter().enumerate() {
+        if changed.load(Ordering::Relaxed) {
+            found.of(tensor).changed = true;
+        }
+    }
+    Ok(found)
+}
+
+/// Sums stretches, which lie in memory, or which callbacks bring in one call.
+fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Result<Vec<Summed>> {
+    let spans: Vec<_> = stretches.iter().map(|stretch| span(stretch.item, &stretch.range)).collect();
+    let pulls: Vec<_> = stretches.iter().map(|stretch| held.pull(stretch.item)).collect();
+    let bytes = |span: &Range<u64>| (span.end - span.start) as usize;
+    let pulled = spans.iter().zip(&pulls).filter(|(_, pull)| pull.is_some());
+    let mut fetched = vec![0; pulled.map(|(span, _)| bytes(span)).sum()];
+    let mut wanted = Vec::new();
+    let mut rest = &mut fetched[..];
+    for (span, pull) in spans.iter().zip(&pulls) {
+        let Some(pull) = pull else { continue };
+        let (to, after) = rest.split_at_mut(bytes(span));
+        rest = after;
+        wanted.push((*pull, span.start, to));
+    }
+    content::fetch(wanted)?;
+    let mut rest = &fetched[..];
+    let mut found = Vec::with_capacity(stretches.len());
+    for ((stretch, span), pull) in stretches.iter().zip(&spans).zip(&pulls) {
+        let source = if pull.is_some() { None } else { held.memory(stretch.item, span)? };
+        let from = if let Some(source) = &source {
+            source.bytes()
+        } else {
+            let (from, after) = rest.split_at(if pull.is_some() { bytes(span) } else { 0 });
+            rest = after;
+            from
+        };
+        found.extend(sum(stretch, (from, span.start), &changed[stretch.item.tensor])?);
+    }
+    Ok(found)
+}
+
+/// Sums a stretch, whose bytes lie in `from`, which begins at byte `low` of the local memory.
+fn sum(
+    &Stretch { item, entry, ref extent, ref range, own }: &Stretch<'_>,
+    (from, low): (&[u8], u64),
+    changed: &AtomicBool,
+) -> Result<Option<Summed>> {
+    let (whole, len) = (whole_run(item, range), range.end - range.start);
+    let sum = match &whole {
+        Some(run) => {
+            let at = (run.start - low) as usize;
+            let bytes = from.get(at..at + len as usize);
+            Pair::of(bytes.ok_or_else(|| Error::Invalid("a part of a tensor is too short".to_owned()))?)
+        }
+        None => spread(item, range, (from, low))?,
+    };
+    let is_all = whole.is_some() && len == extent.len;
+    if is_all && entry.extent_crc(extent.index) != Some(sum.crc) {
+        changed.store(true, Ordering::Relaxed);
+        return Ok(None);
+    }
+    let added = sum ^ Pair::zeros(len);
+    let after = extent.start + extent.len - range.end;
+    let part = (!is_all).then(|| (extent.index, checksum::combine(added.crc, 0, after)));
+    let xz = checksum::combine_xz(added.xz, 0, entry.bytes() - range.end);
+    Ok(Some(Summed { tensor: item.tensor, len: own, xz, part }))
+}
+
+/// The checksums of `range` of the tensor, with zeros in the place of bytes that the item does not have.
+fn spread(item: &Item, range: &Range<u64>, from: (&[u8], u64)) -> Result<Pair> {
+    let mut to = vec![0; SPREAD.min(range.end - range.start) as usize];
+    let (mut all, mut start) = (Pair::of(&[]), range.start);
+    while start < range.end {
+        let part = start..range.end.min(start + SPREAD);
+        let to = &mut to[..(part.end - start) as usize];
+        to.fill(0);
+        scatter(item, &part, from, (to, start))?;
+        all = all.then(Pair::of(to), part.end - start);
+        start = part.end;
+    }
+    Ok(all)
+}
