@@ -316,15 +316,13 @@ class Manager(Preemption):
         """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
         self._cadence.reach(step, in_flight=self._in_flight)
         self._wanted = None
-        moment = self._cadence.moment(in_flight=self._in_flight)
-        if not (force or self._when.due_by_step(moment)) and self._agree.skips():
+        if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
             return False
-        agreed = self._ask(
-            "should_save",
-            step,
-            lambda: force or (step != self._saved and self._when.due(moment)),
-            APART if self._when.may_wait else 0.0,
-        )
+
+        def due() -> bool:
+            return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
+
+        agreed = self._ask("should_save", step, due, APART if self._when.may_wait else 0.0)
         if agreed.signals:
             if step == agreed.saved:
                 self._settle()
