@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
-from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
 
-from .aftermath import left_until
-from .agreement import agreement, failed_of
+from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
-from .preemption import APART, Preemption
+from .preemption import Preemption
 from .restore import Restored, Source
 from .when import When
 
@@ -102,13 +96,10 @@ class Manager(Preemption):
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
         calls = Calls(save_options, ranks, agree.rank, agree.size)
-        super().__init__(Directory(path, Names(name)), policies, agree, calls, read_only=bool(read_only))
+        super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
         self._source = Source(self._directory, agree, calls)
-        self._when = When(when)
         self._async = bool(async_save)
         self._looked = False
-        #: The step that all ranks have agreed to save next.
-        self._wanted: int | None = None
         agree.begin(
             {
                 "keep": told(policies or ()),
@@ -206,48 +197,6 @@ class Manager(Preemption):
         finally:
             self._cadence.leave()
 
-    def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and what is not kept is removed.
-
-        For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
-
-        Args:
-            timeout: seconds; None for as long as it takes.
-
-        Returns:
-            The report of the last save that became durable, or None.
-
-        Raises:
-            TimeoutError: it is not done in time. It goes on.
-            CancelledError: it was given up for a signal.
-            Exception: the last save failed.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        pending = self._pending
-        if self._is_shared:
-            self._wait_together(end)
-        if pending is not None:
-            around, self._steady = self._steady, self._steady or self._settle
-            try:
-                if not self._is_shared:
-                    self._signal_came()
-                self._report = pending.result(left_until(end))
-            except Exception as error:
-                # Once it is known to have failed, its step may be saved again, and is no base.
-                with contextlib.suppress(TimeoutError):
-                    self._aftermath.wait(end)
-                if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
-                    # Given up on all ranks, and this one has heard of another's first.
-                    raise CancelledError(str(error)) from error
-                raise
-            finally:
-                self._steady = around
-                # A failure is told once.
-                if pending.done():
-                    self._pending = None
-        self._aftermath.wait(end)
-        return self._report
-
     # Coming back.
 
     def restore(
@@ -278,7 +227,7 @@ class Manager(Preemption):
         self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.restore(step_of("restore", step), (), how)
+            found = self._source.at(step_of("restore", step), how)
         else:
             newest = self._source.newest(how, stacklevel=3)
             if newest is None:
@@ -312,27 +261,6 @@ class Manager(Preemption):
 
     # What happens.
 
-    def _is_wanted(self, step: int, *, force: bool) -> bool:
-        """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
-        self._cadence.reach(step, in_flight=self._in_flight)
-        self._wanted = None
-        if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
-            return False
-
-        def due() -> bool:
-            return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
-
-        agreed = self._ask("should_save", step, due, APART if self._when.may_wait else 0.0)
-        if agreed.signals:
-            if step == agreed.saved:
-                self._settle()
-            # What was being saved may have failed.
-            if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
-                self._answer(step, None)
-                return force
-        self._wanted = step if agreed.due else None
-        return agreed.due
-
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
         if not self._looked:
@@ -344,25 +272,6 @@ class Manager(Preemption):
                     "verifies: remove what this run replaces",
                     *(self.directory, step, steps[-1]),
                 )
-
-    def _end(self, error: BaseException | None) -> None:
-        """Wait for what is in flight; ``error`` has ended the block."""
-        failure = error
-        try:
-            if error is None or not self._is_shared:
-                self.wait()
-            else:
-                # The others may be elsewhere.
-                self._settle()
-                self._aftermath.wait(math.inf)
-        except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
-            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
-            # not be lost.
-            if error is None and not isinstance(failed, CancelledError):
-                failure = failed
-        self._end_together(failure)
-        if failure is not error and failure is not None:
-            raise failure
 
     def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
         step = about["step"]
