@@ -50,8 +50,17 @@ class Manager(Preemption):
     that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
     not know; give all the same policies, or all but one ``read_only=True``. docs/manager.md tells more.
 
+    In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
+    ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
+    They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
+    for ``timeout`` seconds, is a :class:`fastckpt.RanksError` on the others.
+
     Args:
         directory: where the checkpoints lie. The first save makes it.
+        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
+            one; where none was initialised, this process alone.
+        alone: act for this process alone, whatever groups there are.
+        timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays that one of them wants. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
         save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved that one of them wants. A
@@ -69,8 +78,10 @@ class Manager(Preemption):
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range, or ``directory`` is a URL.
+        TypeError: an argument is of another type, or ``process_group`` is none.
+        ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process is
+            not in ``process_group``.
+        RanksError: another rank has not made its manager, or has other arguments.
     """
 
     def __init__(
@@ -121,10 +132,16 @@ class Manager(Preemption):
         come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
 
         Args:
-            step: the number of the training step.
+            step: the number of the training step, the same on all ranks.
+
+        Returns:
+            Whether it is to be saved, the same on all ranks. They ask each other about once per second, and whenever a
+            policy wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
+            RanksError: a rank has ended, does not answer, or is at another step.
+            RuntimeError: a process group was initialised after the manager was made.
         """
         step = step_of("should_save", step)
         if self._read_only:
@@ -154,7 +171,8 @@ class Manager(Preemption):
             metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
             force: save whatever the policies say, also a step that is saved already.
             metadata: more for the checkpoint's metadata, without tensors.
-            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`.
+            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
+                back.
 
         Returns:
             Whether the save was begun.
@@ -162,8 +180,9 @@ class Manager(Preemption):
         Raises:
             RuntimeError: the manager is read-only, or belongs to the process that this one was forked from.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
-            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, among it the failure of the
-                last save in the background; that of this call then goes on.
+            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
+                :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
+                then goes on.
         """
         self._check("save")
         about = metadata_of(step_of("save", step), metrics, metadata)
@@ -211,14 +230,15 @@ class Manager(Preemption):
             into: as for :func:`fastckpt.load`.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
-            options: further arguments of :func:`fastckpt.load`.
+            options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
-            Step, state, metrics; None where there is no checkpoint at all.
+            Step, state, metrics; None where there is no checkpoint at all. All ranks get the same step.
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
+            RanksError: another rank could not load it.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:

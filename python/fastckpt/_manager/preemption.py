@@ -35,6 +35,9 @@ class Preemption(Boundary):
         it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
         installed their handlers.
 
+        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
+        it would have done had the signal come to itself.
+
         Args:
             signals: numbers; SIGTERM without any.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
