@@ -79,8 +79,8 @@ class Manager(Preemption):
 
     Raises:
         TypeError: an argument is of another type, or ``process_group`` is none.
-        ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process is
-            not in ``process_group``.
+        ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
+            is not in ``process_group``.
         RanksError: another rank has not made its manager, or has other arguments.
     """
 
