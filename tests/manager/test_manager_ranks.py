@@ -237,12 +237,11 @@ def differ(out, what):
         ("step", "ranks are at steps from 1 to 2"),
     ],
 )
-def test_ranks_that_differ_are_told(forge, tmp_path, what, text):
-    with forge.group(4) as group:
-        group.start(differ, tmp_path / "run", what)
-        for each in group.outcomes(2 * TIMEOUT):
-            assert each.kind == "raised", each
-            assert re.search(text, each.raised.text)
+def test_ranks_that_differ_are_told(four, tmp_path, what, text):
+    four.start(differ, tmp_path / "run", what)
+    for each in four.outcomes(2 * TIMEOUT):
+        assert each.kind == "raised", each
+        assert re.search(text, each.raised.text)
 
 
 def hosts(out, size):
