@@ -37,13 +37,17 @@ class Aftermath:
         catalogue: what its checkpoints say of themselves.
         retention: what removes older ones.
         cadence: what measures.
+        leads: whether this rank writes and removes; the others measure.
     """
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence) -> None:
+    def __init__(
+        self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence, *, leads: bool
+    ) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._retention = retention
         self._cadence = cadence
+        self._leads = leads
         #: What is under way.
         self._open: list[Event] = []
         # Reentrant: a signal handler that saves may come in between.
@@ -61,7 +65,8 @@ class Aftermath:
                 if pending.progress().phase == "done":
                     report = pending.result()
                     self.note(about, began, report, report.stall)
-                    self._retention.clear(about["step"])
+                    if self._leads:
+                        self._retention.clear(about["step"])
                 else:
                     failed()
             finally:
@@ -72,6 +77,8 @@ class Aftermath:
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
         """A save of the calling thread is durable: what follows, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
+        if not self._leads:
+            return
         done = self._begin()
 
         def clear() -> None:
@@ -90,6 +97,8 @@ class Aftermath:
         step = about["step"]
         with self._lock:
             self._cadence.durable(began, stall)
+            if not self._leads:
+                return
             self._catalogue.add(Saved(step, time.time() - report.seconds, about["metrics"]))
             # Two saves may end at nearly the same time, and the later one may be here first.
             if began < self._latest:
@@ -100,15 +109,18 @@ class Aftermath:
             except OSError as error:
                 logger.warning("%s: the file latest is not written: %s", self._directory.path, error)
 
+    def is_over(self, end: float) -> bool:
+        """Whether all of it is done by then."""
+        return all(done.wait(left_until(end)) for done in tuple(self._open))
+
     def wait(self, end: float) -> None:
         """Wait until all of it is done.
 
         Raises:
             TimeoutError: not by then.
         """
-        for done in tuple(self._open):
-            if not done.wait(left_until(end)):
-                raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+        if not self.is_over(end):
+            raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
 
     def _begin(self) -> Event:
         done = Event()

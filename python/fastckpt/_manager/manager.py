@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
-from fastckpt._api.reports import SaveReport
-from fastckpt._api.save import save
 from fastckpt._background.pending import PendingSave
-from fastckpt._background.save_async import save_async
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
 
-from .aftermath import left_until
-from .agreement import Alone
-from .arguments import keep_of, metadata_of, options_of, step_of, when_of
+from .agreement import agreement
+from .arguments import keep_of, metadata_of, step_of, told, when_of
+from .calls import Calls
 from .directory import Directory, Names
 from .preemption import Preemption
-from .restore import Restored, candidates, restore, restore_newest
+from .restore import Restored, Source
+from .when import When
 
 logger = logging.getLogger("fastckpt")
+
+#: Seconds for which a rank may make no progress.
+TIMEOUT = 600.0
 
 #: Mean time to failure of one accelerator, as ``fastckpt.plan`` assumes it.
 _MTTF_HOURS = 50_000.0
@@ -52,8 +50,17 @@ class Manager(Preemption):
     that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
     not know; give all the same policies, or all but one ``read_only=True``. docs/manager.md tells more.
 
+    In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
+    ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
+    They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
+    for ``timeout`` seconds, is a :class:`fastckpt.RanksError` on the others.
+
     Args:
         directory: where the checkpoints lie. The first save makes it.
+        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
+            one; where none was initialised, this process alone.
+        alone: act for this process alone, whatever groups there are.
+        timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays that one of them wants. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
         save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved that one of them wants. A
@@ -71,14 +78,19 @@ class Manager(Preemption):
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range, or ``directory`` is a URL.
+        TypeError: an argument is of another type, or ``process_group`` is none.
+        ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
+            is not in ``process_group``.
+        RanksError: another rank has not made its manager, or has other arguments.
     """
 
     def __init__(
         self,
         directory: AnyPath,
         *,
+        process_group: Any = None,
+        alone: bool = False,
+        timeout: float = TIMEOUT,
         keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         save_when: int | str | saving.Policy | Iterable[int | str | saving.Policy] | None = None,
         async_save: bool = True,
@@ -88,15 +100,27 @@ class Manager(Preemption):
         read_only: bool = False,
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._agree = Alone()
+        path = path_of("Manager", directory)
+        limit = timeout_of("Manager", timeout)
+        agree = agreement("Manager", process_group, path, limit, alone=bool(alone))
         policies = None if keep is None else keep_of(keep)
-        listing = Directory(path_of("Manager", directory), Names(name))
-        super().__init__(listing, policies, options_of(save_options), read_only=bool(read_only))
-        mttf = _MTTF_HOURS / self._agree.size if mttf is None else mttf
-        self._when = when_of(save_when, saving.Auto(mttf, overhead))
+        when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
+        ranks = None if alone else {"process_group": process_group, "timeout": limit}
+        calls = Calls(save_options, ranks, agree.rank, agree.size)
+        super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
+        self._source = Source(self._directory, agree, calls)
         self._async = bool(async_save)
         self._looked = False
-        if not self._read_only:
+        agree.begin(
+            {
+                "keep": told(policies or ()),
+                "save_when": told(when),
+                "async_save": str(self._async),
+                "name": name,
+                "read_only": str(self._read_only),
+            }
+        )
+        if agree.leads and not self._read_only:
             self._directory.sweep()
 
     # Saving.
@@ -108,28 +132,22 @@ class Manager(Preemption):
         come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
 
         Args:
-            step: the number of the training step.
+            step: the number of the training step, the same on all ranks.
+
+        Returns:
+            Whether it is to be saved, the same on all ranks. They ask each other about once per second, and whenever a
+            policy wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
+            RanksError: a rank has ended, does not answer, or is at another step.
+            RuntimeError: a process group was initialised after the manager was made.
         """
         step = step_of("should_save", step)
         if self._read_only:
             return False
         self._check("should_save")
-        self._cadence.reach(step, in_flight=self._in_flight)
-        if self._agree.any(self._signals.pending):
-            if step == self._saved:
-                self._settle()
-            # What was being saved may have failed.
-            if step != self._saved and time.monotonic() < self._signals.deadline:
-                return True
-            self._answer(step, None)
-            return False
-        if step == self._saved:
-            return False
-        moment = self._cadence.moment(in_flight=self._in_flight)
-        return self._agree.any(not self._when or any(policy.due(moment) for policy in self._when))
+        return self._is_wanted(step, force=False)
 
     def save(
         self,
@@ -139,6 +157,7 @@ class Manager(Preemption):
         *,
         force: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        per_rank: Any = None,
     ) -> bool:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` says so.
 
@@ -152,6 +171,8 @@ class Manager(Preemption):
             metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
             force: save whatever the policies say, also a step that is saved already.
             metadata: more for the checkpoint's metadata, without tensors.
+            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
+                back.
 
         Returns:
             Whether the save was begun.
@@ -159,26 +180,31 @@ class Manager(Preemption):
         Raises:
             RuntimeError: the manager is read-only, or belongs to the process that this one was forked from.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
-            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, among it the failure of the
-                last save in the background; that of this call then goes on.
+            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
+                :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
+                then goes on.
         """
         self._check("save")
         about = metadata_of(step_of("save", step), metrics, metadata)
-        if not self.should_save(step) and not force:
+        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
             return False
-        if self._agree.any(self._signals.pending):
-            return self._answer(step, state, about)
-        self._warn_of_later(step)
+        self._wanted = None
+        if self._signals.called:
+            return self._answer(step, state, about, per_rank)
+        if self._agree.leads:
+            self._warn_of_later(step)
+        how = self._how(about, self._base)
         path = self.path(step)
         began = self._cadence.begin()
         try:
             if not self._async:
-                report = save(state, path, metadata=about, **self._how())
+                report = self._calls.save(state, path, per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 self._aftermath.after(about, began, report)
                 return True
             try:
-                pending = save_async(state, path, metadata=about, **self._how())
+                pending = self._calls.save_async(state, path, per_rank, how)
             except BaseException as error:
                 # An earlier save has failed, and this one has begun.
                 begun = getattr(error, "pending_save", None)
@@ -189,42 +215,6 @@ class Manager(Preemption):
             return True
         finally:
             self._cadence.leave()
-
-    def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and what is not kept is removed.
-
-        For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
-
-        Args:
-            timeout: seconds; None for as long as it takes.
-
-        Returns:
-            The report of the last save that became durable, or None.
-
-        Raises:
-            TimeoutError: it is not done in time. It goes on.
-            CancelledError: it was given up for a signal.
-            Exception: the last save failed.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        pending = self._pending
-        if pending is not None:
-            around, self._steady = self._steady, self._steady or self._settle
-            try:
-                self._signal_came()
-                self._report = pending.result(left_until(end))
-            except Exception:
-                # Once it is known to have failed, its step may be saved again, and is no base.
-                with contextlib.suppress(TimeoutError):
-                    self._aftermath.wait(end)
-                raise
-            finally:
-                self._steady = around
-                # A failure is told once.
-                if pending.done():
-                    self._pending = None
-        self._aftermath.wait(end)
-        return self._report
 
     # Coming back.
 
@@ -240,26 +230,26 @@ class Manager(Preemption):
             into: as for :func:`fastckpt.load`.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
-            options: further arguments of :func:`fastckpt.load`.
+            options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
-            Step, state, metrics; None where there is no checkpoint at all.
+            Step, state, metrics; None where there is no checkpoint at all. All ranks get the same step.
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
+            RanksError: another rank could not load it.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped.
         """
+        self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = restore(self._directory, step_of("restore", step), (), how)
+            found = self._source.at(step_of("restore", step), how)
         else:
-            newest = restore_newest(
-                self._directory, lambda: self._agree.first(lambda: candidates(self._directory)), how, stacklevel=3
-            )
+            newest = self._source.newest(how, stacklevel=3)
             if newest is None:
                 return None
             found = newest
@@ -281,16 +271,10 @@ class Manager(Preemption):
         """
         try:
             if os.getpid() == self._process:
-                self._steady = self._answer_at_end
-                self._signal_came()
-                if error is None:
-                    # What is given up for a signal is in the log.
-                    with contextlib.suppress(CancelledError):
-                        self.wait()
-                else:
-                    # What failed is in the log; the error that ends the block must not be lost.
-                    with contextlib.suppress(Exception):
-                        self.wait()
+                if error is not None or not self._is_shared:
+                    self._steady = self._answer_at_end
+                    self._signal_came()
+                self._end(error)
         finally:
             self._steady = None
             self._signals.uninstall()
