@@ -16,9 +16,18 @@ from harness.same import same
 
 
 @pytest.fixture(scope="module")
-def warm():
-    """Processes that have imported torch and torchdata."""
-    with groups.forge(env={"FASTCKPT_TEST_IMPORT": "harness.member,torchdata.stateful_dataloader"}) as forge:
+def lightning():
+    """Processes that have imported Lightning."""
+    modules = "harness.member,lightning,torchdata.stateful_dataloader"
+    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
+        yield forge
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Processes that have imported transformers' Trainer."""
+    modules = "harness.member,transformers.trainer,accelerate"
+    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
         yield forge
 
 
@@ -31,24 +40,49 @@ def play(forge, page, folder, strikes=None, *, ranks=1):
         return group.outcomes(120)
 
 
-def test_plain(warm, tmp_path):
-    steps = 120
-    (whole,) = play(warm, "plain.md", tmp_path / "whole")
-    assert whole.value == list(range(1, steps + 1)), whole
+def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundaries=None):
+    """Run a page's program undisturbed, and killed at one step, preempted at another one and resumed: what both leave.
 
-    folder, run = tmp_path / "run", tmp_path / "run" / "runs" / "plain"
-    (killed,) = play(warm, "plain.md", folder, {55: signal.SIGKILL})
-    assert killed.kind == "died"
-    # In the middle of an evaluation, and of one epoch; then at the end of another one.
-    (preempted,) = play(warm, "plain.md", folder, {64: signal.SIGTERM})
-    assert preempted.raised.kind == "SystemExit", preempted
-    assert preempted.raised.text == "143"
-    with fastckpt.Manager(run, read_only=True) as manager:
-        assert manager.latest() == 64
-    (last,) = play(warm, "plain.md", folder)
-    assert last.value == list(range(65, steps + 1)), last
+    ``boundaries`` are the steps that may be saved, where these are not all.
+    """
+    page, run, boundaries = f"{name}.md", Path("runs", name), boundaries or range(1, steps + 1)
+    whole = play(forge, page, folder / "whole", ranks=ranks)
+    assert [each.value for each in whole] == [list(boundaries)] * ranks, whole
 
-    final = f"step-{steps:08d}"
-    assert same(fastckpt.load(run / final), fastckpt.load(tmp_path / "whole/runs/plain" / final))
-    assert same(fastckpt.load(folder / "release"), fastckpt.load(tmp_path / "whole/release"))
-    assert fastckpt.load(folder / "release")["model"]["0.weight"].dtype is torch.bfloat16
+    outcomes = play(forge, page, folder / "cut", {killed: signal.SIGKILL}, ranks=ranks)
+    assert [each.kind for each in outcomes] == ["died"] * ranks, outcomes
+    left = fastckpt.Manager(folder / "cut" / run, read_only=True).latest()
+    assert 0 < left <= killed
+
+    outcomes = play(forge, page, folder / "cut", {preempted: signal.SIGTERM}, ranks=ranks)
+    assert [each.raised and (each.raised.kind, each.raised.text) for each in outcomes] == [
+        ("SystemExit", "143")
+    ] * ranks
+    assert fastckpt.Manager(folder / "cut" / run, read_only=True).latest() == preempted
+
+    last = play(forge, page, folder / "cut", ranks=ranks)
+    assert [each.value for each in last] == [[step for step in boundaries if step > preempted]] * ranks, last
+    found, wanted = (fastckpt.load(folder / which / run / f"step-{steps:08d}") for which in ("cut", "whole"))
+    return found, wanted
+
+
+def test_plain(forge, tmp_path):
+    # In the middle of an epoch; then at the end of one and the begin of an evaluation.
+    found, wanted = resumes(forge, tmp_path, "plain", 120, killed=55, preempted=64)
+    assert same(found, wanted)
+    found, wanted = (fastckpt.load(tmp_path / which / "release") for which in ("cut", "whole"))
+    assert same(found, wanted)
+    assert found["model"]["0.weight"].dtype is torch.bfloat16
+
+
+def test_lightning(lightning, tmp_path):
+    found, wanted = resumes(
+        lightning,
+        tmp_path,
+        "lightning",
+        60,
+        killed=33,
+        preempted=41,
+        boundaries=[*range(1, 20), *range(21, 40), *range(41, 61)],
+    )
+    assert same(found, wanted)
