@@ -86,3 +86,8 @@ def test_lightning(lightning, tmp_path):
         boundaries=[*range(1, 20), *range(21, 40), *range(41, 61)],
     )
     assert same(found, wanted)
+
+
+def test_trainer(transformers, tmp_path):
+    found, wanted = resumes(transformers, tmp_path, "trainer", 60, killed=33, preempted=40)
+    assert same(found, wanted)
