@@ -32,19 +32,27 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
     script = Path(folder, f"train-{os.getpid()}.py")
     script.write_text(program, encoding="utf-8")
     asked: list[int] = []
-    real = fastckpt.Manager.should_save
 
-    def should_save(manager: Any, step: int) -> bool:
-        if not asked or asked[-1] != step:
-            asked.append(step)
-            number = (strikes or {}).get(step)
-            if number == signal.SIGKILL:
-                manager.wait()  # there shall be something to go on from
-            if number is not None:
-                os.kill(os.getpid(), number)
-        return real(manager, step)
+    def reach(manager: fastckpt.Manager, step: int) -> None:
+        if step in asked:
+            return
+        asked.append(step)
+        number = (strikes or {}).get(step)
+        if number == signal.SIGKILL:
+            manager.wait()  # there shall be something to go on from
+        if number is not None:
+            os.kill(os.getpid(), number)
 
-    fastckpt.Manager.should_save = should_save  # type: ignore[method-assign]
+    class Manager(fastckpt.Manager):
+        def should_save(self, step: int) -> bool:
+            reach(self, step)
+            return super().should_save(step)
+
+        def save(self, step: int, *given: Any, **named: Any) -> bool:
+            reach(self, step)
+            return super().save(step, *given, **named)
+
+    fastckpt.Manager = Manager  # type: ignore[misc]
     with warnings.catch_warnings():
         # Of libraries there are many; ours would be a failure of the recipe.
         warnings.simplefilter("ignore")
