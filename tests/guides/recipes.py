@@ -29,6 +29,8 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
         strikes: the signal that this process gets at the end of a step.
     """
     os.chdir(folder)
+    # The rest of what torchrun tells a program.
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="guide")
     script = Path(folder, f"train-{os.getpid()}.py")
     script.write_text(program, encoding="utf-8")
     asked: list[int] = []

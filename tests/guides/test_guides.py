@@ -77,21 +77,18 @@ def test_plain(forge, tmp_path):
     assert found["model"]["0.weight"].dtype is torch.bfloat16
 
 
-def test_lightning(lightning, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning(lightning, tmp_path, ranks):
+    epochs = [*range(1, 20), *range(21, 40), *range(41, 61)]  # no last batches
     found, wanted = resumes(
-        lightning,
-        tmp_path,
-        "lightning",
-        60,
-        killed=33,
-        preempted=41,
-        boundaries=[*range(1, 20), *range(21, 40), *range(41, 61)],
+        lightning, tmp_path, "lightning", 60, killed=33, preempted=41, ranks=ranks, boundaries=epochs
     )
     assert same(found, wanted)
 
 
-def test_trainer(transformers, tmp_path):
-    found, wanted = resumes(transformers, tmp_path, "trainer", 60, killed=33, preempted=40)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer(transformers, tmp_path, ranks):
+    found, wanted = resumes(transformers, tmp_path, "trainer", 60, killed=33, preempted=40, ranks=ranks)
     assert same(found, wanted)
 
 
