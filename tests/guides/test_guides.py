@@ -16,17 +16,9 @@ from harness.same import same
 
 
 @pytest.fixture(scope="module")
-def lightning():
-    """Processes that have imported Lightning."""
-    modules = "harness.member,lightning,torchdata.stateful_dataloader"
-    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
-        yield forge
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    """Processes that have imported transformers' Trainer."""
-    modules = "harness.member,transformers.trainer,accelerate"
+def libraries():
+    """Makes groups of processes that have imported what the guides are about."""
+    modules = "harness.member,torchdata.stateful_dataloader,lightning,transformers.trainer,accelerate"
     with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
         yield forge
 
@@ -78,25 +70,39 @@ def test_plain(forge, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_lightning(lightning, tmp_path, ranks):
+def test_lightning(libraries, tmp_path, ranks):
     epochs = [*range(1, 20), *range(21, 40), *range(41, 61)]  # no last batches
     found, wanted = resumes(
-        lightning, tmp_path, "lightning", 60, killed=33, preempted=41, ranks=ranks, boundaries=epochs
+        libraries, tmp_path, "lightning", 60, killed=33, preempted=41, ranks=ranks, boundaries=epochs
     )
     assert same(found, wanted)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trainer(transformers, tmp_path, ranks):
-    found, wanted = resumes(transformers, tmp_path, "trainer", 60, killed=33, preempted=40, ranks=ranks)
+def test_trainer(libraries, tmp_path, ranks):
+    found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=40, ranks=ranks)
     assert same(found, wanted)
 
 
-def test_accelerate(transformers, tmp_path):
-    found, wanted = resumes(transformers, tmp_path, "accelerate", 40, killed=13, preempted=25, ranks=2)
+def test_accelerate(libraries, tmp_path):
+    found, wanted = resumes(libraries, tmp_path, "accelerate", 40, killed=13, preempted=25, ranks=2)
     assert same(found, wanted)
 
 
 def test_fsdp2(forge, tmp_path):
     found, wanted = resumes(forge, tmp_path, "fsdp2", 40, killed=13, preempted=25, ranks=2)
     assert same(found, wanted)
+
+    # On another number of ranks it goes on from the same state; only the numbers that dropout draws are others.
+    run = tmp_path / "cut" / "runs" / "fsdp2"
+    fastckpt.remove(run / "step-00000040")
+    with fastckpt.Manager(run, read_only=True, alone=True) as manager:
+        left = manager.latest()
+    assert 25 <= left < 40
+    resumed = play(forge, "fsdp2.md", tmp_path / "cut", ranks=3)
+    assert [each.value for each in resumed] == [list(range(left + 1, 41))] * 3, resumed
+    found = fastckpt.load(run / "step-00000040")
+    assert found["scheduler"] == wanted["scheduler"]
+    for name, value in found["model"].items():
+        torch.testing.assert_close(value, wanted["model"][name], rtol=0, atol=0.2)
+        assert not torch.equal(value, wanted["model"][name])
