@@ -35,23 +35,20 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
     script.write_text(program, encoding="utf-8")
     asked: list[int] = []
 
-    def reach(manager: fastckpt.Manager, step: int) -> None:
-        if step in asked:
-            return
-        asked.append(step)
-        number = (strikes or {}).get(step)
-        if number == signal.SIGKILL:
-            manager.wait()  # there shall be something to go on from
-        if number is not None:
-            os.kill(os.getpid(), number)
-
     class Manager(fastckpt.Manager):
         def should_save(self, step: int) -> bool:
-            reach(self, step)
-            return super().should_save(step)
+            number = None if step in asked else (strikes or {}).get(step)
+            asked.append(step)
+            if number == signal.SIGKILL:
+                self.wait()  # there shall be something to go on from
+                os.kill(os.getpid(), number)
+            wanted = super().should_save(step)
+            if number is not None:
+                os.kill(os.getpid(), number)  # it comes after the boundary, and is answered at the next one
+            return wanted
 
         def save(self, step: int, *given: Any, **named: Any) -> bool:
-            reach(self, step)
+            asked.append(step)
             return super().save(step, *given, **named)
 
     fastckpt.Manager = Manager  # type: ignore[misc]
@@ -60,7 +57,7 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="fastckpt")
         runpy.run_path(str(script), run_name="__main__")
-    return asked
+    return sorted(set(asked))
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
