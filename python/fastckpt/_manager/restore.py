@@ -94,24 +94,13 @@ class Source:
         self._agree = agree
         self._calls = calls
 
-    def restore(self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
-        """Load the checkpoint of a step; arguments for the load in ``how``."""
-        path = self._directory.path_of(step)
-        loaded = self._calls.load(path, how)
-        with Checkpoint(path) as checkpoint:
-            about, ranks = checkpoint.metadata, checkpoint.ranks
-        per_rank = self._calls.load_own(path, ranks)
-        if ranks not in {0, self._agree.size} and self._agree.leads:
-            logger.warning(
-                "%s: %d ranks saved states of their own, and there are %d now: "
-                "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
-                *(path, ranks, self._agree.size),
-            )
-        about = dict(about) if isinstance(about, Mapping) else {"metadata": about} if about is not None else {}
-        metrics = about.pop("metrics", None)
-        about.pop("step", None)
-        metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
-        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
+    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
+        """Load the checkpoint of a step, on all ranks or on none; arguments for the load in ``how``."""
+        found, error = self._try(step, (), how)
+        failures = self._failures(error)
+        if found is None or failures:
+            raise error or _of_others(self._directory.path_of(step), failures)
+        return found
 
     def newest(self, how: Mapping[str, Any], *, stacklevel: int) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
@@ -130,7 +119,7 @@ class Source:
         while steps:
             step = steps.pop(0)
             path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how)
+            found, error = self._try(step, tuple(skipped.items()), how, first=True)
             failures = self._failures(error)
             if found is not None and not failures:
                 return found
@@ -157,20 +146,38 @@ class Source:
         return self._agree.first(lambda: candidates(self._directory))
 
     def _try(
-        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]
+        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, first: bool = False
     ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded."""
+        """Load the checkpoint of a step, or say why it cannot be loaded; ``first`` of several that may be tried."""
         try:
-            if how.get("into") is not None and not how.get("strict", True):
+            if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
                 self._agree.first(lambda: verified(self._directory.path_of(step)))
-            return self.restore(step, skipped, how), None
+            return self._load(step, skipped, how), None
         except RanksError as error:
             if not is_told(error):
                 raise
             return None, error
         except Exception as error:  # noqa: BLE001 - the ranks decide what it means
             return None, error
+
+    def _load(self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
+        path = self._directory.path_of(step)
+        loaded = self._calls.load(path, how)
+        with Checkpoint(path) as checkpoint:
+            about, ranks = checkpoint.metadata, checkpoint.ranks
+        per_rank = self._calls.load_own(path, ranks)
+        if ranks not in {0, self._agree.size} and self._agree.leads:
+            logger.warning(
+                "%s: %d ranks saved states of their own, and there are %d now: "
+                "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
+                *(path, ranks, self._agree.size),
+            )
+        about = dict(about) if isinstance(about, Mapping) else {"metadata": about} if about is not None else {}
+        metrics = about.pop("metrics", None)
+        about.pop("step", None)
+        metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
+        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
 
     def _failures(self, error: Exception | None) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count."""
