@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 examples/train_fsdp.py --steps 40 --out runs/fsdp
     torchrun --nproc-per-node 2 examples/train_fsdp.py --steps 80 --out runs/fsdp --resume
 
-Each rank holds a part of every parameter. ``fastckpt.distributed.save`` writes these parts to their final places: the
-files are those that one process would write, so any number of ranks can read them, and so can one process
-(``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``kill -9``): no rank hangs, what the last save
-made durable stays, and ``--resume`` goes on from there.
+Each rank holds a part of every parameter. ``fastckpt.Manager`` works over all ranks and writes these parts to their
+final places: the files are those that one process would write, so any number of ranks can read them, and so can one
+process (``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``kill -9``): no rank hangs, what the last
+save made durable stays, and ``--resume`` goes on from there. SIGTERM saves the step and ends the run.
 
 With the same number of ranks a resumed run on CPUs repeats the losses of an undisturbed one to the last bit. With
 another number the sums are taken in another order, so the losses agree but for rounding. The data does not depend on
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from train_gpt import GPT, read_text
 
 import fastckpt
-import fastckpt.distributed
+from fastckpt import save_when
 
 
 class Training:
@@ -75,41 +75,31 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks have together: DTensors, and values that are equal everywhere."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step, "ranks": self.ranks}
+        return {"model": model, "optimizer": optimizer}
 
     def random_state(self) -> dict[str, Any]:
         """Return what only this rank has."""
         device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return {"cpu": torch.get_rng_state(), "device": device}
 
-    def save(self) -> None:
-        """Write one checkpoint, all ranks together. It is durable and whole, or the call fails on every rank."""
-        options = self.options
-        path = options.out / f"step-{self.step:06d}"
-        report = fastckpt.distributed.save(
-            self.state_dict(), path, per_rank=self.random_state(), timeout=options.timeout
-        )
-        if self.rank == 0:
-            print(report, flush=True)
-            for old in checkpoints(options.out)[: -options.keep]:
-                fastckpt.remove(old)
-
-    def resume(self, path: Path) -> None:
-        """Fill this rank's parts from a checkpoint of any number of ranks."""
+    def resume(self, manager: fastckpt.Manager) -> None:
+        """Fill this rank's parts from the newest checkpoint that verifies, of any number of ranks."""
         # The tensors of the model are filled where they are.
-        loaded = fastckpt.distributed.load(path, into=self.state_dict(), timeout=self.options.timeout)
+        found = manager.restore(into=self.state_dict())
+        if found is None:
+            return
+        loaded = found.state
         set_state_dict(
             self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
         )
-        self.step = loaded["step"]
+        self.step = found.step
         # With another number of ranks, no saved generator fits a rank: each begins a new one.
-        if loaded["ranks"] == self.ranks:
-            own = fastckpt.distributed.load_per_rank(path)
-            torch.set_rng_state(own["cpu"])
+        if found.per_rank is not None:
+            torch.set_rng_state(found.per_rank["cpu"])
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(own["device"], self.device)
+                torch.cuda.set_rng_state(found.per_rank["device"], self.device)
         if self.rank == 0:
-            print(f"resumed from {path} with {self.ranks} ranks", flush=True)
+            print(f"resumed from {found.path} with {self.ranks} ranks", flush=True)
 
     def tell(self, loss: float) -> None:
         """Print the loss of the step that was taken, on rank 0."""
@@ -120,9 +110,16 @@ class Training:
                     file.write(f"{self.step} {loss.hex()}\n")
 
 
-def checkpoints(out: Path) -> list[Path]:
-    """Return the checkpoints in ``out``, oldest first; a save in progress has another name."""
-    return sorted(path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
+    """Return what saves, keeps and finds the checkpoints of the run, on all ranks together."""
+    return fastckpt.Manager(
+        options.out,
+        timeout=options.timeout,
+        keep=options.keep,
+        # The last step, too, so that the next run can go on there.
+        save_when=[save_when.Every(steps=options.save_every), save_when.Steps(options.steps)],
+        async_save=False,
+    )
 
 
 def parse_options() -> argparse.Namespace:
@@ -160,17 +157,16 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     training = Training(options, device)
-    # Every rank must choose the same one, and rank 0 may delete old ones before another has looked.
-    chosen: list[Any] = [checkpoints(options.out)[-1:]]
-    dist.broadcast_object_list(chosen, src=0)
-    if chosen[0] and not options.resume:
-        raise SystemExit(f"{options.out} holds {chosen[0][-1].name}: add --resume to go on, or choose another --out")
-    if chosen[0]:
-        training.resume(chosen[0][-1])
-    while training.step < options.steps:
-        training.tell(training.train_step())
-        if training.step % options.save_every == 0 or training.step == options.steps:
-            training.save()
+    with manager_of(options) as manager:
+        steps = manager.steps()
+        if steps and not options.resume:
+            raise SystemExit(f"there is {manager.path(steps[-1])}: add --resume to go on, or choose another --out")
+        training.resume(manager)
+        manager.save_on_signal(signal.SIGTERM, grace="25s")
+        while training.step < options.steps:
+            training.tell(training.train_step())
+            if manager.should_save(training.step):
+                manager.save(training.step, training.state_dict(), per_rank=training.random_state())
     dist.destroy_process_group()
 
 

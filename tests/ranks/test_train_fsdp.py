@@ -116,16 +116,16 @@ def test_a_run_whose_rank_was_killed_resumes_bit_for_bit(tmp_path, forked, whole
     status, printed = run(out, 4, "--dropout", "0.2", program=program, before=(str(EXAMPLE),))
     assert status != 0
     assert "Signal 9" in printed
-    assert fastckpt.verify(out / "step-000008").ok
-    assert not (out / "step-000012").exists()
+    assert fastckpt.verify(out / "step-00000008").ok
+    assert not (out / "step-00000012").exists()
     before = losses(out)
     assert before == expected[: len(before)]
     assert len(before) >= 8
     printed = forked(out, "--dropout", "0.2", "--resume")
-    assert re.search(r"resumed from .*step-000008 with 4 ranks", printed)
+    assert re.search(r"resumed from .*step-00000008 with 4 ranks", printed)
     assert losses(out)[len(before) :] == expected[8:]
     ends = [
-        {each.name: each.read_bytes() for each in (run / "step-000012").glob("*.safetensors")}
+        {each.name: each.read_bytes() for each in (run / "step-00000012").glob("*.safetensors")}
         for run in (undisturbed, out)
     ]
     assert ends[0] == ends[1]
@@ -136,10 +136,10 @@ def test_a_run_whose_rank_was_killed_resumes_bit_for_bit(tmp_path, forked, whole
 def test_two_ranks_go_on_where_four_were(whole):
     out = whole()
     expected = losses(out)
-    shutil.rmtree(out / "step-000012")
+    shutil.rmtree(out / "step-00000012")
     status, printed = run(out, 2, "--resume")
     assert status == 0, printed
-    assert re.search(r"resumed from .*step-000008 with 2 ranks", printed)
+    assert re.search(r"resumed from .*step-00000008 with 2 ranks", printed)
     found = losses(out)[STEPS:]
     assert [step for step, _ in found] == [step for step, _ in expected[8:]]
     # Another order of the sums, nothing else; an optimizer without its moments is off by far more.

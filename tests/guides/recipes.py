@@ -1,0 +1,67 @@
+"""The programs in docs/guides, as they stand there, in processes that a test may end at a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fastckpt
+
+PAGES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+def programs(page: str) -> list[str]:
+    """The Python on a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> list[int]:
+    """Run a program in a folder, and give the steps at which it asked whether to save.
+
+    Args:
+        program: its text.
+        folder: the current directory, and the home of the script.
+        strikes: the signal that this process gets at the end of a step.
+    """
+    os.chdir(folder)
+    # The rest of what torchrun tells a program.
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="guide")
+    script = Path(folder, f"train-{os.getpid()}.py")
+    script.write_text(program, encoding="utf-8")
+    asked: list[int] = []
+
+    class Manager(fastckpt.Manager):
+        def should_save(self, step: int) -> bool:
+            number = None if step in asked else (strikes or {}).get(step)
+            asked.append(step)
+            if number == signal.SIGKILL:
+                self.wait()  # there shall be something to go on from
+                os.kill(os.getpid(), number)
+            wanted = super().should_save(step)
+            if number is not None:
+                os.kill(os.getpid(), number)  # it comes after the boundary, and is answered at the next one
+            return wanted
+
+        def save(self, step: int, *given: Any, **named: Any) -> bool:
+            asked.append(step)
+            return super().save(step, *given, **named)
+
+    fastckpt.Manager = Manager  # type: ignore[misc]
+    with warnings.catch_warnings():
+        # Of libraries there are many; ours would be a failure of the recipe.
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="fastckpt")
+        runpy.run_path(str(script), run_name="__main__")
+    return sorted(set(asked))
+
+
+def shards(checkpoint: Path) -> dict[str, bytes]:
+    """The tensors of a checkpoint, file by file."""
+    found = {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    assert found
+    return found

@@ -1,0 +1,106 @@
+"""Each program of docs/guides, killed and preempted, against an undisturbed run: the same checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import recipes
+import torch
+
+import fastckpt
+from harness import groups
+from harness.same import same
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """Makes groups of processes that have imported what the guides are about."""
+    modules = "harness.member,torchdata.stateful_dataloader,lightning,transformers.trainer,accelerate"
+    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
+        yield forge
+
+
+def play(forge, page, folder, strikes=None, *, ranks=1):
+    """Run the program of a page on so many ranks, and say how it ended on each."""
+    folder.mkdir(exist_ok=True)
+    (program,) = recipes.programs(page)
+    with forge.group(ranks, backend="") as group:
+        group.start(recipes.run, program, str(folder), strikes)
+        return group.outcomes(120)
+
+
+def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundaries=None):
+    """Run a page's program undisturbed, and killed at one step, preempted at another one and resumed: what both leave.
+
+    ``boundaries`` are the steps that may be saved, where these are not all.
+    """
+    page, run, boundaries = f"{name}.md", Path("runs", name), boundaries or range(1, steps + 1)
+    whole = play(forge, page, folder / "whole", ranks=ranks)
+    assert [each.value for each in whole] == [list(boundaries)] * ranks, whole
+
+    outcomes = play(forge, page, folder / "cut", {killed: signal.SIGKILL}, ranks=ranks)
+    assert [each.kind for each in outcomes] == ["died"] * ranks, outcomes
+    left = fastckpt.Manager(folder / "cut" / run, read_only=True).latest()
+    assert 0 < left <= killed
+
+    outcomes = play(forge, page, folder / "cut", {preempted: signal.SIGTERM}, ranks=ranks)
+    assert [each.raised and (each.raised.kind, each.raised.text) for each in outcomes] == [
+        ("SystemExit", "143")
+    ] * ranks
+    left = fastckpt.Manager(folder / "cut" / run, read_only=True).latest()
+    assert preempted <= left < steps
+
+    last = play(forge, page, folder / "cut", ranks=ranks)
+    assert [each.value for each in last] == [[step for step in boundaries if step > left]] * ranks, last
+    found, wanted = (fastckpt.load(folder / which / run / f"step-{steps:08d}") for which in ("cut", "whole"))
+    return found, wanted
+
+
+def test_plain(forge, tmp_path):
+    # In the middle of an epoch; then on the way to the end of one.
+    found, wanted = resumes(forge, tmp_path, "plain", 120, killed=55, preempted=63)
+    assert same(found, wanted)
+    found, wanted = (fastckpt.load(tmp_path / which / "release") for which in ("cut", "whole"))
+    assert same(found, wanted)
+    assert found["model"]["0.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning(libraries, tmp_path, ranks):
+    epochs = [*range(1, 20), *range(21, 40), *range(41, 61)]  # no last batches
+    found, wanted = resumes(
+        libraries, tmp_path, "lightning", 60, killed=33, preempted=39, ranks=ranks, boundaries=epochs
+    )
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer(libraries, tmp_path, ranks):
+    found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=39, ranks=ranks)
+    assert same(found, wanted)
+
+
+def test_accelerate(libraries, tmp_path):
+    found, wanted = resumes(libraries, tmp_path, "accelerate", 40, killed=13, preempted=25, ranks=2)
+    assert same(found, wanted)
+
+
+def test_fsdp2(forge, tmp_path):
+    found, wanted = resumes(forge, tmp_path, "fsdp2", 40, killed=13, preempted=25, ranks=2)
+    assert same(found, wanted)
+
+    # On another number of ranks it goes on from the same state; only the numbers that dropout draws are others.
+    run = tmp_path / "cut" / "runs" / "fsdp2"
+    fastckpt.remove(run / "step-00000040")
+    with fastckpt.Manager(run, read_only=True, alone=True) as manager:
+        left = manager.latest()
+    assert 25 <= left < 40
+    resumed = play(forge, "fsdp2.md", tmp_path / "cut", ranks=3)
+    assert [each.value for each in resumed] == [list(range(left + 1, 41))] * 3, resumed
+    found = fastckpt.load(run / "step-00000040")
+    assert found["scheduler"] == wanted["scheduler"]
+    for name, value in found["model"].items():
+        torch.testing.assert_close(value, wanted["model"][name], rtol=0, atol=0.2)
+        assert not torch.equal(value, wanted["model"][name])
