@@ -178,17 +178,18 @@ def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank):
 
 def restore_less(out):
     """Restore into more than an older checkpoint has."""
-    into = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    into = {"a": torch.zeros(100), "b": torch.zeros(3_000_000)}
     with fastckpt.Manager(out, timeout=TIMEOUT, read_only=True) as manager:
         found = manager.restore(into=into, strict=False)
         return found.step, float(into["a"].sum()), float(into["b"].sum())
 
 
 def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace_on_any_rank(four, tmp_path):
-    ones, twos = torch.full((100,), 1.0), torch.full((100,), 2.0)
+    # Blocks of the other tensor are whole, and would be there before the damage is found.
+    ones, twos, many = torch.full((100,), 1.0), torch.full((100,), 2.0), torch.full((3_000_000,), 2.0)
     with fastckpt.Manager(tmp_path) as manager:
         manager.save(1, {"a": ones})
-        manager.save(2, {"a": twos, "b": twos})
+        manager.save(2, {"a": twos, "b": many})
     shard = tmp_path / "step-00000002" / "model.safetensors"
     content = bytearray(shard.read_bytes())
     content[content.index(twos.numpy().tobytes())] ^= 1
