@@ -46,6 +46,8 @@ __all__ = [
     "StoredTensor",
     "__version__",
     "check_target",
+    "crc64",
+    "crc64_joined",
     "crowded",
     "leftovers",
     "list_checkpoints",
@@ -76,6 +78,8 @@ Share = for_linux("Share")
 Snapshot = for_linux("Snapshot")
 Spread = for_linux("Spread")
 check_target = for_linux("check_target")
+crc64 = for_linux("crc64")
+crc64_joined = for_linux("crc64_joined")
 leftovers = for_linux("leftovers")
 probe = for_linux("probe")
 remove = for_linux("remove")

@@ -33,6 +33,8 @@ __all__ = [
     "StoredTensor",
     "__version__",
     "check_target",
+    "crc64",
+    "crc64_joined",
     "crowded",
     "leftovers",
     "list_checkpoints",
@@ -304,6 +306,15 @@ class Probe:
     ring: ProbedRing
     files: ProbedFiles | None
     trouble: tuple[str, int] | None
+
+def crc64(address: int, nbytes: int, before: int | None = None) -> int:
+    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of what has that sum, followed by them.
+
+    The caller holds the memory, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` takes buffers.
+    """
+
+def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
+    """The sum of what has the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
 
 def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
     """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.

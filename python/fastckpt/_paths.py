@@ -15,6 +15,13 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 def path_of(operation: str, path: AnyPath) -> str:
     """``path`` as an absolute string."""
+    text = text_of(operation, path)
+    refuse_url(operation, text)
+    return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
+
+
+def text_of(operation: str, path: AnyPath) -> str:
+    """``path`` as a string; it may be a URL."""
     try:
         text: str | bytes = os.fspath(path)
     except TypeError:
@@ -25,15 +32,18 @@ def path_of(operation: str, path: AnyPath) -> str:
         raise ValueError(f"{operation}: path {text!r} holds a null character")
     if not text:
         raise ValueError(f"{operation}: path is empty")
-    refuse_url(operation, text)
-    return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
+    return text
+
+
+def is_url(text: str) -> bool:
+    """Whether ``text`` is a URL rather than a path."""
+    return _URL.match(text) is not None
 
 
 def refuse_url(operation: str, path: str) -> None:
     """A URL is not a path: taken for one, it would make a directory named after its scheme."""
-    if _URL.match(path):
+    if is_url(path):
         raise ValueError(
-            f"{operation}: {path!r} is a URL, and fastckpt reads and writes only file systems: give the path of a "
-            "directory on one that is mounted here, and copy between it and an object store yourself (if this is a "
-            "relative path, give the absolute one)"
+            f"{operation}: {path!r} is a URL, and this reads and writes only file systems: save to a path, and copy "
+            "to the URL with fastckpt.copy or Manager(..., remote=) (if this is a relative path, give the absolute one)"
         )

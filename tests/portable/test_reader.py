@@ -15,7 +15,8 @@ import pytest
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, _core
-from fastckpt._portable import checksum, hashes, listing, reader
+from fastckpt import _crc64 as checksum
+from fastckpt._portable import hashes, listing, reader
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
 from fastckpt._portable.records import ReadRequest

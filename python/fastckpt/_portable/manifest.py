@@ -7,10 +7,10 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from fastckpt import _crc64 as checksum
 from fastckpt._text import visible
 from fastckpt.exceptions import CorruptCheckpointError, FormatVersionError
 
-from . import checksum
 from .limits import (
     BITS,
     MAX_BLOCK,

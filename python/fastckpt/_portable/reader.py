@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastckpt import _crc64 as checksum
 from fastckpt._foreign import not_a_checkpoint
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
-from . import checksum
 from .boxes import MERGE, Box
 from .files import failed, open_regular, read_at, read_manifest
 from .limits import MANIFEST

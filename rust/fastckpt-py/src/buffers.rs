@@ -42,6 +42,13 @@ pub(crate) fn content(
     Ok(Content::Pull(Pull { fill, index }))
 }
 
+/// Memory of `nbytes` bytes at `address`, to be summed within one call.
+pub(crate) fn summed(address: usize, nbytes: usize) -> Source {
+    // SAFETY: the Python side passes the address and size of a contiguous buffer that it holds until the call returns,
+    // and nothing writes to it meanwhile. The source does not outlive the call.
+    unsafe { Source::new(address as *const u8, nbytes) }
+}
+
 /// Where request `index` puts the `nbytes` of a tensor, or the `rows` of a box: at `address`, where Python knows of
 /// `capacity` bytes, or, if the address is 0, into `drain`, which takes `capacity` bytes. With `rows`, `address` is the
 /// address of the lowest byte.

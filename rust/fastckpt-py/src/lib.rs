@@ -6,6 +6,7 @@ use fastckpt_core::format::limits;
 use pyo3::prelude::*;
 
 mod buffers;
+mod checksum;
 mod commit;
 mod error;
 mod hashes;
@@ -31,6 +32,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     commit::register(module)?;
     probe::register(module)?;
     hashes::register(module)?;
+    checksum::register(module)?;
     snapshot::register(module)?;
     telemetry::register(module)?;
     reader::register(module)?;

@@ -1,0 +1,1 @@
+"""Object stores: the objects below a URL, and checkpoints among them (docs/stores.md)."""

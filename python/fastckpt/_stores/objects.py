@@ -1,0 +1,341 @@
+"""The objects below one URL, through the package obstore."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+
+_T = TypeVar("_T")
+
+#: Bytes of one request: enough that its latency is small beside its transfer, and little to send again.
+PART = 8 << 20
+#: Parts of one object that are on their way at the same time.
+_AT_ONCE = 8
+#: Parts that an object may have: S3 allows 10,000.
+_MOST_PARTS = 9_000
+
+#: A part may take long over a slow line that others share; a server that does not answer is soon known.
+_CLIENT = {"connect_timeout": "5 seconds", "read_timeout": "120 seconds", "timeout": "600 seconds"}
+#: About three seconds where a server refuses, half a minute where none answers.
+_RETRY = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+#: The environment of each store begins so.
+_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_TRUE = {"1", "true", "on", "yes", "y"}
+
+# What a URL in a message has behind its path may be a signature.
+_query = re.compile(r"(\bhttps?://[^\s?]*)\?\S*")
+
+_memories: dict[str, Any] = {}
+_lock = threading.Lock()
+_process: int | None = None
+
+
+class Objects:
+    """The objects whose names begin with one URL and a slash.
+
+    A name is a relative one, with slashes for those further below. All methods may be called by several threads.
+
+    Each raises FileNotFoundError for what is not there, PermissionError where the store refuses, and another OSError
+    for all else that goes wrong; each names the operation, the URL and the cause. RuntimeError in a process that was
+    forked from one that had used a store: the threads of the store's client are not in it.
+
+    Attributes:
+        url: the URL, normalised, with no slash at the end.
+    """
+
+    def __init__(self, url: str, store: Any) -> None:
+        self.url = url
+        self._store = store
+        scheme, _, rest = url.partition("://")
+        self._prefix = rest.partition("/")[2]
+        # Azure takes no hyphen in the name of metadata.
+        self._note = "fastckpt_crc64" if scheme == "az" else "fastckpt-crc64"
+
+    @classmethod
+    def at(cls, operation: str, url: str) -> Objects:
+        """The objects below ``url``, as :func:`fastckpt._stores.urls.place_of` has it.
+
+        Endpoint and credentials come from the environment (docs/stores.md). Nothing is sent yet.
+
+        Args:
+            operation: what is to be done, for messages.
+            url: where.
+
+        Raises:
+            ImportError: the package obstore is missing.
+            ValueError: the environment says too little, or what the client does not understand.
+        """
+        try:
+            import obstore.store as stores  # noqa: PLC0415 - an extra, and 40 ms of import
+        except ImportError as error:
+            raise ImportError(
+                f'{operation}: {url!r} takes the package obstore: pip install "fastckpt-io[remote]"'
+            ) from error
+        scheme, _, rest = url.partition("://")
+        root = rest.partition("/")[0]
+        if scheme == "memory":
+            with _lock:
+                return cls(url, _memories.setdefault(root, stores.MemoryStore()))
+        client = dict(_CLIENT)
+        if os.environ.get(f"{_PREFIX[scheme]}_ALLOW_HTTP", "").lower() in _TRUE:
+            # The client reads its options from the environment, or takes given ones.
+            client["allow_http"] = True  # type: ignore[assignment]
+        more = {}
+        if scheme == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+            more["checksum_algorithm"] = "CRC64NVME"
+        try:
+            store = stores.from_url(f"{scheme}://{root}", client_options=client, retry_config=_RETRY, **more)  # type: ignore[call-overload]
+        except Exception as error:  # noqa: BLE001 - one class for each kind of store
+            raise ValueError(f"{operation}: cannot use {url!r}: {_said(error)} (docs/stores.md)") from None
+        return cls(url, store)
+
+    def below(self, name: str) -> Objects:
+        """The objects below ``name``."""
+        return Objects(f"{self.url}/{name}", self._store)
+
+    def children(self) -> tuple[list[str], dict[str, int]]:
+        """One level: the names below which there are objects, and the objects here with their sizes in bytes; sorted.
+
+        Both are empty where there is nothing.
+        """
+        import obstore  # noqa: PLC0415
+
+        found = self._try("list", "", lambda: obstore.list_with_delimiter(self._store, self._prefix or None))
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        names = sorted(prefix.rstrip("/")[cut:] for prefix in found["common_prefixes"])
+        return names, self._sized(found["objects"])
+
+    def sizes(self) -> dict[str, int]:
+        """All objects below, with their sizes in bytes, sorted by name."""
+        import obstore  # noqa: PLC0415
+
+        return self._sized(self._try("list", "", lambda: obstore.list(self._store, self._prefix or None).collect()))
+
+    def size(self, name: str) -> int:
+        """Bytes of an object."""
+        import obstore  # noqa: PLC0415
+
+        size: int = self._try("look at", name, lambda: obstore.head(self._store, self._key(name)))["size"]
+        return size
+
+    def sum_of(self, name: str) -> str | None:
+        """The CRC-64/NVME that :meth:`write` noted with an object, as 16 hexadecimal digits; None if none is noted."""
+        import obstore  # noqa: PLC0415
+
+        options: Any = {"head": True}
+        attributes = self._try(
+            "look at", name, lambda: obstore.get(self._store, self._key(name), options=options).attributes
+        )
+        found = attributes.get(self._note)
+        return None if found is None else str(found)
+
+    def read(self, name: str, start: int, length: int) -> Any:
+        """``length`` bytes of an object from ``start`` on, as a buffer; fewer where the object ends before."""
+        import obstore  # noqa: PLC0415
+
+        def get() -> Any:
+            try:
+                return obstore.get_range(self._store, self._key(name), start=start, length=length)
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                # What begins behind the end is an error of another kind for each store; all speak of the range.
+                if "range" in str(error).lower() and obstore.head(self._store, self._key(name))["size"] <= start:
+                    return b""
+                raise
+
+        return self._try("read", name, get) if length else b""
+
+    def read_all(self, name: str, most: int) -> bytes:
+        """A whole object in one request.
+
+        Raises:
+            OSError: with EFBIG, it has more than ``most`` bytes.
+        """
+        import obstore  # noqa: PLC0415
+
+        def get() -> bytes:
+            found = obstore.get(self._store, self._key(name))
+            if found.meta["size"] > most:
+                raise OSError(errno.EFBIG, f"{found.meta['size']} bytes are more than the {most} allowed")
+            return found.bytes().to_bytes()
+
+        return self._try("read", name, get)
+
+    def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill memory with ranges of an object, in parallel.
+
+        Args:
+            name: the object.
+            ranges: where each begins in the object, and its memory: writable, contiguous bytes.
+
+        Raises:
+            OSError: with EIO, the object ends before one of them does.
+        """
+        parts = [
+            (start + offset, memory[offset : offset + PART])
+            for start, memory in ranges
+            for offset in range(0, len(memory), PART)
+        ]
+
+        def fill(part: tuple[int, memoryview]) -> None:
+            start, memory = part
+            data = self.read(name, start, len(memory))
+            if len(data) != len(memory):
+                raise self._error("read", name, errno.EIO, f"it ends at byte {start + len(data)}")
+            # numpy lets other threads run meanwhile.
+            np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(data, np.uint8))
+
+        if len(parts) == 1:
+            fill(parts[0])
+        elif parts:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(parts)), "fastckpt") as pool:
+                for _ in pool.map(fill, parts):
+                    pass
+
+    def write(self, name: str, chunks: Iterable[Any], size: int, crc: str | None) -> None:
+        """Make an object of ``chunks``, in the place of one of this name; it is there when it is whole, and not before.
+
+        S3 gets the CRC-64/NVME of what it is sent, compares it, and keeps it.
+
+        Args:
+            name: the object.
+            chunks: its content, one buffer after another. None is looked at after the next is asked for. What they
+                raise is raised here, and the object is not made.
+            size: bytes in all.
+            crc: the CRC-64/NVME of all bytes, as 16 hexadecimal digits, to be noted with the object for
+                :meth:`sum_of`; it is not compared here. None for none.
+
+        Raises:
+            ValueError: there are more or fewer bytes than ``size``; the object is not made.
+        """
+        import obstore  # noqa: PLC0415
+
+        attributes: Any = None if crc is None else {self._note: crc}
+        raised: list[BaseException] = []
+        part = max(PART, -(-size // _MOST_PARTS))
+        pieces = _repacked(chunks, size, part, f"write {self.url}/{name}", raised)
+        key = self._key(name)
+
+        def put() -> None:
+            if size <= part:
+                data = next(iter([*pieces]), b"")
+                obstore.put(self._store, key, data, attributes=attributes, use_multipart=False)
+            else:
+                obstore.put(self._store, key, pieces, attributes=attributes, chunk_size=part, max_concurrency=_AT_ONCE)
+
+        try:
+            self._try("write", name, put)
+        except BaseException:
+            if raised:
+                raise raised[0] from None
+            raise
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; what is not there is not missed. The order among them is the store's."""
+        import obstore  # noqa: PLC0415
+
+        keys = [self._key(name) for name in names]
+
+        def each() -> None:
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._store, key)
+
+        def delete() -> None:
+            try:
+                obstore.delete(self._store, keys)
+            except FileNotFoundError:
+                # Some stores say so, and what became of the others is not known.
+                each()
+
+        if keys:
+            self._try("remove", "", delete)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _sized(self, found: Iterable[Any]) -> dict[str, int]:
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        # A prefix in the list of a store that has directories, too, or an object at the prefix itself is none below.
+        return {
+            one["path"][cut:]: one["size"] for one in sorted(found, key=lambda one: one["path"]) if one["path"][cut:]
+        }
+
+    def _try(self, what: str, name: str, do: Callable[[], _T]) -> _T:
+        """Do it; errors become those of the operating system."""
+        global _process  # noqa: PLW0603 - of this process, whatever stores it uses
+        if _process is None:
+            _process = os.getpid()
+        if _process != os.getpid():
+            raise RuntimeError(
+                f"cannot {what} {self._where(name)}: this process was forked from one that had used an object store, "
+                "whose client does not work here: start it by spawn, or read in the parent"
+            )
+        from obstore import exceptions  # noqa: PLC0415
+
+        try:
+            return do()
+        except FileNotFoundError:
+            raise self._error(what, name, errno.ENOENT, "there is no such object or bucket") from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise self._error(what, name, errno.EACCES, _said(error)) from None
+        except OSError as error:
+            raise self._error(what, name, error.errno or errno.EIO, error.strerror or _said(error)) from None
+        except (exceptions.BaseError, NotImplementedError, ValueError) as error:
+            raise self._error(what, name, errno.EIO, _said(error)) from None
+
+    def _where(self, name: str) -> str:
+        return f"`{self.url}/{name}`" if name else f"`{self.url}`"
+
+    def _error(self, what: str, name: str, number: int, why: str) -> OSError:
+        return OSError(number, f"cannot {what} {self._where(name)}: {why}", f"{self.url}/{name}".rstrip("/"))
+
+
+def _said(error: BaseException) -> str:
+    """What an error of the client says, in one line, without what it looks like inside and without signatures."""
+    text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+    if "builder error" in text:
+        text += " (for an http:// endpoint set AWS_ALLOW_HTTP=true)"
+    return _query.sub(r"\1", text)
+
+
+def _repacked(
+    chunks: Iterable[Any], size: int, part: int, what: str, raised: list[BaseException]
+) -> Iterator[memoryview]:
+    """The bytes of ``chunks`` in pieces of ``part`` bytes, of which the last may have fewer.
+
+    The client reads on while it sends: each piece has its own memory.
+    """
+    done = 0
+    try:
+        piece, filled = np.empty(min(part, size), np.uint8), 0
+        for chunk in chunks:
+            data = np.frombuffer(chunk, np.uint8) if memoryview(chunk).nbytes else np.empty(0, np.uint8)
+            done += len(data)
+            if done > size:
+                raise ValueError(f"{what}: there are more than the {size} bytes announced")  # noqa: TRY301
+            while len(data):
+                taken = data[: len(piece) - filled]
+                piece[filled : filled + len(taken)] = taken
+                filled += len(taken)
+                data = data[len(taken) :]
+                if filled == len(piece):
+                    yield memoryview(piece)
+                    piece, filled = np.empty(min(part, size), np.uint8), 0
+        if done < size:
+            raise ValueError(f"{what}: there are {done} bytes, and {size} were announced")  # noqa: TRY301
+        if filled:
+            yield memoryview(piece[:filled])
+    except BaseException as error:
+        raised.append(error)
+        raise

@@ -1,0 +1,68 @@
+"""URLs of object stores, and what is a path after all."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from fastckpt._paths import AnyPath, is_url, text_of
+
+#: How the URL of each store begins. ``file`` is a path.
+SCHEMES = ("s3", "gs", "az", "memory")
+
+# A pathlib.Path has folded two slashes into one.
+_parts = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL).fullmatch
+_LOCAL = "localhost/"
+
+
+def place_of(operation: str, path: AnyPath) -> str:
+    """``path`` as an absolute path of this machine, or as the normalised URL of an object store.
+
+    A URL comes back with its scheme in lower case, two slashes, and none at the end; ``file://`` as a path.
+
+    Raises:
+        TypeError: it is neither str, bytes nor os.PathLike.
+        ValueError: it is empty, or a URL that names no store, or of a store that is not known here.
+    """
+    text = text_of(operation, path)
+    if not is_url(text):
+        return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow symbolic links
+    found = _parts(text)
+    assert found is not None  # noqa: S101 - is_url said so
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file":
+        # Only a host may stand between the second and the third slash, and this machine is the only one.
+        if text[len("file:") :].startswith("//") and not text[len("file:") :].startswith("///"):
+            if not rest.startswith(_LOCAL):
+                raise ValueError(f"{operation}: {text!r} is a path of another machine: give file:///PATH")
+            rest = rest[len(_LOCAL) :]
+        return os.path.abspath("/" + unquote(rest))  # noqa: PTH100
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{one}://" for one in (*SCHEMES, "file"))
+        raise ValueError(
+            f"{operation}: {text!r} is a URL of no store that fastckpt knows: give one of {known} (if this is a "
+            "relative path, give the absolute one)"
+        )
+    rest = rest.rstrip("/")
+    segments = rest.split("/")
+    if "@" in segments[0]:
+        raise ValueError(
+            f"{operation}: a {scheme}:// URL must not hold credentials: give them in the environment (docs/stores.md)"
+        )
+    if not rest or not all(segments) or {".", ".."} & set(segments):
+        raise ValueError(
+            f"{operation}: {text!r} names no place in a store: give {scheme}://BUCKET/NAME, without empty parts, `.` "
+            "and `..`"
+        )
+    return f"{scheme}://{rest}"
+
+
+def below(place: str, name: str) -> str:
+    """What is called ``name`` in ``place``, a path or a URL."""
+    return f"{place}/{name}" if is_url(place) else os.path.join(place, name)  # noqa: PTH118 - as it was given
+
+
+def name_of(place: str) -> str:
+    """The last part of ``place``, a path or a URL."""
+    return place.rpartition("/")[2] if is_url(place) else os.path.basename(place)  # noqa: PTH119
