@@ -16,7 +16,7 @@ import pytest
 import fastckpt
 from fastckpt import CorruptCheckpointError, _core
 from fastckpt import _crc64 as checksum
-from fastckpt._portable import hashes, listing, reader
+from fastckpt._portable import files, hashes, listing, reader
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
 from fastckpt._portable.records import ReadRequest
@@ -138,8 +138,10 @@ def test_drawn_boxes(saved):
 def test_a_box_reads_no_large_gaps(saved, monkeypatch):
     path, state = saved
     read = []
-    fill = reader.read_at
-    monkeypatch.setattr(reader, "read_at", lambda file, offset, to: read.append(len(to)) or fill(file, offset, to))
+    fill = files.LocalFile.read_at
+    monkeypatch.setattr(
+        files.LocalFile, "read_at", lambda file, offset, to: read.append(len(to)) or fill(file, offset, to)
+    )
     number = list(state).index("wide")
     memory = np.zeros(5, np.int32)
     request = ReadRequest(number, memory.ctypes.data, memory.nbytes, [(0, 5, 1), (7, 8, 1)])

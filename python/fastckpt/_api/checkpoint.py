@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from fastckpt import _core
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath
 from fastckpt._state.builders import StateBuilder, Validator, numpy_leaf, torch_for
 from fastckpt._state.registry import Types
 from fastckpt._state.select import aliases
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._stores.reader import open_reader
+from fastckpt._stores.urls import place_of
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
@@ -113,8 +115,8 @@ class Checkpoint:
         check_engine("open", io, None, devices=True)
         self.report: LoadReport | None = None
         self._io = io
-        self._path = path_of("open", path)
-        self._reader: _core.Reader | None = _core.Reader(self._path, keep=True)
+        self._path = place_of("open", path)
+        self._reader: _core.Reader | None = open_reader("open", self._path, keep=True)
         self._stored = self._reader.tensors()
         self._tokens = tokens = parse(self._reader.structure())
         self._about = self._reader.metadata()
@@ -154,7 +156,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """The checkpoint's directory, absolute."""
+        """The checkpoint's directory, absolute, or its URL."""
         return self._path
 
     @property
@@ -326,10 +328,11 @@ def open(path: AnyPath, *, device: Any = None, io: DeviceEngine = "auto") -> Che
     can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
     until then.) Shards of a larger one are opened when they are read from; a read of one that is gone raises
     ReplacedCheckpointError, and so may any read of what another machine replaced on NFS or FUSE. A forked child has no
-    open shards: it opens them when it reads from them.
+    open shards: it opens them when it reads from them. Of a URL nothing stays open, and a child that was forked after
+    the first read cannot read more (docs/stores.md).
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL in an object store (docs/stores.md).
         device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
         io: as for :func:`fastckpt.load`.
 
@@ -337,10 +340,12 @@ def open(path: AnyPath, *, device: Any = None, io: DeviceEngine = "auto") -> Che
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
         FormatVersionError: it is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
-        ImportError: ``device`` is given and torch cannot be imported.
+        ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore
+            cannot.
         KeyError: a pattern of ``device`` matches nothing.
         TypeError: a pattern of ``device`` is not a string.
-        ValueError: ``path`` is a URL, ``io`` is none of these, or a device is not here.
+        OSError: the storage failed, or the store did not answer or refuses.
+        ValueError: ``path`` is a URL of no known store, ``io`` is none of these, or a device is not here.
 
     Example:
         >>> import fastckpt, numpy, tempfile

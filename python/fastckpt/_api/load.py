@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from fastckpt import _core
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath, is_url
 from fastckpt._state.registry import Registry
+from fastckpt._stores.reader import open_reader
+from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
 
 from .destinations import read_targets
@@ -19,6 +20,8 @@ from .progress import ticker
 from .reports import Loaded, LoadReport
 
 if TYPE_CHECKING:
+    from fastckpt import _core
+
     from .destinations import Targets
 
 
@@ -90,7 +93,8 @@ def load(  # noqa: PLR0913 - all by name
     """Read the state that was saved to ``path``.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL in an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``
+            (docs/stores.md), read in parallel ranges.
         into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
             in the result; everything else comes from the checkpoint. Objects may stand in it, too: of a module, its
             Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
@@ -139,7 +143,7 @@ def load(  # noqa: PLR0913 - all by name
             their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
             it, does no harm on a local file system; on NFS another host must not.) With ``device``, new tensors there
             are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been checked, so
-            that a damaged checkpoint changes nothing. Not with ``dtype``.
+            that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
         verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
             pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
@@ -151,8 +155,10 @@ def load(  # noqa: PLR0913 - all by name
             With ``mmap`` there is only the page cache, whatever the variable says.
             ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices come straight from the file
             (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
+            None of them changes how a URL is read, of which ``direct`` is an OSError.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB.
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default, each
+            with a request of up to 8 MiB.
         progress: show a progress bar.
         report: return a report, too.
 
@@ -169,15 +175,23 @@ def load(  # noqa: PLR0913 - all by name
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
-        ImportError: the checkpoint holds torch tensors and torch cannot be imported.
+        ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
+            package obstore cannot.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was changed.
-        ValueError: an argument is out of range, ``path`` is a URL, a device is not here, or two keys become one.
+        OSError: the storage failed, or the store did not answer or refuses.
+        ValueError: an argument is out of range, ``path`` is a URL of no known store, a device is not here, or two keys
+            become one.
 
     Warns:
         RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
-    source = path_of("load", path)
+    source = place_of("load", path)
+    if mmap and is_url(source):
+        raise ValueError(
+            f"load: {source}: mmap=True maps files of this machine: load it without, or copy it to a disk first "
+            "(fastckpt.copy)"
+        )
     wishes = wishes_of(
         "load",
         into=into,
@@ -204,7 +218,7 @@ def load(  # noqa: PLR0913 - all by name
 
 def _load(source: str, wishes: Wishes) -> Loaded:
     began = time.perf_counter()
-    reader = _core.Reader(source)
+    reader = open_reader("load", source)
     prepared = prepare(reader, source, wishes, stacklevel=7)
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, wishes)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import builtins
+from typing import cast
 
 from fastckpt import _core
 from fastckpt._core import Leftover, ListedCheckpoint
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath, is_url, path_of
+from fastckpt._stores import checkpoints
+from fastckpt._stores.urls import place_of
 
 from . import in_flight
 
@@ -19,10 +22,12 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
     killed in between, files stay under a temporary name, which the next save into the same parent directory removes.
     Readers of the checkpoint are not waited for. A copy of it that a killed save left under a temporary name, for a
-    load to put back, is removed as well.
+    load to put back, is removed as well. Of a URL the manifest goes first, and the checkpoint with it; what a killed
+    removal leaves of it, another one removes.
 
     Args:
-        path: the checkpoint's directory, not a symbolic link to it. An asynchronous save to it in flight is waited for.
+        path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An
+            asynchronous save to it in flight is waited for.
         everything: also remove other plain files in it, such as a ``config.json`` laid beside the shards. By default
             they make this an error, which names the first. Directories and links in it always do.
 
@@ -30,9 +35,13 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
         FileNotFoundError: there is nothing at ``path``.
         OSError: the storage failed. With ``errno.ENOTEMPTY``: ``path`` is not a checkpoint, or it holds files that must
             stay, and nothing was removed.
-        ValueError: ``path`` is a URL.
+        ImportError: ``path`` is a URL, and the package obstore cannot be imported.
+        ValueError: ``path`` is a URL of no known store.
     """
-    target = path_of("remove", path)
+    target = place_of("remove", path)
+    if is_url(target):
+        checkpoints.remove(target, everything=bool(everything))
+        return
     in_flight.wait_for_path(target)
     _core.remove(target, bool(everything))
 
@@ -44,14 +53,18 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
     and the lengths of its files are looked at; ``verify`` compares contents.
 
     Args:
-        directory: the directory that holds the checkpoints.
+        directory: the directory that holds the checkpoints, or a URL in an object store, below which they are.
 
     Raises:
         FileNotFoundError: there is no such directory.
+        ImportError: ``directory`` is a URL, and the package obstore cannot be imported.
         OSError: it cannot be read.
-        ValueError: ``directory`` is a URL.
+        ValueError: ``directory`` is a URL of no known store.
     """
-    return _core.list_checkpoints(path_of("list", directory))
+    place = place_of("list", directory)
+    if is_url(place):
+        return cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
+    return _core.list_checkpoints(place)
 
 
 def leftovers(directory: AnyPath) -> builtins.list[Leftover]:

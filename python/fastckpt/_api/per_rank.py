@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastckpt import _core
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.registry import Types
 from fastckpt._state.select import ends_of
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._stores.reader import open_reader
+from fastckpt._stores.urls import place_of
 from fastckpt.exceptions import CorruptCheckpointError
 
 from .destinations import Targets
@@ -17,6 +18,7 @@ from .outcome import until_settled
 from .progress import ticker
 
 if TYPE_CHECKING:
+    from fastckpt import _core
     from fastckpt._state.unflatten import Token
 
 _OPERATION = "load_per_rank"
@@ -47,7 +49,7 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
     """Load the state of one rank.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL.
         rank: whose; None for that of ``own``.
         own: this rank, and how many there are.
 
@@ -55,14 +57,14 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
         KeyError: no rank saved a state of its own.
         ValueError: there are other ranks than these.
     """
-    source = path_of(_OPERATION, path)
+    source = place_of(_OPERATION, path)
     if rank is not None and type(rank) is not int:
         raise TypeError(f"{_OPERATION}: rank must be an int or None, not {type(rank).__name__}")
     return until_settled(lambda: _load(source, rank, own))
 
 
 def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
-    reader = _core.Reader(source)
+    reader = open_reader(_OPERATION, source)
     states = states_of(_OPERATION, reader)
     if not states:
         raise KeyError(f"{_OPERATION}: {source}: no rank saved a state of its own, with per_rank=")

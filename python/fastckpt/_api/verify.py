@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from fastckpt import _core
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath
+from fastckpt._stores.reader import open_reader
+from fastckpt._stores.urls import place_of
 
 from .options import Engine, check_engine
 from .outcome import Attempt, conclude, until_settled
@@ -17,12 +18,12 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     """Compare every byte of a checkpoint with its checksum.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL in an object store (docs/stores.md): every byte is fetched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
             says, where it is set, else the first of these that works.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB.
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default.
         progress: show a progress bar.
 
     Returns:
@@ -32,13 +33,15 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
         FormatVersionError: the checkpoint is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
-        ValueError: an argument is out of range, or ``path`` is a URL.
+        ImportError: ``path`` is a URL, and the package obstore cannot be imported.
+        OSError: the storage failed, or the store did not answer or refuses.
+        ValueError: an argument is out of range, or ``path`` is a URL of no known store.
     """
     began = time.perf_counter()
-    target = path_of("verify", path)
+    target = place_of("verify", path)
     check_engine("verify", io, threads)
     with Attempt("verify", target), ticker("verify", target, shown=progress) as tick:
-        found = until_settled(lambda: _core.Reader(target).verify(io=io, threads=threads, tick=tick))
+        found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
     return conclude(VerifyReport, target, began, found, damage=damage)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from fastckpt._foreign import not_a_checkpoint
+
+from .boxes import MERGE
 from .limits import MANIFEST, MAX_MANIFEST
 from .manifest import corrupt
 
@@ -53,17 +59,139 @@ def _check_kind(path: str, about: os.stat_result) -> None:
         raise corrupt(path, "not a regular file")
 
 
-def read_at(file: io.FileIO, offset: int, to: Any) -> int:
-    """Fill ``to``, an array of bytes, from ``offset`` on; how many there were."""
-    file.seek(offset)
-    view = memoryview(to)
-    done = 0
-    while done < len(view):
-        got = file.readinto(view[done:])
-        if not got:
-            break
-        done += got
-    return done
+class File(Protocol):
+    """An open file of a checkpoint."""
+
+    def read_at(self, offset: int, to: Any) -> int:
+        """Fill ``to``, an array of bytes, from ``offset`` on; how many there were.
+
+        Raises:
+            OSError: it cannot be read; the text says which file.
+        """
+
+    def ahead(self, start: int, end: int) -> File:
+        """What to read this range from, piece by piece."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class Files(Protocol):
+    """The files of one checkpoint, wherever they are.
+
+    Attributes:
+        path: where they are, for messages.
+        threads: how many threads read, unless the caller says.
+        span: how many bytes from several blocks :meth:`File.ahead` is asked for at once; 0 for one block.
+        gap: wanted ranges closer than this many bytes are read as one.
+        why: why all reads are buffered ones.
+        fallback: what becomes of another engine than ``buffered``.
+        gone: the class of the errors that say something of a file, and not of the way to it.
+    """
+
+    path: str
+    threads: int
+    span: int
+    gap: int
+    why: str
+    fallback: str
+    gone: type[OSError]
+
+    def path_of(self, name: str) -> str:
+        """The path of a file, for messages."""
+
+    def check(self) -> None:
+        """Raise the error for a place where there is no checkpoint."""
+
+    def manifest(self, most: int | None = None) -> bytes:
+        """The bytes of the manifest, or the first ``most`` of them."""
+
+    def open(self, name: str) -> tuple[File, int]:
+        """Open a file; its length, too.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or no regular file.
+            OSError: it cannot be opened.
+        """
+
+    def map(self, name: str, length: int) -> np.ndarray[Any, Any]:
+        """The first ``length`` bytes of a file, as private memory."""
+
+
+class LocalFile:
+    """A file that is read through the page cache."""
+
+    def __init__(self, path: str, file: io.FileIO) -> None:
+        self._path = path
+        self.file = file
+
+    def read_at(self, offset: int, to: Any) -> int:
+        """See :class:`File`."""
+        view = memoryview(to)
+        done = 0
+        try:
+            self.file.seek(offset)
+            while done < len(view):
+                got = self.file.readinto(view[done:])
+                if not got:
+                    break
+                done += got
+        except OSError as error:
+            raise failed("read", self._path, error) from error
+        return done
+
+    def ahead(self, start: int, end: int) -> File:
+        """The page cache reads ahead."""
+        del start, end
+        return self
+
+    def close(self) -> None:
+        """See :class:`File`."""
+        self.file.close()
+
+
+class Directory:
+    """The files of a checkpoint in a directory; see :class:`Files`."""
+
+    threads, span, gap = 4, 0, MERGE
+    why = "no compiled core"
+    fallback = "without the compiled core all goes through the page cache"
+    gone = OSError
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def path_of(self, name: str) -> str:
+        """See :class:`Files`."""
+        return str(Path(self.path, name))
+
+    def check(self) -> None:
+        """See :class:`Files`."""
+        try:
+            with os.scandir(self.path) as entries:
+                is_ours = any(entry.name == MANIFEST for entry in entries)
+        except OSError as error:
+            # The path may lead through a file, and then there is nothing.
+            if isinstance(error, NotADirectoryError) and Path(self.path).exists():
+                raise not_a_checkpoint(self.path) from error
+            raise failed("open checkpoint", self.path, error) from error
+        if not is_ours:
+            raise not_a_checkpoint(self.path)
+
+    def manifest(self, most: int | None = None) -> bytes:
+        """See :class:`Files`."""
+        return read_manifest(self.path, most)
+
+    def open(self, name: str) -> tuple[File, int]:
+        """See :class:`Files`."""
+        path = self.path_of(name)
+        file, size = open_regular(path)
+        return LocalFile(path, file), size
+
+    def map(self, name: str, length: int) -> np.ndarray[Any, Any]:
+        """See :class:`Files`."""
+        with open_regular(self.path_of(name))[0] as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY), np.uint8)
 
 
 def read_manifest(directory: str, most: int | None = None) -> bytes:

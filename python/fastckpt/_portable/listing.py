@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastckpt.exceptions import CheckpointError
 
@@ -12,6 +13,9 @@ from .files import failed, read_manifest
 from .limits import MANIFEST
 from .manifest import decode_head
 from .records import ListedCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: What saves and removals give to directories while they work (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
@@ -41,10 +45,20 @@ def _look(path: Path) -> ListedCheckpoint | None:
         return None
     if MANIFEST not in sizes:
         return None
-    total = sum(size for name, size in sizes.items() if name == MANIFEST or _OURS(name))
+    return looked_at(path.name, str(path), sizes, lambda: read_manifest(str(path)))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file in a checkpoint has a name that fastckpt's own files have."""
+    return name == MANIFEST or _OURS(name) is not None
+
+
+def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], bytes]) -> ListedCheckpoint:
+    """What a manifest, given by ``read``, and the sizes of all files in bytes say about a checkpoint."""
+    total = sum(size for file, size in sizes.items() if is_ours(file))
     created = damage = None
     try:
-        created, shards = decode_head(read_manifest(str(path)), str(path / MANIFEST))
+        created, shards = decode_head(read(), f"{path}/{MANIFEST}")
     except (CheckpointError, OSError) as error:
         damage = str(error)
     else:
@@ -54,4 +68,4 @@ def _look(path: Path) -> ListedCheckpoint | None:
                 is_there = "cannot be found" if size is None else f"has {size} bytes, written were {shard.nbytes}"
                 damage = f"shard `{shard.file}` {is_there}"
                 break
-    return ListedCheckpoint(path.name, str(path), created, total, aside=False, damage=damage)
+    return ListedCheckpoint(name, path, created, total, aside=False, damage=damage)

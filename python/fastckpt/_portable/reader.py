@@ -1,48 +1,46 @@
-"""An open checkpoint, read through the page cache by a few threads."""
+"""An open checkpoint, read by a few threads: a directory through the page cache, and what other files it is given."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fastckpt import _crc64 as checksum
-from fastckpt._foreign import not_a_checkpoint
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
-from .boxes import MERGE, Box
-from .files import failed, open_regular, read_at, read_manifest
+from .boxes import Box
+from .files import Directory
 from .limits import MANIFEST
 from .manifest import corrupt, decode
 from .records import DamagedRange
 from .refusal import for_linux
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from .files import File, Files
     from .records import ReadRequest, StoredShard, StoredTensor
 
     Tick: TypeAlias = Callable[[int, int], None]
     Drain: TypeAlias = Callable[[list[tuple[int, int, int, int]]], None]
 
-#: Threads that read, unless the caller says how many; one of them reads what is smaller than this.
-_THREADS, _SMALL = 4, 2 << 20
+#: One thread reads what is smaller than this.
+_SMALL = 2 << 20
+#: Bytes that may be on their way to be copied from, at a time.
+_IN_FLIGHT = 256 << 20
 #: From this size on, a piece is read to where it belongs; smaller ones are read together, and copied.
 _STRAIGHT = 64 << 10
 #: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
 _TICK = 0.1
-_FALLBACK = "without the compiled core all goes through the page cache"
 
 
 class _Piece(NamedTuple):
@@ -120,32 +118,30 @@ class Mappings:
 class Reader:
     """An open checkpoint: manifest read and checked."""
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: bool = False, manifest: bytes | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: bool = False,
+        manifest: bytes | None = None,
+        files: Files | None = None,
+    ) -> None:
         # Shards are opened when they are read: on Windows an open file would keep the directory in its place.
         del keep
-        self._path = os.fspath(path)
-        try:
-            with os.scandir(self._path) as entries:
-                is_ours = any(entry.name == MANIFEST for entry in entries)
-        except OSError as error:
-            # The path may lead through a file, and then there is nothing.
-            if isinstance(error, NotADirectoryError) and Path(self._path).exists():
-                raise not_a_checkpoint(self._path) from error
-            raise failed("open checkpoint", self._path, error) from error
-        if not is_ours:
-            raise not_a_checkpoint(self._path)
-        content = read_manifest(self._path, None if manifest is None else _SEAL)
+        self._files = files or Directory(os.fspath(path))
+        self._files.check()
+        content = self._files.manifest(None if manifest is None else _SEAL)
         self._seal = content[:_SEAL]
         if manifest is not None:
             if manifest[:_SEAL] != self._seal:
                 raise self._replaced()
             content = manifest
-        self._manifest = decode(content, self._path_of(MANIFEST))
+        self._manifest = decode(content, self._files.path_of(MANIFEST))
         self._sound: set[int] = set()
 
     def manifest(self) -> bytes:
         """The content of the manifest, read again."""
-        content = read_manifest(self._path)
+        content = self._files.manifest()
         if content[:_SEAL] != self._seal:
             raise self._replaced()
         return content
@@ -210,9 +206,9 @@ class Reader:
         for tensor in map(self._tensor, tensors):
             if tensor.nbytes and tensor.shard not in mappings.shards:
                 shard = self._manifest.shards[tensor.shard]
-                with self._settled(), self.open_shard(tensor.shard) as file:
-                    mapped = mmap.mmap(file.fileno(), shard.nbytes, access=mmap.ACCESS_COPY)
-                mappings.shards[tensor.shard] = np.frombuffer(mapped, np.uint8)
+                with self._settled():
+                    self.open_shard(tensor.shard).close()  # it has its length
+                    mappings.shards[tensor.shard] = self._files.map(shard.file, shard.nbytes)
         return mappings
 
     def check(
@@ -236,14 +232,13 @@ class Reader:
         job = _Job(self, io, threads, damage=damage)
         missing: dict[int, str] = {}
         for number, shard in enumerate(self._manifest.shards):
-            path = self._path_of(shard.file)
             try:
-                file, size = open_regular(path)
+                file, size = self._files.open(shard.file)
             except CorruptCheckpointError as error:
                 missing[number] = str(error)
                 damage.append(DamagedRange(shard.file, 0, shard.nbytes, None, str(error)))
                 continue
-            with file:
+            with closing(file):
                 if size != shard.nbytes:
                     low, high = sorted((size, shard.nbytes))
                     reason = f"it has {size} bytes, written were {shard.nbytes}"
@@ -276,50 +271,50 @@ class Reader:
 
     tensor = _tensor
 
-    def open_shard(self, number: int, *, any_length: bool = False) -> io.FileIO:
+    @property
+    def files(self) -> Files:
+        """Its files."""
+        return self._files
+
+    def open_shard(self, number: int, *, any_length: bool = False) -> File:
         """Open a shard, which has to have its length."""
         shard = self._manifest.shards[number]
-        path = self._path_of(shard.file)
-        file, size = open_regular(path)
+        file, size = self._files.open(shard.file)
         if size != shard.nbytes and not any_length:
             file.close()
-            raise corrupt(path, f"it has {size} bytes, written were {shard.nbytes}")
+            raise corrupt(self._files.path_of(shard.file), f"it has {size} bytes, written were {shard.nbytes}")
         return file
 
     def raised(self, damage: DamagedRange) -> CorruptCheckpointError:
         """The error for ``damage``."""
         of = f" (tensor `{damage.tensor}`)" if damage.tensor is not None else ""
         what = f"bytes {damage.offset} to {damage.offset + damage.length}{of}: {damage.reason}"
-        return corrupt(self._path_of(damage.file), what)
-
-    def read_failed(self, number: int, error: OSError) -> OSError:
-        """The error for a shard that cannot be read."""
-        return failed("read", self._path_of(self._manifest.shards[number].file), error)
+        return corrupt(self._files.path_of(damage.file), what)
 
     def file_of(self, number: int) -> str:
         """The name of a shard."""
         return self._manifest.shards[number].file
 
-    def _path_of(self, file: str) -> str:
-        return str(Path(self._path, file))
-
     def _check_headers(self, shards: Iterable[int]) -> None:
-        for number in shards:
-            if number not in self._sound:
-                with self.open_shard(number) as file:
-                    for damage in self._header_damage(self._manifest.shards[number], file):
-                        raise self.raised(damage)
-                self._sound.add(number)
+        todo = [number for number in shards if number not in self._sound]
 
-    def _header_damage(self, shard: StoredShard, file: io.FileIO) -> Iterator[DamagedRange]:
+        def check(number: int) -> None:
+            with closing(self.open_shard(number)) as file:
+                for damage in self._header_damage(self._manifest.shards[number], file):
+                    raise self.raised(damage)
+
+        # Where each waits for the network they do not wait for each other.
+        with ThreadPoolExecutor(self._files.threads if self._files.span else 1, "fastckpt") as pool:
+            for _ in pool.map(check, todo) if self._files.span else map(check, todo):
+                pass
+        self._sound.update(todo)
+
+    def _header_damage(self, shard: StoredShard, file: File) -> Iterator[DamagedRange]:
         """What of a shard's header is not what was written."""
         sum_, at_, field = checksum.of(b""), 0, 0
         while at_ < shard.data_offset:
             piece = bytearray(min(_HEADER_READ, shard.data_offset - at_))
-            try:
-                got = read_at(file, at_, piece)
-            except OSError as error:
-                raise failed("read", self._path_of(shard.file), error) from error
+            got = file.read_at(at_, piece)
             if not at_:
                 field = int.from_bytes(piece[:8], "little")
             if not got:
@@ -361,13 +356,14 @@ class Reader:
 
     def _is_replaced(self) -> bool:
         try:
-            return read_manifest(self._path)[:_SEAL] != self._seal
-        except (OSError, CorruptCheckpointError):
+            return self._files.manifest(_SEAL) != self._seal
+        except (self._files.gone, CorruptCheckpointError):
             return True
 
     def _replaced(self) -> ReplacedCheckpointError:
-        text = f"`{self._path}` was replaced or removed while it was read: open it again"
-        return ReplacedCheckpointError(errno.ENOENT, text, self._path)
+        path = self._files.path
+        text = f"`{path}` was replaced or removed while it was read: open it again"
+        return ReplacedCheckpointError(errno.ENOENT, text, path)
 
 
 def _cut(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -398,10 +394,10 @@ class _Job:
         damage: list[DamagedRange] | None = None,
     ) -> None:
         if io == "direct":
-            raise OSError(errno.EINVAL, f'direct I/O was asked for, and {_FALLBACK}: give io="auto"')
+            raise OSError(errno.EINVAL, f'direct I/O was asked for, and {reader.files.fallback}: give io="auto"')
         self._began = time.perf_counter()
         self._reader = reader
-        self._fallback = None if io in ("auto", "buffered") else _FALLBACK
+        self._fallback = None if io in ("auto", "buffered") else reader.files.fallback
         self._threads = threads
         self._mapped = mapped
         self._damage = damage
@@ -476,7 +472,7 @@ class _Job:
 
     def _plan(self) -> None:
         """Join what lies close together in one block of a shard."""
-        size = self._reader.block_size
+        size, gap = self._reader.block_size, self._reader.files.gap
         shard_of = {piece.tensor: self._reader.tensor(piece.tensor).shard for piece in self._pieces}
         last: _Read | None = None
         for piece in sorted(self._pieces, key=lambda piece: (shard_of[piece.tensor], piece.offset)):
@@ -488,7 +484,7 @@ class _Job:
                 and not straight
                 and last.shard == shard
                 and last.start // size == piece.offset // size
-                and piece.offset <= last.end + MERGE
+                and piece.offset <= last.end + gap
             ):
                 last = self._reads[-1] = last._replace(end=max(last.end, end))
                 last.pieces.append(piece)
@@ -497,16 +493,37 @@ class _Job:
             last = None if straight else self._reads[-1]
         self._pieces.clear()
 
+    def _groups(self) -> list[list[_Read]]:
+        """Reads that follow each other in a shard, up to the span of one request."""
+        files = self._reader.files
+        groups: list[list[_Read]] = []
+        for read in self._reads:
+            first, last = (groups[-1][0], groups[-1][-1]) if groups else (read, read)
+            if (
+                groups
+                and first.shard == read.shard
+                and read.end - first.start <= files.span
+                and read.start <= last.end + files.gap
+            ):
+                groups[-1].append(read)
+            else:
+                groups.append([read])
+        return groups
+
     def run(self, tick: Tick | None) -> None:
         """Read everything."""
         self._planned = time.perf_counter()
         self._tensors = len({piece.tensor for piece in self._pieces})
         self._shards = len(self.shards())
         self._plan()
-        most = self._threads or min(_THREADS, os.cpu_count() or 1)
-        count = 1 if self._total < _SMALL else max(1, min(most, len(self._reads)))
+        groups, files = self._groups(), self._reader.files
+        most = self._threads or (files.threads if files.span else min(files.threads, os.cpu_count() or 1))
+        if files.span:
+            largest = max((group[-1].end - group[0].start for group in groups), default=1)
+            most = min(most, max(1, _IN_FLIGHT // largest))
+        count = 1 if self._total < _SMALL else max(1, min(most, len(groups)))
         self._moved = [0] * count
-        todo, lock = iter(self._reads), Lock()
+        todo, lock = iter(groups), Lock()
         with ThreadPoolExecutor(count, thread_name_prefix="fastckpt") as pool:
             try:
                 left = {pool.submit(self._work, number, todo, lock) for number in range(count)}
@@ -519,23 +536,26 @@ class _Job:
             finally:
                 self._stop = True
 
-    def _work(self, number: int, todo: Iterator[_Read], lock: Lock) -> None:
+    def _work(self, number: int, todo: Iterator[list[_Read]], lock: Lock) -> None:
         """Read what others have not yet taken; the file of the last shard stays open."""
-        file: io.FileIO | None = None
+        file: File | None = None
         opened = -1
         try:
             while not self._stop:
                 with lock:
-                    read = next(todo, None)
-                if read is None:
+                    group = next(todo, None)
+                if group is None:
                     return
-                if self._mapped is None and opened != read.shard:
+                shard = group[0].shard
+                if self._mapped is None and opened != shard:
                     if file is not None:
                         file.close()
-                    file = self._reader.open_shard(read.shard, any_length=self._damage is not None)
-                    opened = read.shard
-                self._move(read, file)
-                self._moved[number] += sum(piece.nbytes for piece in read.pieces)
+                    file = self._reader.open_shard(shard, any_length=self._damage is not None)
+                    opened = shard
+                source = None if file is None else file.ahead(group[0].start, group[-1].end)
+                for read in group:
+                    self._move(read, source)
+                    self._moved[number] += sum(piece.nbytes for piece in read.pieces)
         except BaseException:
             self._stop = True
             raise
@@ -543,7 +563,7 @@ class _Job:
             if file is not None:
                 file.close()
 
-    def _move(self, read: _Read, file: io.FileIO | None) -> None:
+    def _move(self, read: _Read, file: File | None) -> None:
         """Read, compare and deliver."""
         only = read.pieces[0]
         memory = only.target.memory
@@ -570,13 +590,13 @@ class _Job:
                 self._damaged(read.shard, piece, f"checksum is {found}, written was {piece.crc}")
             piece.target.deliver(piece.start, part)
 
-    def _fill(self, file: io.FileIO, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:
+    def _fill(self, file: File, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:
         """Read into ``data``: how many bytes came, and why not all."""
         try:
-            return read_at(file, read.start, data), "the file is too short to hold it"
-        except OSError as error:
+            return file.read_at(read.start, data), "the file is too short to hold it"
+        except self._reader.files.gone as error:
             if self._damage is None:
-                raise self._reader.read_failed(read.shard, error) from error
+                raise
             return 0, str(error.strerror)
 
     def _damaged(self, shard: int, piece: _Piece, reason: str) -> None:
@@ -589,7 +609,7 @@ class _Job:
     def report(self) -> dict[str, Any]:
         """What was done; see ``_core.pyi``."""
         ended, count = time.perf_counter(), len(self._reads)
-        why = "no compiled core" if self._mapped is None else "mapped"
+        why = "mapped" if self._mapped is not None else self._reader.files.why
         return {
             "bytes": self._wanted or self._total,
             "seconds": ended - self._began,

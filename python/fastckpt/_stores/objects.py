@@ -290,9 +290,13 @@ class Objects:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self._error(what, name, errno.EACCES, _said(error)) from None
         except OSError as error:
+            if error.filename is not None:  # it has all words
+                raise
             raise self._error(what, name, error.errno or errno.EIO, error.strerror or _said(error)) from None
         except (exceptions.BaseError, NotImplementedError, ValueError) as error:
-            raise self._error(what, name, errno.EIO, _said(error)) from None
+            said = _said(error)
+            # A listing of what is not there is an error of its own.
+            raise self._error(what, name, errno.ENOENT if "NoSuchBucket" in said else errno.EIO, said) from None
 
     def _where(self, name: str) -> str:
         return f"`{self.url}/{name}`" if name else f"`{self.url}`"
@@ -330,12 +334,12 @@ def _repacked(
                 filled += len(taken)
                 data = data[len(taken) :]
                 if filled == len(piece):
-                    yield memoryview(piece)
+                    yield piece.data
                     piece, filled = np.empty(min(part, size), np.uint8), 0
         if done < size:
             raise ValueError(f"{what}: there are {done} bytes, and {size} were announced")  # noqa: TRY301
         if filled:
-            yield memoryview(piece[:filled])
+            yield piece[:filled].data
     except BaseException as error:
         raised.append(error)
         raise

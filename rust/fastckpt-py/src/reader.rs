@@ -121,6 +121,16 @@ impl ReadRequest {
         let r#box = r#box.map(|all| all.into_iter().map(along).collect());
         Self { tensor, address, capacity, r#box, strides }
     }
+
+    #[getter]
+    fn r#box(&self) -> Option<Vec<(u64, u64, u64)>> {
+        self.r#box.as_ref().map(|all| all.iter().map(|along| (along.start, along.stop, along.step)).collect())
+    }
+
+    #[getter]
+    fn strides(&self) -> Option<Vec<i64>> {
+        self.strides.clone()
+    }
 }
 
 /// See `_core.pyi`.

@@ -1,0 +1,70 @@
+"""Checkpoints in an object store: listed and removed."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
+from fastckpt._portable.listing import is_ours, looked_at
+
+from .objects import Objects
+
+if TYPE_CHECKING:
+    from fastckpt._portable.records import ListedCheckpoint
+
+#: Manifests that are read at the same time.
+_AT_ONCE = 16
+
+
+def list_checkpoints(url: str) -> list[ListedCheckpoint]:
+    """The checkpoints right below ``url``, by name.
+
+    Raises:
+        FileNotFoundError: there is nothing below it.
+    """
+    objects = Objects.at("list", url)
+    folders, here = objects.children()
+    if not folders and not here:
+        raise FileNotFoundError(errno.ENOENT, f"cannot list `{url}`: there is nothing", url)
+
+    def look(name: str) -> ListedCheckpoint | None:
+        below = objects.below(name)
+        sizes = below.children()[1]
+        if MANIFEST not in sizes:
+            return None
+        read = lambda: below.read_all(MANIFEST, MAX_MANIFEST)  # noqa: E731
+        return looked_at(name, below.url, sizes, read)
+
+    with ThreadPoolExecutor(_AT_ONCE, "fastckpt") as pool:
+        return [found for found in pool.map(look, folders) if found is not None]
+
+
+def remove(url: str, *, everything: bool) -> None:
+    """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
+
+    What a removal or a copy that was killed left has no manifest, and is removed as well: its shards are known by the
+    sums that fastckpt notes with them.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        OSError: with ENOTEMPTY, it is no checkpoint, or holds what must stay; nothing was removed.
+    """
+    objects = Objects.at("remove", url)
+    names = objects.sizes()
+    if not names:
+        raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
+    strange = [name for name in names if not is_ours(name)]
+    deep = [name for name in strange if "/" in name]
+    shards = [name for name in names if name.endswith(".safetensors")]
+    why = None
+    if MANIFEST not in names and not (shards and all(objects.sum_of(name) for name in shards)):
+        why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
+    elif deep or (strange and not everything):
+        why = f"it holds `{(deep or strange)[0]}`, which is no part of the checkpoint: move that elsewhere"
+        why += "" if deep else ", or give everything=True"
+    if why:
+        raise OSError(errno.ENOTEMPTY, f"cannot remove `{url}`: {why}", url)
+    objects.remove([MANIFEST])
+    objects.remove([name for name in names if name != MANIFEST])
