@@ -92,10 +92,10 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
 
 def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
     """Each time the reader has chosen one, the writer has a newer one and removes that."""
-    from fastckpt._manager import restore
+    from fastckpt._manager import calls
 
     writer = fill(tmp_path, [1], keep=1)
-    real = restore.load
+    real = calls.load
 
     def load(path, **options):
         step = writer.latest() + 1
@@ -104,14 +104,14 @@ def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeyp
             writer.wait()
         return real(path, **options)
 
-    monkeypatch.setattr(restore, "load", load)
+    monkeypatch.setattr(calls, "load", load)
     found = fastckpt.Manager(tmp_path, read_only=True).restore()
     assert (found.step, found.skipped) == (5, ())
     assert not recwarn.list
 
 
 def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
-    from fastckpt._manager import restore
+    from fastckpt._manager import calls, restore
 
     fill(tmp_path, [1])
 
@@ -121,7 +121,7 @@ def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     looks = []
-    monkeypatch.setattr(restore, "load", load)
+    monkeypatch.setattr(calls, "load", load)
     with (
         pytest.warns(RuntimeWarning, match="is gone"),
         pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
@@ -141,17 +141,17 @@ def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
 
 
 def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path, monkeypatch):
-    from fastckpt._manager import restore
+    from fastckpt._manager import calls
 
     fill(tmp_path, [1, 2])
-    real = restore.load
+    real = calls.load
 
     def load(path, **options):
         if path.endswith("2"):
             raise OSError(failure, os.strerror(failure), path)
         return real(path, **options)
 
-    monkeypatch.setattr(restore, "load", load)
+    monkeypatch.setattr(calls, "load", load)
     failure = errno.EACCES
     with pytest.raises(PermissionError):
         fastckpt.Manager(tmp_path).restore()

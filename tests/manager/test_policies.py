@@ -289,10 +289,10 @@ def test_auto_is_what_plan_computes():
 
 def test_a_manager_takes_auto_with_its_measure(tmp_path):
     manager = fastckpt.Manager(tmp_path, save_when="auto", mttf="6h", overhead=0.02)
-    (policy,) = manager._when
+    (policy,) = manager._when.policies
     assert (policy.mttf, policy.overhead) == (6 * 3600.0, 0.02)
     both = fastckpt.Manager(tmp_path, save_when=["auto", 100, save_when.First()])
-    assert [type(one) for one in both._when] == [save_when.Auto, save_when.Every, save_when.First]
+    assert [type(one) for one in both._when.policies] == [save_when.Auto, save_when.Every, save_when.First]
     assert both._when[0].mttf == 50_000 * 3600.0
 
 

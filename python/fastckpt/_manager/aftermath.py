@@ -37,13 +37,17 @@ class Aftermath:
         catalogue: what its checkpoints say of themselves.
         retention: what removes older ones.
         cadence: what measures.
+        leads: whether this rank writes and removes; the others measure.
     """
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence) -> None:
+    def __init__(
+        self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence, *, leads: bool
+    ) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._retention = retention
         self._cadence = cadence
+        self._leads = leads
         #: What is under way.
         self._open: list[Event] = []
         # Reentrant: a signal handler that saves may come in between.
@@ -61,7 +65,8 @@ class Aftermath:
                 if pending.progress().phase == "done":
                     report = pending.result()
                     self.note(about, began, report, report.stall)
-                    self._retention.clear(about["step"])
+                    if self._leads:
+                        self._retention.clear(about["step"])
                 else:
                     failed()
             finally:
@@ -72,6 +77,8 @@ class Aftermath:
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
         """A save of the calling thread is durable: what follows, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
+        if not self._leads:
+            return
         done = self._begin()
 
         def clear() -> None:
@@ -90,6 +97,8 @@ class Aftermath:
         step = about["step"]
         with self._lock:
             self._cadence.durable(began, stall)
+            if not self._leads:
+                return
             self._catalogue.add(Saved(step, time.time() - report.seconds, about["metrics"]))
             # Two saves may end at nearly the same time, and the later one may be here first.
             if began < self._latest:

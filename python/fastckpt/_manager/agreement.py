@@ -1,31 +1,332 @@
-"""What all ranks of a job must decide alike."""
+"""What all ranks of a job must decide alike.
+
+The manager takes each decision that ranks share through :class:`Alone` or :class:`Together`, and knows nothing else of
+ranks. All ranks call the methods of :class:`Together` in the same order. Its rounds have turns of their own in the
+store of the process group, so they never wait for a save or load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastckpt._ranks.peers import LAST
+from fastckpt._ranks.session import session
+from fastckpt.exceptions import RanksError
+
+if TYPE_CHECKING:
+    from fastckpt._ranks.peers import Operation, Peers
+    from fastckpt._ranks.session import Session
 
 _T = TypeVar("_T")
+
+#: Seconds between two signs of life of a rank for which others wait.
+_BEAT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one rank knows at a boundary.
+
+    Attributes:
+        step: the training step.
+        signals: those that have come and were not answered.
+        left: seconds until a save for them must be done; None for as long as it takes.
+        saved: the step that needs no further save.
+        due: whether a policy wants the step; the first rank's counts.
+        apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
+    """
+
+    step: int
+    signals: tuple[int, ...]
+    left: float | None
+    saved: int | None
+    due: Callable[[], bool]
+    apart: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of a boundary.
+
+    Attributes:
+        signals: those that have come on any rank.
+        left: the least that is left on any.
+        saved: what the first rank says.
+        due: likewise.
+    """
+
+    signals: tuple[int, ...]
+    left: float | None
+    saved: int | None
+    due: bool
 
 
 class Alone:
     """One process agrees with itself.
 
-    The manager takes each decision that ranks must share through this object, and nothing else of it knows about ranks:
-    a process group needs an object with the same attributes and methods, whose methods every rank calls.
+    Args:
+        watches: whether a process group that appears later is an error.
 
     Attributes:
+        host: the name of this rank's host, for errors.
+        rank: the index of this rank.
         size: the number of ranks.
         leads: whether this rank writes the file ``latest`` and removes what is not kept.
+        share: index and count of this rank among those that copy, one on each host; None for the other ranks.
     """
 
+    host = ""
+    rank = 0
     size = 1
     leads = True
+    share: tuple[int, int] | None = (0, 1)
 
-    def any(self, flag: bool) -> bool:  # noqa: FBT001 - a flag is all it takes
-        """Whether one of the ranks says so: a signal has come, a policy is due."""
-        return flag
+    def __init__(self, *, watches: bool = False) -> None:
+        self._watches = watches
+
+    def check(self, operation: str) -> None:
+        """Look whether the ranks are still those that there were.
+
+        Raises:
+            RuntimeError: there is a process group now, and the manager knows of none.
+        """
+        if self._watches and session(operation, None).group.size > 1:
+            raise RuntimeError(
+                f"{operation}: the manager was made before the process group, and would act for this process alone: "
+                "make it after init_process_group, or with alone=True"
+            )
+
+    def begin(self, arguments: Mapping[str, str]) -> None:
+        """Compare the arguments of the manager on all ranks.
+
+        Raises:
+            ValueError: they differ.
+        """
+
+    def skips(self) -> bool:
+        """Whether all ranks pass this boundary without a question."""
+        return False
+
+    def decide(self, operation: str, asked: Asked) -> Agreed:  # noqa: ARG002 - ranks say it in errors
+        """What holds for all ranks at this boundary."""
+        return Agreed(asked.signals, asked.left, asked.saved, bool(asked.signals) or asked.due())
 
     def first(self, find: Callable[[], _T]) -> _T:
-        """What the first rank finds: which checkpoints there are."""
+        """What the first rank finds: which checkpoints there are. It may take long."""
         return find()
+
+    def each(self, said: Any) -> list[Any]:
+        """What each rank says, by rank."""
+        return [said]
+
+    def leave(self, why: BaseException) -> None:
+        """This rank ends without the others, which hear of it when they next ask."""
+
+
+class Together(Alone):
+    """All ranks of a process group.
+
+    Args:
+        ranks: the process group.
+        directory: the run, the same on all ranks.
+        timeout: seconds of silence after which a rank is taken to be gone.
+    """
+
+    def __init__(self, ranks: Session, directory: str, timeout: float) -> None:
+        super().__init__()
+        self._peers: Peers = ranks.apart()
+        # At the latest when the interpreter ends, and before the group itself goes.
+        weakref.finalize(self, ranks.end, self._peers)
+        self.rank, self.size = ranks.group.rank, ranks.group.size
+        self.leads = self.rank == 0
+        self.share = None
+        self._directory = directory
+        self._timeout = timeout
+        self.host = ranks.group.host
+        #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
+        self._skip = self._passed = 0
+        self._asked: float | None = None
+
+    def begin(self, arguments: Mapping[str, str]) -> None:
+        """Compare the arguments of the manager on all ranks.
+
+        Raises:
+            ValueError: they differ.
+        """
+
+        def combine(values: list[Any]) -> list[Any]:
+            rank, known, problem, leaders = values[0]
+            for other, theirs, found, below in values[1:]:
+                problem = problem or found or _difference(rank, known, other, theirs)
+                for host, lowest in below.items():
+                    leaders[host] = min(lowest, leaders.get(host, lowest))
+            return [rank, known, problem, leaders]
+
+        def decide(value: list[Any]) -> list[int]:
+            _, _, problem, leaders = value
+            if problem:
+                raise ValueError(f"Manager: {self._directory}: {problem}: give the same on all ranks")
+            return sorted(leaders.values())
+
+        value = [self.rank, dict(arguments), None, {self.host: self.rank}]
+        leaders = self._round("Manager", value, combine, decide)
+        self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
+
+    def skips(self) -> bool:
+        """Whether all ranks pass this boundary without a question: they have been told how many of them."""
+        if not self._skip:
+            return False
+        self._skip -= 1
+        self._passed += 1
+        return True
+
+    def decide(self, operation: str, asked: Asked) -> Agreed:
+        """What holds for all ranks at this boundary.
+
+        Raises:
+            RanksError: a rank does not answer, has ended, or is at another step.
+        """
+
+        def combine(values: list[Any]) -> list[Any]:
+            least, most, signals, left = values[0]
+            for low, high, others, theirs in values[1:]:
+                least, most = min(least, low), max(most, high)
+                signals = [*signals, *(number for number in others if number not in signals)]
+                left = theirs if left is None else left if theirs is None else min(left, theirs)
+            return [least, most, signals, left]
+
+        def decide(value: list[Any]) -> list[Any]:
+            least, most, signals, left = value
+            if least != most:
+                raise ValueError(
+                    f"{operation}: {self._directory}: ranks are at steps from {least} to {most}: all must call it with "
+                    "the same step"
+                )
+            due = bool(signals) or asked.due()
+            return [signals, left, asked.saved, due, 0 if due else self._pace(asked.apart)]
+
+        value = [asked.step, asked.step, list(asked.signals), asked.left]
+        signals, left, saved, due, self._skip = self._round(operation, value, combine, decide)
+        self._passed = 0
+        return Agreed(tuple(signals), left, saved, due)
+
+    def first(self, find: Callable[[], _T]) -> _T:
+        """What the first rank finds; the others wait for as long as it takes.
+
+        Raises:
+            RanksError: it failed.
+        """
+        with self._peers.operation("restore", self._directory, self._timeout) as operation:
+            found = None
+            if self.leads:
+                with _beating(operation, self._timeout):
+                    found = find()
+            agreed: _T = operation.round(LAST, found, combine=lambda values: values[0])
+            return agreed
+
+    def each(self, said: Any) -> list[Any]:
+        """What each rank says, by rank.
+
+        Raises:
+            RanksError: a rank does not answer.
+        """
+        listed = self._round("restore", [self.rank, said], None, None)
+        return [said for _, said in sorted(listed)]
+
+    def leave(self, why: BaseException) -> None:
+        """This rank ends without the others, which hear of it when they next ask."""
+        with contextlib.suppress(RanksError, Ended), self._peers.operation("Manager", self._directory, self._timeout):
+            raise Ended(f"its block has ended with {type(why).__name__}: {why}")
+
+    def _round(
+        self,
+        operation: str,
+        value: Any,
+        combine: Callable[[list[Any]], Any] | None,
+        decide: Callable[[Any], Any] | None,
+    ) -> Any:
+        with self._peers.operation(operation, self._directory, self._timeout) as turn:
+            return turn.round(LAST, value if combine else [value], combine=combine or _joined, decide=decide)
+
+    def _pace(self, apart: float) -> int:
+        """How many boundaries come in so many seconds, as far as the last ones tell.
+
+        At most twice as many as there were before the last question, plus one: a few short steps say little.
+        """
+        now = time.monotonic()
+        before, self._asked = self._asked, now
+        if before is None or apart <= 0:
+            return 0
+        each = max(now - before, 1e-6) / (self._passed + 1)
+        return min(max(0, int(apart / each) - 1), 2 * self._passed + 1)
+
+
+class Ended(BaseException):
+    """A rank has ended without the others. No ``Exception``: it leaves without waiting for an answer."""
+
+
+def agreement(operation: str, process_group: Any, directory: str, timeout: float, *, alone: bool) -> Alone:
+    """The ranks for which a manager acts.
+
+    Raises:
+        TypeError: ``process_group`` is none.
+        ValueError: this process is not in it, or ``alone`` is given beside it.
+    """
+    if alone:
+        if process_group is not None:
+            raise ValueError(f"{operation}: process_group and alone=True exclude each other")
+        return Alone()
+    ranks = session(operation, process_group)
+    if ranks.group.size == 1:
+        return Alone(watches=process_group is None)
+    return Together(ranks, directory, timeout)
+
+
+@contextlib.contextmanager
+def _beating(operation: Operation, timeout: float) -> Iterator[None]:
+    """Say that this rank lives, from a thread, as long as the block lasts."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(RanksError):
+            while not done.wait(min(_BEAT, timeout / 40)):
+                operation.alive()
+
+    thread = threading.Thread(target=beat, name="fastckpt-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _joined(values: list[Any]) -> list[Any]:
+    return [one for each in values for one in each]
+
+
+def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> str | None:
+    """The first argument in which two ranks differ."""
+    for name in own:
+        if own[name] != theirs.get(name):
+            return f"{name}: rank {rank} has {own[name]}, and rank {other} has {theirs.get(name)}"
+    return None
+
+
+def failed_of(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Whether an error is of one of these kinds, or another rank has failed with one."""
+    names = tuple(f"failed: {kind.__name__}" for kind in kinds)
+    return isinstance(error, kinds) or any(
+        failure.message.startswith(names) for failure in getattr(error, "failures", ())
+    )
+
+
+def is_told(error: RanksError) -> bool:
+    """Whether a rank that lives has told the failure: then it takes part in the next round."""
+    return any(failure.message.startswith("failed: ") for failure in error.failures)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
-from fastckpt._api.save import save
-from fastckpt._background.save_async import save_async
-
-#: What the manager gives to a save itself.
-_OWN = {"state", "path", "metadata", "overwrite", "on_error"}
-_OPTIONS = set(inspect.signature(save_async).parameters) - _OWN
-#: Arguments that only a save in the background has.
-IN_BACKGROUND = _OPTIONS - set(inspect.signature(save).parameters)
 
 
 def step_of(operation: str, step: int) -> int:
@@ -73,9 +64,7 @@ def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
     return found
 
 
-def options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``save_options=``."""
-    unknown = sorted(set(options or {}) - _OPTIONS)
-    if unknown:
-        raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(_OPTIONS))}")
-    return dict(options or {})
+def told(policies: Sequence[Any]) -> str:
+    """Policies as ranks compare them: a policy of the caller's by its type, for its text may have an address."""
+    ours = {keeping.__name__, saving.__name__}
+    return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"

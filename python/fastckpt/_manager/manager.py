@@ -15,19 +15,23 @@ from typing import Any
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
 from fastckpt._api.reports import SaveReport
-from fastckpt._api.save import save
 from fastckpt._background.pending import PendingSave
-from fastckpt._background.save_async import save_async
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
 
 from .aftermath import left_until
-from .agreement import Alone
-from .arguments import keep_of, metadata_of, options_of, step_of, when_of
+from .agreement import agreement, failed_of
+from .arguments import keep_of, metadata_of, step_of, told, when_of
+from .calls import Calls
 from .directory import Directory, Names
-from .preemption import Preemption
-from .restore import Restored, candidates, restore, restore_newest
+from .preemption import APART, Preemption
+from .restore import Restored, Source
+from .when import When
 
 logger = logging.getLogger("fastckpt")
+
+#: Seconds for which a rank may make no progress.
+TIMEOUT = 600.0
 
 #: Mean time to failure of one accelerator, as ``fastckpt.plan`` assumes it.
 _MTTF_HOURS = 50_000.0
@@ -79,6 +83,9 @@ class Manager(Preemption):
         self,
         directory: AnyPath,
         *,
+        process_group: Any = None,
+        alone: bool = False,
+        timeout: float = TIMEOUT,
         keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         save_when: int | str | saving.Policy | Iterable[int | str | saving.Policy] | None = None,
         async_save: bool = True,
@@ -88,15 +95,30 @@ class Manager(Preemption):
         read_only: bool = False,
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._agree = Alone()
+        path = path_of("Manager", directory)
+        limit = timeout_of("Manager", timeout)
+        agree = agreement("Manager", process_group, path, limit, alone=bool(alone))
         policies = None if keep is None else keep_of(keep)
-        listing = Directory(path_of("Manager", directory), Names(name))
-        super().__init__(listing, policies, options_of(save_options), read_only=bool(read_only))
-        mttf = _MTTF_HOURS / self._agree.size if mttf is None else mttf
-        self._when = when_of(save_when, saving.Auto(mttf, overhead))
+        when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
+        ranks = None if alone else {"process_group": process_group, "timeout": limit}
+        calls = Calls(save_options, ranks, agree.rank, agree.size)
+        super().__init__(Directory(path, Names(name)), policies, agree, calls, read_only=bool(read_only))
+        self._source = Source(self._directory, agree, calls)
+        self._when = When(when)
         self._async = bool(async_save)
         self._looked = False
-        if not self._read_only:
+        #: The step that all ranks have agreed to save next.
+        self._wanted: int | None = None
+        agree.begin(
+            {
+                "keep": told(policies or ()),
+                "save_when": told(when),
+                "async_save": str(self._async),
+                "name": name,
+                "read_only": str(self._read_only),
+            }
+        )
+        if agree.leads and not self._read_only:
             self._directory.sweep()
 
     # Saving.
@@ -117,19 +139,7 @@ class Manager(Preemption):
         if self._read_only:
             return False
         self._check("should_save")
-        self._cadence.reach(step, in_flight=self._in_flight)
-        if self._agree.any(self._signals.pending):
-            if step == self._saved:
-                self._settle()
-            # What was being saved may have failed.
-            if step != self._saved and time.monotonic() < self._signals.deadline:
-                return True
-            self._answer(step, None)
-            return False
-        if step == self._saved:
-            return False
-        moment = self._cadence.moment(in_flight=self._in_flight)
-        return self._agree.any(not self._when or any(policy.due(moment) for policy in self._when))
+        return self._is_wanted(step, force=False)
 
     def save(
         self,
@@ -139,6 +149,7 @@ class Manager(Preemption):
         *,
         force: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        per_rank: Any = None,
     ) -> bool:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` says so.
 
@@ -152,6 +163,7 @@ class Manager(Preemption):
             metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
             force: save whatever the policies say, also a step that is saved already.
             metadata: more for the checkpoint's metadata, without tensors.
+            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`.
 
         Returns:
             Whether the save was begun.
@@ -164,21 +176,25 @@ class Manager(Preemption):
         """
         self._check("save")
         about = metadata_of(step_of("save", step), metrics, metadata)
-        if not self.should_save(step) and not force:
+        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
             return False
-        if self._agree.any(self._signals.pending):
-            return self._answer(step, state, about)
-        self._warn_of_later(step)
+        self._wanted = None
+        if self._signals.called:
+            return self._answer(step, state, about, per_rank)
+        if self._agree.leads:
+            self._warn_of_later(step)
+        how = self._how(about, self._base)
         path = self.path(step)
         began = self._cadence.begin()
         try:
             if not self._async:
-                report = save(state, path, metadata=about, **self._how())
+                report = self._calls.save(state, path, per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 self._aftermath.after(about, began, report)
                 return True
             try:
-                pending = save_async(state, path, metadata=about, **self._how())
+                pending = self._calls.save_async(state, path, per_rank, how)
             except BaseException as error:
                 # An earlier save has failed, and this one has begun.
                 begun = getattr(error, "pending_save", None)
@@ -253,13 +269,12 @@ class Manager(Preemption):
         Warns:
             RuntimeWarning: a checkpoint was skipped.
         """
+        self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = restore(self._directory, step_of("restore", step), (), how)
+            found = self._source.restore(step_of("restore", step), (), how)
         else:
-            newest = restore_newest(
-                self._directory, lambda: self._agree.first(lambda: candidates(self._directory)), how, stacklevel=3
-            )
+            newest = self._source.newest(how, stacklevel=3)
             if newest is None:
                 return None
             found = newest
@@ -283,19 +298,35 @@ class Manager(Preemption):
             if os.getpid() == self._process:
                 self._steady = self._answer_at_end
                 self._signal_came()
-                if error is None:
-                    # What is given up for a signal is in the log.
-                    with contextlib.suppress(CancelledError):
-                        self.wait()
-                else:
-                    # What failed is in the log; the error that ends the block must not be lost.
-                    with contextlib.suppress(Exception):
-                        self.wait()
+                self._end(error)
         finally:
             self._steady = None
             self._signals.uninstall()
 
     # What happens.
+
+    def _is_wanted(self, step: int, *, force: bool) -> bool:
+        """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
+        self._cadence.reach(step, in_flight=self._in_flight)
+        self._wanted = None
+        moment = self._cadence.moment(in_flight=self._in_flight)
+        if not (force or self._when.due_by_step(moment)) and self._agree.skips():
+            return False
+        agreed = self._ask(
+            "should_save",
+            step,
+            lambda: force or (step != self._saved and self._when.due(moment)),
+            APART if self._when.may_wait else 0.0,
+        )
+        if agreed.signals:
+            if step == agreed.saved:
+                self._settle()
+            # What was being saved may have failed.
+            if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
+                self._answer(step, None)
+                return force
+        self._wanted = step if agreed.due else None
+        return agreed.due
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
@@ -308,6 +339,20 @@ class Manager(Preemption):
                     "verifies: remove what this run replaces",
                     *(self.directory, step, steps[-1]),
                 )
+
+    def _end(self, error: BaseException | None) -> None:
+        """Wait for what is in flight; ``error`` has ended the block."""
+        failure = error
+        try:
+            self.wait()
+        except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
+            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
+            # not be lost.
+            if error is None and not failed_of(failed, CancelledError):
+                failure = failed
+        self._end_together(failure)
+        if failure is not error and failure is not None:
+            raise failure
 
     def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
         step = about["step"]

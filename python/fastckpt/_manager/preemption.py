@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.progress import until
-from fastckpt._api.save import save
 from fastckpt._units import seconds
 
 from .aftermath import Aftermath, left_until
-from .arguments import IN_BACKGROUND, metadata_of, step_of
+from .agreement import Asked, failed_of
+from .arguments import metadata_of, step_of
 from .cadence import Cadence
 from .run import Run
 from .signals import Signals
@@ -22,9 +24,18 @@ if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
+    from .agreement import Agreed, Alone
+    from .calls import Calls
     from .directory import Directory
 
 logger = logging.getLogger("fastckpt")
+
+#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
+#: by their questions, at least.
+APART = 1.0
+_ROUNDS = 20
+#: Seconds that a save gets which all ranks have begun in time.
+_LEAST = 0.01
 
 
 class Preemption(Run):
@@ -33,7 +44,8 @@ class Preemption(Run):
     Args:
         directory: as for :class:`.run.Run`.
         policies: likewise.
-        options: further arguments for the saves.
+        agree: likewise.
+        calls: what saves.
         read_only: whether nothing may be written.
     """
 
@@ -41,21 +53,24 @@ class Preemption(Run):
         self,
         directory: Directory,
         policies: Sequence[keeping.Policy] | None,
-        options: Mapping[str, Any],
+        agree: Alone,
+        calls: Calls,
         *,
         read_only: bool,
     ) -> None:
-        super().__init__(directory, policies, read_only=read_only)
-        self._options = dict(options)
+        super().__init__(directory, policies, agree, read_only=read_only)
+        self._calls = calls
         self._cadence = Cadence()
-        self._aftermath = Aftermath(directory, self._catalogue, self._retention, self._cadence)
-        self._signals = Signals(self._signal_came)
+        self._aftermath = Aftermath(directory, self._catalogue, self._retention, self._cadence, leads=agree.leads)
+        self._signals = Signals(self._signal_came, shared=agree.size > 1)
         #: The state that does not change at the moment: what saves it, for a signal that comes now.
         self._steady: Callable[[], object] | None = None
         #: The last save that was begun, and its step.
         self._pending: PendingSave | None = None
         #: The step that needs no further save: saved, being saved, or restored.
         self._saved: int | None = None
+        #: What it was at the last boundary, on all ranks: the next save may take files from that step.
+        self._base: int | None = None
         #: The report of the last durable save.
         self._report: SaveReport | None = None
 
@@ -100,17 +115,26 @@ class Preemption(Run):
         metrics: Mapping[str, Any] | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
+        per_rank: Any = None,
     ) -> Iterator[None]:
         """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
 
         A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
         saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
         is half done. Give the state as :meth:`save` gets it, made at the begin.
+
+        Among several ranks no handler can act alone: there a signal is answered at the begin or the end of the stretch,
+        by all of them.
         """
         self._check("steady")
         about = metadata_of(step_of("steady", step), metrics, metadata)
         self._cadence.reach(step, in_flight=self._in_flight)
-        around, self._steady = self._steady, lambda: self._answer(step, state, about)
+        if self._agree.size > 1:
+            self._answer_together(step, state, about, per_rank)
+            yield
+            self._answer_together(step, state, about, per_rank)
+            return
+        around, self._steady = self._steady, lambda: self._answer(step, state, about, per_rank)
         try:
             # It may have come before.
             self._signal_came()
@@ -124,11 +148,29 @@ class Preemption(Run):
     def _in_flight(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def _how(self) -> dict[str, Any]:
-        """What a save gets beside state, path and metadata."""
+    def _how(self, about: Mapping[str, Any], saved: int | None) -> dict[str, Any]:
+        """What a save gets beside state and path; ``saved`` is the step that it may take files from."""
         # Of a failed save nothing is there: then everything is written once.
-        base = None if self._saved is None else self.path(self._saved)
-        return {"base": base, **self._options}
+        base = None if saved is None else self.path(saved)
+        return {"base": base, **self._calls.options, "metadata": about}
+
+    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float) -> Agreed:
+        """Agree with the other ranks on what happens at a boundary."""
+        deadline = self._signals.deadline
+        left = None if deadline == math.inf else deadline - time.monotonic()
+        asked = Asked(step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS))
+        agreed = self._agree.decide(operation, asked)
+        self._base = agreed.saved
+        self._signals.agree(agreed.signals, agreed.left)
+        if not self._agree.leads:
+            # What failed in the background, the ranks hear of at different times.
+            self._saved = agreed.saved
+        return agreed
+
+    def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
+        """Answer what has come to any rank, at a place to which all of them come."""
+        if not self._agree.skips() and self._ask("steady", step, lambda: False, APART).signals:
+            self._answer(step, state, about, per_rank)
 
     def _signal_came(self) -> None:
         """In the handler, or at the begin of a steady stretch."""
@@ -141,7 +183,7 @@ class Preemption(Run):
             finally:
                 self._steady = answer
 
-    def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None) -> bool:
+    def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None, per_rank: Any = None) -> bool:
         """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
 
         Without ``about`` no time is left to save.
@@ -150,31 +192,47 @@ class Preemption(Run):
         try:
             self._settle()
             if self._saved != step:
-                with until(deadline if about is not None else 0.0):
+                in_time = about is not None and self._agree.first(lambda: time.monotonic() < deadline)
+                # Who has agreed to save takes part: the others wait for this rank.
+                with until(max(deadline, time.monotonic() + _LEAST) if in_time else 0.0):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
                     began = self._cadence.begin()
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
-                    here = {key: value for key, value in self._how().items() if key not in IN_BACKGROUND}
-                    report = save(state, self.path(step), metadata=about, **{**here, "bandwidth_limit": None})
+                    how = {**self._how(about or {}, self._saved), "bandwidth_limit": None}
+                    report = self._calls.save(state, self.path(step), per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 # Removing old checkpoints is left to the next run: time is short.
                 self._aftermath.note(about or {}, began, report, report.seconds)
-        except TimeoutError as error:
-            self._given_up(f"step {step}: {error}")
         except Exception as error:
-            # The end of the process may hide it.
-            logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
-            raise
+            if failed_of(error, TimeoutError):
+                self._given_up(f"step {step}: {error}")
+            else:
+                # The end of the process may hide it.
+                logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
+                raise
         finally:
             self._signals.pass_on()
         return self._saved == step
 
+    def _end_together(self, failure: BaseException | None) -> None:
+        """The block has ended, with ``failure`` on this rank: answer what has come to any rank, or tell the others."""
+        signals = self._signals
+        if self._agree.size == 1 or not signals.installed:
+            return
+        if failure is None:
+            self._ask("Manager", 0, lambda: False, 0.0)
+        elif not (isinstance(failure, SystemExit) and signals.exiting):
+            self._agree.leave(failure)
+            signals.agree(signals.pending, None)
+        signals.pass_on()
+
     def _answer_at_end(self) -> None:
-        """Pass on the signals that have come when there will be no further step."""
+        """Pass on the signals that have come when there will be no further step; among several ranks, not yet."""
         try:
             self._settle()
         finally:
-            self._signals.pass_on()
+            if self._agree.size == 1:
+                self._signals.pass_on()
 
     def _settle(self) -> None:
         """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.load import load
 from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
-from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
+from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
+
+from .agreement import is_told
 
 if TYPE_CHECKING:
+    from .agreement import Alone
+    from .calls import Calls
     from .directory import Directory
 
+
+logger = logging.getLogger("fastckpt")
 
 #: How often the directory is looked at again because a checkpoint was removed while it was read.
 _LOOKS = 20
@@ -43,6 +49,8 @@ class Restored:
         path: its directory.
         skipped: newer checkpoints that could not be loaded: step and reason, the newest first.
         report: what the load did.
+        per_rank: what this rank gave to ``save(per_rank=...)``; None where it gave nothing, or where another number of
+            ranks has saved (:func:`fastckpt.distributed.load_per_rank` gives each).
     """
 
     step: int
@@ -52,6 +60,7 @@ class Restored:
     path: str
     skipped: tuple[tuple[int, str], ...]
     report: LoadReport
+    per_rank: Any = None
 
 
 def candidates(directory: Directory) -> list[int]:
@@ -71,17 +80,135 @@ def candidates(directory: Directory) -> list[int]:
     return sorted(steps, reverse=True)
 
 
-def restore(directory: Directory, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
-    """Load the checkpoint of a step; arguments for :func:`fastckpt.load` in ``how``."""
-    path = directory.path_of(step)
-    loaded = load(path, **{**how, "report": True})
-    with Checkpoint(path) as checkpoint:
-        about = checkpoint.metadata
-    about = dict(about) if isinstance(about, Mapping) else {"metadata": about} if about is not None else {}
-    metrics = about.pop("metrics", None)
-    about.pop("step", None)
-    metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
-    return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report)
+class Source:
+    """The checkpoints of a run, as all ranks load them.
+
+    Args:
+        directory: the run.
+        agree: the ranks.
+        calls: what loads.
+    """
+
+    def __init__(self, directory: Directory, agree: Alone, calls: Calls) -> None:
+        self._directory = directory
+        self._agree = agree
+        self._calls = calls
+
+    def restore(self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
+        """Load the checkpoint of a step; arguments for the load in ``how``."""
+        path = self._directory.path_of(step)
+        loaded = self._calls.load(path, how)
+        with Checkpoint(path) as checkpoint:
+            about, ranks = checkpoint.metadata, checkpoint.ranks
+        per_rank = self._calls.load_own(path, ranks)
+        if ranks not in {0, self._agree.size} and self._agree.leads:
+            logger.warning(
+                "%s: %d ranks saved states of their own, and there are %d now: "
+                "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
+                *(path, ranks, self._agree.size),
+            )
+        about = dict(about) if isinstance(about, Mapping) else {"metadata": about} if about is not None else {}
+        metrics = about.pop("metrics", None)
+        about.pop("step", None)
+        metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
+        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
+
+    def newest(self, how: Mapping[str, Any], *, stacklevel: int) -> Restored | None:
+        """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
+
+        Args:
+            how: arguments for the load.
+            stacklevel: as for ``warnings.warn``.
+
+        Raises:
+            CorruptCheckpointError: none can be.
+        """
+        skipped: dict[int, str] = {}
+        steps, looks = self._find(), 1
+        if not steps:
+            return None
+        while steps:
+            step = steps.pop(0)
+            path = self._directory.path_of(step)
+            found, error = self._try(step, tuple(skipped.items()), how)
+            failures = self._failures(error)
+            if found is not None and not failures:
+                return found
+            # Where another writes and removes, the first rank's view counts.
+            if looks < _LOOKS and self._agree.first(lambda path=path: not os.path.lexists(path)):  # type: ignore[misc]
+                # It was removed for one that became durable after the look.
+                steps, looks = [one for one in self._find() if one not in skipped], looks + 1
+                continue
+            if not all(failure.skips for failure in failures):
+                raise error or _of_others(path, failures)
+            first = failures[0]
+            skipped[step] = first.why
+            what = "is gone" if first.gone else "cannot be loaded"
+            if self._agree.leads:
+                text = f"fastckpt: restore: {path} {what} and is skipped: {first.why}"
+                warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+        newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
+        raise CorruptCheckpointError(
+            f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
+            "(to start anew, move them away, or give the manager another directory)"
+        )
+
+    def _find(self) -> list[int]:
+        return self._agree.first(lambda: candidates(self._directory))
+
+    def _try(
+        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]
+    ) -> tuple[Restored | None, Exception | None]:
+        """Load the checkpoint of a step, or say why it cannot be loaded."""
+        try:
+            if how.get("into") is not None and not how.get("strict", True):
+                # What an older one lacks would keep what a damaged one has left in `into`.
+                self._agree.first(lambda: verified(self._directory.path_of(step)))
+            return self.restore(step, skipped, how), None
+        except RanksError as error:
+            if not is_told(error):
+                raise
+            return None, error
+        except Exception as error:  # noqa: BLE001 - the ranks decide what it means
+            return None, error
+
+    def _failures(self, error: Exception | None) -> list[_Failure]:
+        """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count."""
+        own = None
+        if error is not None:
+            gone = isinstance(error, FileNotFoundError)
+            damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
+            skips = damaged or (isinstance(error, OSError) and (gone or error.errno in _DAMAGE))
+            own = [self._agree.host, type(error).__name__, str(error), skips, gone]
+        said = self._agree.each(own)
+        failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
+        return [one for one in failures if one.kind != RanksError.__name__] or failures
+
+
+class _Failure(NamedTuple):
+    """Why a rank could not load a checkpoint.
+
+    Attributes:
+        rank: which.
+        host: where it runs.
+        kind: the name of the exception.
+        why: its text.
+        skips: whether an older checkpoint may be loaded instead.
+        gone: whether there is nothing any more.
+    """
+
+    rank: int
+    host: str
+    kind: str
+    why: str
+    skips: bool
+    gone: bool
+
+
+def _of_others(path: str, failures: list[_Failure]) -> RanksError:
+    """The error of a rank that has not failed itself."""
+    listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures)
+    return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}: nothing was restored", listed)
 
 
 def verified(path: str) -> None:
@@ -93,48 +220,3 @@ def verified(path: str) -> None:
     report = verify(path)
     if not report.ok:
         raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")
-
-
-def restore_newest(
-    directory: Directory, find: Callable[[], list[int]], how: Mapping[str, Any], *, stacklevel: int
-) -> Restored | None:
-    """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
-
-    Args:
-        directory: the run.
-        find: the steps to try, the newest first, as of now: another process may save and remove meanwhile.
-        how: arguments for :func:`fastckpt.load`.
-        stacklevel: as for ``warnings.warn``.
-
-    Raises:
-        CorruptCheckpointError: none can be.
-    """
-    skipped: dict[int, str] = {}
-    steps, looks = find(), 1
-    if not steps:
-        return None
-    while steps:
-        step = steps.pop(0)
-        path = directory.path_of(step)
-        try:
-            if how.get("into") is not None and not how.get("strict", True):
-                # What an older one lacks would keep what a damaged one has left in `into`.
-                verified(path)
-            return restore(directory, step, tuple(skipped.items()), how)
-        except (CorruptCheckpointError, NotACheckpointError, OSError) as error:
-            if looks < _LOOKS and not os.path.lexists(path):
-                # It was removed for one that became durable after the look.
-                steps, looks = [one for one in find() if one not in skipped], looks + 1
-                continue
-            gone = isinstance(error, FileNotFoundError)
-            if isinstance(error, OSError) and not gone and error.errno not in _DAMAGE:
-                raise
-            skipped[step] = str(error)
-            what = "is gone" if gone else "cannot be loaded"
-            text = f"fastckpt: restore: {path} {what} and is skipped: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
-    newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
-    raise CorruptCheckpointError(
-        f"restore: {directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
-        "(to start anew, move them away, or give the manager another directory)"
-    )

@@ -15,6 +15,7 @@ from .catalogue import Catalogue
 from .retention import Retention, reasons
 
 if TYPE_CHECKING:
+    from .agreement import Alone
     from .directory import Directory
 
 
@@ -24,11 +25,15 @@ class Run:
     Args:
         directory: the run.
         policies: what is to be kept; None where the caller does not say.
+        agree: the ranks for which it acts.
         read_only: whether nothing may be written.
     """
 
-    def __init__(self, directory: Directory, policies: Sequence[keeping.Policy] | None, *, read_only: bool) -> None:
+    def __init__(
+        self, directory: Directory, policies: Sequence[keeping.Policy] | None, agree: Alone, *, read_only: bool
+    ) -> None:
         self._directory = directory
+        self._agree = agree
         self._keep = policies
         texts = None if read_only or not have_text(policies or ()) else [str(policy) for policy in policies or ()]
         self._catalogue = Catalogue(directory, texts)
@@ -99,7 +104,7 @@ class Run:
             mode = known.mode if known is not None and known.metric == metric else "min"
         steps = self.steps()
         ranked = keeping.Best(1, metric, mode).ranked(self._catalogue.of(steps))
-        if not self._read_only:
+        if self._agree.leads and not self._read_only:
             with contextlib.suppress(OSError):
                 self._catalogue.write(steps)
         return ranked[0].step if ranked else None
@@ -141,3 +146,4 @@ class Run:
             raise RuntimeError(f"{operation}: {self.directory}: the manager is read-only")
         if os.getpid() != self._process:
             raise RuntimeError(f"{operation}: the manager belongs to the process that this one was forked from")
+        self._agree.check(operation)

@@ -22,19 +22,24 @@ class Signals:
 
     Args:
         arrived: called in the handler, in the main thread, after the signal has been noted.
+        shared: whether only those are answered on which all ranks have agreed.
     """
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
+    def __init__(self, arrived: Callable[[], None], *, shared: bool) -> None:
         self._arrived = arrived
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
-        self._grace = math.inf
+        self.grace = math.inf
         self._exits = True
         self._over = False
         #: Signals that have come and were not answered, in their order.
         self._pending: list[int] = []
-        #: When the first of them came.
-        self._since = 0.0
+        #: Those that are to be answered.
+        self._called: list[int] = [] if shared else self._pending
+        #: When a save for them must be done.
+        self._deadline = math.inf
+        #: Whether one of them ends the process.
+        self.exiting = False
         #: The first signal that was answered.
         self.first: signal.Signals | None = None
 
@@ -43,7 +48,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("save_on_signal: Python installs signal handlers in the main thread only: call it there")
         named = [signal.Signals(number) for number in numbers]
-        self._grace = math.inf if grace is None else grace * _SHARE
+        self.grace = math.inf if grace is None else grace * _SHARE
         self._exits = exits
         for number in named:
             before = signal.signal(number, self._handle)
@@ -62,18 +67,36 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @property
-    def pending(self) -> bool:
-        """Whether a signal has come that was not answered."""
-        return bool(self._pending)
+    def installed(self) -> bool:
+        """Whether there are signals to be answered at all."""
+        return bool(self._before)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The signals that have come and were not answered."""
+        return tuple(self._pending)
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a signal to be answered."""
+        return bool(self._called)
 
     @property
     def deadline(self) -> float:
         """When a save for the signals that have come must be done, by ``time.monotonic``."""
-        return self._since + self._grace if self._pending else math.inf
+        return self._deadline if self._pending or self._called else math.inf
+
+    def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
+        """These are to be answered on all ranks, wherever they have come; ``left`` seconds are left for a save."""
+        if self._called is self._pending:
+            return
+        deadline = min(self.deadline, math.inf if left is None else time.monotonic() + left)
+        self._called[:] = numbers
+        self._deadline = deadline
 
     def names(self) -> str:
         """The signals that have come, for people."""
-        return " and ".join(signal.Signals(number).name for number in self._pending)
+        return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
 
     def pass_on(self) -> None:
         """Do what the signals would have done without us, each once.
@@ -81,15 +104,19 @@ class Signals:
         Raises:
             SystemExit: nobody had a handler for one whose default is to end the process.
         """
-        while self._pending:
-            number = self._pending.pop(0)
+        while self._called:
+            number = self._called.pop(0)
+            if number in self._pending and self._called is not self._pending:
+                self._pending.remove(number)
             if self.first is None:
                 self.first = signal.Signals(number)
             before = self._before.get(number)
             if callable(before):
                 before(number, None)
             elif before != signal.SIG_IGN and self._exits:
+                self._called.clear()
                 self._pending.clear()
+                self.exiting = True
                 raise SystemExit(128 + number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -101,7 +128,7 @@ class Signals:
             self._default(number, frame)
             return
         if not self._pending:
-            self._since = time.monotonic()
+            self._deadline = min(self.deadline, time.monotonic() + self.grace)
         if number not in self._pending:
             self._pending.append(number)
         self._arrived()

@@ -37,7 +37,7 @@ class Call:
         self.path, self.timeout = repr(path), _FALLBACK
         try:
             self.path = path_of(kind, path)
-            self.timeout = _timeout(kind, timeout)
+            self.timeout = timeout_of(kind, timeout)
         except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to be taken; `check` raises it
             self._problem = error
         self.operation = session.peers.operation(kind, self.path, self.timeout)
@@ -48,7 +48,8 @@ class Call:
             raise self._problem
 
 
-def _timeout(kind: str, timeout: Any) -> float:
+def timeout_of(kind: str, timeout: Any) -> float:
+    """``timeout=``."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"{kind}: timeout must be a number of seconds, not {type(timeout).__name__}")
     if not 0 < timeout <= _LONGEST:

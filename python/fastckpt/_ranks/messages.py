@@ -65,6 +65,7 @@ def join(
 def _mismatch(rank: int, own: list[str], other: list[str]) -> str:
     def told(call: list[str]) -> str:
         kind, path, name = call
-        return f"{kind}s {path}" if own[:2] != other[:2] else f"{kind}s {path} and is at {name!r}"
+        does = f"{kind}s" if kind in {"save", "load"} else f"calls {kind} for"
+        return f"{does} {path}" if own[:2] != other[:2] else f"{does} {path} and is at {name!r}"
 
     return f"{told(other)}, rank {rank} {told(own)}: all ranks must make the same calls in the same order"

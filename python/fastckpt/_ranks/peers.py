@@ -37,9 +37,10 @@ class Peers:
         size: processes in the group.
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
+        shown: whether the monitor shows the group, and for whom this rank waits.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, host: str) -> None:
+    def __init__(self, rank: int, size: int, store: Any, host: str, *, shown: bool = True) -> None:
         self.rank, self.size, self.host = rank, size, host
         self._process = os.getpid()
         self._member = Member(rank, size, host, secrets.token_hex(8))
@@ -49,7 +50,8 @@ class Peers:
         self._taken = self._next = 0
         #: The threads that are in a turn, or wait for theirs.
         self._threads: dict[int, int] = {}
-        self._shown = False
+        #: Whether the monitor knows the group; None if it need not.
+        self._shown: bool | None = False if shown else None
 
     @property
     def session(self) -> str:
@@ -105,7 +107,7 @@ class Peers:
                 reply = error = None
                 if self._transport is None:
                     raise AssertionError(f"a group of one asks for {request}")
-                if isinstance(request, Wait):
+                if isinstance(request, Wait) and self._shown is not None:
                     whom = self._show(request.whom)
                 try:
                     reply = self._transport.serve(request, timeout)

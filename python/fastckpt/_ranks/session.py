@@ -6,7 +6,7 @@ from typing import Any
 
 from .exchange import Link
 from .peers import Peers
-from .torch_distributed import Group, kept
+from .torch_distributed import Group, kept, store_below
 
 
 class Session:
@@ -22,11 +22,29 @@ class Session:
         self.group = group
         self.peers = Peers(group.rank, group.size, group.store, group.host)
         self.link = Link(group, self.peers.host_of)
+        self._apart: list[Peers] = []
+        self._made = 0
 
     def close(self) -> None:
         """The process group is gone."""
+        for peers in tuple(self._apart):
+            self.end(peers)
         self.peers.close()
         self.link.drop()
+
+    def apart(self) -> Peers:
+        """The same ranks, with turns that wait for no save or load; all ranks call it in the same order."""
+        self._made += 1
+        group = self.group
+        store = store_below(group.store, f"apart/{self._made}")
+        self._apart.append(Peers(group.rank, group.size, store, group.host, shown=False))
+        return self._apart[-1]
+
+    def end(self, peers: Peers) -> None:
+        """Nobody needs what :meth:`apart` gave any more."""
+        if peers in self._apart:
+            self._apart.remove(peers)
+            peers.close()
 
     def name(self, rank: int) -> str:
         """What a rank is called in errors."""

@@ -139,6 +139,13 @@ def _group_of(group: Any) -> Group:
     return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
 
 
+def store_below(store: Any, name: str) -> Any:
+    """A part of a store, whose keys no other part has."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    return distributed_c10d.PrefixStore(name, store)
+
+
 def _default_store() -> Any:
     """The store of the default group: all versions of torch have this function, and none says so in public."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415

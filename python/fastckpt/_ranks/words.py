@@ -80,7 +80,9 @@ def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
 
 def ending(kind: str, *, agreeing: bool, unknown: bool, committed: bool) -> str:
     """Return what a failure means for the checkpoint; ``agreeing``: in a round before the last."""
-    if kind != "save":
+    if kind not in {"save", "load"}:
+        return "the ranks have not agreed"
+    if kind == "load":
         return "nothing was loaded" if agreeing else "what it was to be loaded into may be filled in part"
     if committed:
         return "this rank has committed it, but the others had given up: the new checkpoint is at the path"

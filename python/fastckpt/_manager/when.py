@@ -1,0 +1,43 @@
+"""Which policies want a step, and which of them all ranks may ask by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastckpt import save_when as saving
+
+if TYPE_CHECKING:
+    from fastckpt.save_when import Moment, Policy
+
+
+class When:
+    """The policies of ``save_when=``.
+
+    Args:
+        policies: one of them is enough; without any, each step that is asked about is wanted.
+
+    Attributes:
+        may_wait: whether a step that no policy wants by its number may pass without a question: time passes meanwhile,
+            and a policy by time wants the next one as well. What a policy of the caller's goes by, nobody knows.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = list(policies)
+        self._by_step = [one for one in policies if _goes_by_step(one)]
+        by_time = (saving.Every, saving.Continuously, saving.Auto)
+        self.may_wait = all(type(one) in by_time or one in self._by_step for one in policies)
+
+    def due(self, moment: Moment) -> bool:
+        """Whether the step is wanted."""
+        return not self.policies or any(policy.due(moment) for policy in self._policies)
+
+    def due_by_step(self, moment: Moment) -> bool:
+        """Whether the step is wanted for its number, which is the same on all ranks."""
+        return not self.policies or any(policy.due(moment) for policy in self._by_step)
+
+
+def _goes_by_step(policy: Policy) -> bool:
+    if type(policy) is saving.Every:
+        return policy.steps is not None
+    return type(policy) in {saving.Steps, saving.First}
