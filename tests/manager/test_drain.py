@@ -83,9 +83,10 @@ class Run:
             fastckpt.save({"w": np.full(1000, step)}, self.local.path_of(step), metadata={"step": step})
             if add:
                 self.drain.add(step)
+                self.drain.start()
 
     def wait(self):
-        self.drain.wait(time.monotonic() + LONG)
+        self.drain.wait(time.monotonic() + LONG, lambda: False)
 
     def there(self):
         return self.tier.place.look().steps
@@ -97,7 +98,7 @@ def run(tmp_path, request, copier):
     made = Run(tmp_path, remote)
     yield made
     copier.gate.set()
-    made.drain.leave()
+    made.drain.leave(0.0)
 
 
 def hold(copier):
@@ -175,7 +176,7 @@ def test_wait_has_a_limit(run, copier):
     hold(copier)
     run.save(1)
     with pytest.raises(TimeoutError, match="still being copied"):
-        run.drain.wait(time.monotonic())
+        run.drain.wait(time.monotonic(), lambda: False)
     copier.gate.set()
     run.wait()
 
@@ -209,6 +210,7 @@ def test_a_step_saved_again_while_it_is_copied_is_copied_again(run, copier, capl
     copier.gate.set()
     until_begun(copier) if fails else None
     run.drain.add(1)
+    run.drain.start()
     run.wait()
     assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 77
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
@@ -248,7 +250,7 @@ def test_what_is_left_is_copied_with_the_next(run, copier, caplog):
     hold(copier)
     run.save(1)
     until_begun(copier)
-    run.drain.leave()
+    run.drain.leave(0.0)
     assert "left to the next run: 1" in caplog.text
     assert run.there() == []
     assert run.drain.holds(1)
@@ -290,10 +292,12 @@ from fastckpt._manager.tier import Tier, place_at
 names = Names("step-{step:08d}")
 local = Directory(sys.argv[1] + "/local", names)
 fastckpt.save({"w": np.arange(10)}, local.path_of(1))
-drain.Drain(
+made = drain.Drain(
     local, Catalogue(local), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
     limit=None, settled=lambda: None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
-).add(1)
+)
+made.add(1)
+made.start()
 """
 
 

@@ -23,7 +23,6 @@ from fastckpt._api.event import Event
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from .aftermath import left_until
 from .retention import reasons
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, and the most they grow to.
 _FIRST, _MOST = 1.0, 60.0
+#: How often who waits looks whether something else is more urgent, in seconds.
+_LOOK = 0.1
 #: After how many seconds a waiting drain notices that the main thread has ended.
 _NOTICE = 0.5
 
@@ -104,28 +105,31 @@ class Drain:
                 self._queue(step)
             self._start()
 
-    def add(self, step: int, *, start: bool = True) -> None:
-        """Queue a step that is durable on the local tier.
-
-        Args:
-            step: its number.
-            start: False in a signal handler, where no thread can be started: what waits for the drain does.
-        """
+    def add(self, step: int) -> None:
+        """Queue a step that is durable on the local tier; in a signal handler, too."""
         with self._lock:
             self._queue(step)
-            if start:
-                self._start()
+
+    def start(self) -> None:
+        """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
+        with self._lock:
+            self._start()
 
     def holds(self, step: int) -> bool:
         """Whether a step must stay on the local tier for now."""
         with self._lock:
             # Another process may have saved it, or a save that ended a moment ago.
             if step not in self._seen:
-                self.add(step)
+                self._queue(step)
+                self._start()
             return step in self._waiting
 
-    def wait(self, end: float = math.inf) -> None:
+    def wait(self, end: float, must_leave: Callable[[], bool]) -> None:
         """Wait until nothing waits, or each step was tried once more.
+
+        Args:
+            end: until when, by ``time.monotonic``.
+            must_leave: whether something else is more urgent; then it goes on by itself.
 
         Raises:
             TimeoutError: not by then, by ``time.monotonic``. It goes on.
@@ -138,7 +142,11 @@ class Drain:
                 self._wake.set()
                 self._start()
                 idle = self._idle
-            if not idle.wait(left_until(end)):
+            while not idle.wait(min(_LOOK, max(0.0, end - time.monotonic()))):
+                if must_leave():
+                    return
+                if time.monotonic() < end:
+                    continue
                 place = self._tier.place.path
                 raise TimeoutError(
                     f"wait: {self._directory.path}: checkpoints are still being copied to {place}; it goes on"
@@ -152,8 +160,12 @@ class Drain:
         if error is not None:
             raise error
 
-    def leave(self) -> None:
-        """Give up what is being copied, and leave it with what waits to the next call, or to the next run."""
+    def leave(self, end: float) -> None:
+        """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
+        try:
+            self.wait(math.inf, lambda: time.monotonic() >= end)
+        except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
+            logger.error("%s: not copied to %s: %s", self._directory.path, self._tier.place.path, error)  # noqa: TRY400
         with self._lock:
             self._stopped = True
             self._wake.set()

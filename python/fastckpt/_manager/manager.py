@@ -14,6 +14,7 @@ from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
+from fastckpt._api.options import check_bandwidth
 from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
@@ -24,8 +25,11 @@ from .agreement import agreement, failed_of
 from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
+from .drain import Drain
+from .fetch import Fetch
 from .preemption import APART, Preemption
 from .restore import Restored, Source
+from .tier import Tier, place_at
 from .when import When
 
 logger = logging.getLogger("fastckpt")
@@ -71,15 +75,21 @@ class Manager(Preemption):
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
             knows the policies of the one that does.
+        remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
+            background after it is durable here (docs/tiers.md).
+        remote_keep: as ``keep``, for the remote.
+        remote_bandwidth_limit: bytes per second for each process that copies, or a string such as ``"500MB/s"``; None
+            for no limit.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
+        ImportError: ``remote`` is a URL, and the package for those is not there.
         TypeError: an argument is of another type.
         ValueError: an argument is out of range, or ``directory`` is a URL.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         directory: AnyPath,
         *,
@@ -93,6 +103,9 @@ class Manager(Preemption):
         overhead: float | str = 0.05,
         name: str = "step-{step:08d}",
         read_only: bool = False,
+        remote: AnyPath | None = None,
+        remote_keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
+        remote_bandwidth_limit: float | str | None = None,
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
@@ -103,7 +116,10 @@ class Manager(Preemption):
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
         calls = Calls(save_options, ranks, agree.rank, agree.size)
         super().__init__(Directory(path, Names(name)), policies, agree, calls, read_only=bool(read_only))
-        self._source = Source(self._directory, agree, calls)
+        self._tier = _tier(self._directory, remote, remote_keep)
+        bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
+        fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
+        self._source = Source(self._directory, agree, calls, fetch)
         self._when = When(when)
         self._async = bool(async_save)
         self._looked = False
@@ -116,10 +132,14 @@ class Manager(Preemption):
                 "async_save": str(self._async),
                 "name": name,
                 "read_only": str(self._read_only),
+                "remote": "None" if self._tier is None else self._tier.place.path,
+                "remote_keep": told(() if self._tier is None else self._tier.policies),
             }
         )
         if agree.leads and not self._read_only:
             self._directory.sweep()
+        if not self._read_only and self._tier is not None and agree.share is not None:
+            self._begin_drain(self._tier, bandwidth, agree.share)
 
     # Saving.
 
@@ -207,9 +227,10 @@ class Manager(Preemption):
             self._cadence.leave()
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and what is not kept is removed.
+        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
 
         For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
+        It does not wait for copies then: they go on.
 
         Args:
             timeout: seconds; None for as long as it takes.
@@ -220,7 +241,7 @@ class Manager(Preemption):
         Raises:
             TimeoutError: it is not done in time. It goes on.
             CancelledError: it was given up for a signal.
-            Exception: the last save failed.
+            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
@@ -240,6 +261,9 @@ class Manager(Preemption):
                 if pending.done():
                     self._pending = None
         self._aftermath.wait(end)
+        if self._drain is not None:
+            # Where a signal has come, the step boundary is more urgent; when it is answered, the end of the process is.
+            self._drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
         return self._report
 
     # Coming back.
@@ -251,6 +275,9 @@ class Manager(Preemption):
 
         A newer one that cannot be loaded is skipped with a warning that says why; it stays where it is, and does not
         count as one that is kept. One of a format that this release does not read is not skipped but an error.
+
+        With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
+        then; from the remote itself where the directory cannot take it.
 
         Args:
             into: as for :func:`fastckpt.load`.
@@ -264,15 +291,17 @@ class Manager(Preemption):
         Raises:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
+            OSError: there is none in the directory, and the remote tier does not answer.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
-            RuntimeWarning: a checkpoint was skipped.
+            RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
+                answer.
         """
         self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.restore(step_of("restore", step), (), how)
+            found = self._source.of(step_of("restore", step), how)
         else:
             newest = self._source.newest(how, stacklevel=3)
             if newest is None:
@@ -300,8 +329,13 @@ class Manager(Preemption):
                 self._signal_came()
                 self._end(error)
         finally:
-            self._steady = None
-            self._signals.uninstall()
+            try:
+                if self._drain is not None and os.getpid() == self._process:
+                    # What is left after a signal; else all is done, or has failed.
+                    self._drain.leave(self._signals.end if self._signals.first is not None else 0.0)
+            finally:
+                self._steady = None
+                self._signals.uninstall()
 
     # What happens.
 
@@ -327,6 +361,20 @@ class Manager(Preemption):
                 return force
         self._wanted = step if agreed.due else None
         return agreed.due
+
+    def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
+        """From here on this process copies to the remote tier, first what an earlier one has left."""
+        self._drain = self._aftermath.drain = Drain(
+            self._directory,
+            self._catalogue,
+            tier,
+            limit=limit,
+            share=share,
+            settled=self._retention.again,
+            deadline=lambda: self._signals.end,
+        )
+        self._retention.held = self._drain.holds
+        self._drain.resume()
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
@@ -363,3 +411,16 @@ class Manager(Preemption):
                 self._saved = None
 
         self._aftermath.follow(about, began, pending, failed)
+
+
+def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | None:
+    """``remote=`` and ``remote_keep=``."""
+    policies = [] if keep is None else keep_of(keep, "remote_keep")
+    if remote is None:
+        if policies:
+            raise ValueError("Manager: remote_keep: give remote=, too")
+        return None
+    place = place_at("Manager", remote, directory.names)
+    if place.path == directory.path:
+        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
+    return Tier(place, policies)
