@@ -24,6 +24,8 @@ __all__ = [
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
     "DamagedRange",
+    "Gathering",
+    "Incoming",
     "Leftover",
     "ListedCheckpoint",
     "LogicalType",
@@ -64,6 +66,8 @@ __all__ = [
 __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
 
+Gathering = for_linux("Gathering")
+Incoming = for_linux("Incoming")
 Leftover = for_linux("Leftover")
 Mail = for_linux("Mail")
 Memory = for_linux("Memory")

@@ -11,6 +11,8 @@ __all__ = [
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
     "DamagedRange",
+    "Gathering",
+    "Incoming",
     "Leftover",
     "ListedCheckpoint",
     "LogicalType",
@@ -210,7 +212,7 @@ class Leftover:
     Attributes:
         name: the name of the directory.
         checkpoint: the name of the checkpoint that it belongs to.
-        host: the machine it was made on.
+        host: the machine it was made on; empty for an unfinished copy.
         state: ``alive``, ``dead``, ``unknown``, ``kept`` or ``foreign``.
         bytes: bytes of its files.
         changed: seconds since 1970 when something was last made, removed or renamed in it.
@@ -228,6 +230,47 @@ class Leftover:
     def bytes(self) -> int: ...
     @property
     def changed(self) -> int: ...
+
+@final
+class Incoming:
+    """A file that :meth:`Gathering.begin` has made, not yet whole."""
+
+@final
+class Gathering:
+    """The place beside ``target`` where the files of a copy of the checkpoint with this ``manifest`` are gathered.
+
+    It is made, or found as an earlier copy or another process has it. What is gathered stays there until ``give_up``,
+    whatever becomes of this object. ValueError after ``close`` or ``give_up``, and for a name that no file may have.
+    """
+
+    def __new__(cls, target: str, manifest: bytes, overwrite: bool) -> Gathering: ...
+    def path(self) -> str:
+        """Where the files are gathered."""
+    def held(self) -> list[tuple[str, int]]:
+        """The names and lengths of the whole files that are there."""
+    def begin(self, nbytes: int) -> Incoming:
+        """Make a file of ``nbytes`` bytes, to be filled."""
+    def write(self, file: Incoming, offset: int, address: int, nbytes: int) -> int:
+        """Write ``nbytes`` bytes at ``address`` to ``offset`` and return their CRC-64. Threads may do so at once.
+
+        What begins at a page in memory and in the file bypasses the page cache.
+        """
+    def keep(self, file: Incoming, name: str) -> None:
+        """Make a file that is filled durable, and give it its name, in the place of one that has it."""
+    def drop(self, file: Incoming) -> None:
+        """Remove a file that is not whole."""
+    def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
+        """Take over ``name`` in the directory ``source`` as a hard link, if it is the file ``(device, inode)``."""
+    def publish(self, files: Sequence[tuple[str, int]]) -> list[str]:
+        """Make the checkpoint of these files, by name and length; durable and visible when it returns.
+
+        Returns:
+            Warnings, in words.
+        """
+    def close(self) -> None:
+        """Leave what is gathered for a later copy."""
+    def give_up(self) -> None:
+        """Remove what is gathered."""
 
 def leftovers(directory: str) -> list[Leftover]:
     """What lies in ``directory`` under temporary names."""
@@ -456,7 +499,11 @@ class StoredTensor:
 
 @final
 class StoredShard:
-    """A file of a checkpoint. ``prefix`` is what its header leaves out at the start of its tensors' names."""
+    """A file of a checkpoint.
+
+    ``prefix`` is what its header leaves out at the start of its tensors' names, ``crc`` the CRC-64/NVME of the whole
+    file, 16 digits.
+    """
 
     @property
     def file(self) -> str: ...
@@ -464,6 +511,8 @@ class StoredShard:
     def prefix(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def crc(self) -> str: ...
 
 @final
 class DamagedRange:

@@ -1,11 +1,15 @@
-//! `_core.check_target`, `_core.remove`, `_core.list_checkpoints`, `_core.leftovers`, `_core.remove_leftover`.
+//! `_core.Gathering`, `_core.check_target`, `_core.remove`, `_core.list_checkpoints`, `_core.leftovers`, `_core.remove_leftover`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::{PoisonError, RwLock};
 
 use fastckpt_core::commit;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 
+use crate::buffers::summed;
 use crate::error::{Raised, to_python};
 
 /// A checkpoint in a directory.
@@ -62,6 +66,108 @@ fn detached<T: Send>(
 }
 
 /// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct Gathering(RwLock<Option<commit::Gathering>>);
+
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct Incoming(RwLock<Option<commit::Incoming>>);
+
+fn ended() -> PyErr {
+    PyValueError::new_err("this copy, or this file of it, has ended")
+}
+
+impl Gathering {
+    /// Runs `call` with what is open.
+    fn open<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&commit::Gathering) -> fastckpt_core::error::Result<T> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| {
+            let gathering = self.0.read().unwrap_or_else(PoisonError::into_inner);
+            gathering.as_ref().map(call)
+        })
+        .ok_or_else(ended)?
+        .map_err(|error| to_python(&error, &Raised::default()))
+    }
+}
+
+/// What `cell` holds. From now on it holds nothing.
+fn taken<T: Send + Sync>(py: Python<'_>, cell: &RwLock<Option<T>>) -> PyResult<T> {
+    py.detach(|| cell.write().unwrap_or_else(PoisonError::into_inner).take()).ok_or_else(ended)
+}
+
+#[pymethods]
+impl Gathering {
+    #[new]
+    fn new(py: Python<'_>, target: PathBuf, manifest: PyBackedBytes, overwrite: bool) -> PyResult<Self> {
+        let gathering = detached(py, || commit::Gathering::open(&target, manifest.to_vec(), overwrite))?;
+        Ok(Self(RwLock::new(Some(gathering))))
+    }
+
+    fn path(&self, py: Python<'_>) -> PyResult<OsString> {
+        self.open(py, |gathering| Ok(gathering.path().into_os_string()))
+    }
+
+    fn held(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
+        self.open(py, commit::Gathering::held)
+    }
+
+    fn begin(&self, py: Python<'_>, nbytes: u64) -> PyResult<Incoming> {
+        let incoming = self.open(py, |gathering| gathering.begin(nbytes))?;
+        Ok(Incoming(RwLock::new(Some(incoming))))
+    }
+
+    fn write(
+        &self,
+        py: Python<'_>,
+        file: &Incoming,
+        offset: u64,
+        address: usize,
+        nbytes: usize,
+    ) -> PyResult<u64> {
+        let bytes = summed(address, nbytes);
+        self.open(py, |gathering| {
+            let file = file.0.read().unwrap_or_else(PoisonError::into_inner);
+            file.as_ref().map(|file| gathering.write(file, offset, bytes.bytes())).transpose()
+        })?
+        .ok_or_else(ended)
+    }
+
+    fn keep(&self, py: Python<'_>, file: &Incoming, name: &str) -> PyResult<()> {
+        let file = taken(py, &file.0)?;
+        self.open(py, |gathering| gathering.keep(file, name))
+    }
+
+    fn drop(&self, py: Python<'_>, file: &Incoming) -> PyResult<()> {
+        let file = taken(py, &file.0)?;
+        self.open(py, |gathering| {
+            gathering.drop_part(file);
+            Ok(())
+        })
+    }
+
+    fn link(&self, py: Python<'_>, source: PathBuf, name: &str, expected: (u64, u64)) -> PyResult<()> {
+        self.open(py, |gathering| gathering.link(&source, name, expected))
+    }
+
+    fn publish(&self, py: Python<'_>, files: Vec<(String, u64)>) -> PyResult<Vec<String>> {
+        self.open(py, |gathering| gathering.publish(files))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        drop(taken(py, &self.0));
+    }
+
+    fn give_up(&self, py: Python<'_>) -> PyResult<()> {
+        let gathering = taken(py, &self.0)?;
+        py.detach(|| gathering.give_up());
+        Ok(())
+    }
+}
+
+/// See `_core.pyi`.
 #[pyfunction]
 fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool) -> PyResult<()> {
     detached(py, || commit::check(&path, overwrite))
@@ -102,6 +208,8 @@ fn remove_leftover(py: Python<'_>, directory: PathBuf, name: OsString, force: bo
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ListedCheckpoint>()?;
     module.add_class::<Leftover>()?;
+    module.add_class::<Gathering>()?;
+    module.add_class::<Incoming>()?;
     module.add_function(wrap_pyfunction!(check_target, module)?)?;
     module.add_function(wrap_pyfunction!(remove, module)?)?;
     module.add_function(wrap_pyfunction!(list_checkpoints, module)?)?;

@@ -81,6 +81,7 @@ struct StoredShard {
     file: String,
     prefix: String,
     nbytes: u64,
+    crc: String,
 }
 
 /// See `_core.pyi`.
@@ -202,6 +203,7 @@ impl Reader {
             file: shard.file.clone(),
             prefix: shard.prefix.clone(),
             nbytes: shard.bytes,
+            crc: shard.crc.clone(),
         };
         self.checkpoint.body().shards.iter().map(one).collect()
     }

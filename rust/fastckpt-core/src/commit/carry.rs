@@ -104,6 +104,16 @@ impl Workspace {
         Ok(clone().inspect_err(|_| self.unlink(name))?)
     }
 
+    /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. Where there are no hard
+    /// links it leaves that directory.
+    pub(super) fn take_gathered(&self, from: BorrowedFd<'_>, file: &str) -> io::Result<()> {
+        match fs::linkat(from, file, self.directory(), file, AtFlags::empty()) {
+            Ok(()) => Ok(()),
+            Err(error @ (Errno::NOENT | Errno::STALE | Errno::EXIST)) => Err(error.into()),
+            Err(_) => Ok(fs::renameat(from, file, self.directory(), file)?),
+        }
+    }
+
     /// Gives a shard that was taken over its name among the shards.
     pub(crate) fn settle(&self, name: &str, shard: &str) -> Result<()> {
         if !is_shard_name(shard) {

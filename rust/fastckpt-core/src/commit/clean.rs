@@ -1,7 +1,7 @@
 //! Lists, for users, what is in a directory of checkpoints under temporary names, and removes it on request.
 
 use std::ffi::{OsStr, OsString};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
@@ -9,7 +9,8 @@ use rustix::fs::{self, AtFlags};
 
 use super::directory::{entries, open_child, sync};
 use super::leftovers::{Finding, State, examine, remove, temporaries};
-use super::names::Temporary;
+use super::names::{Temporary, parse_gathering};
+use super::unfinished::{Judged, judge, throw_away, unfinished};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
@@ -20,7 +21,7 @@ pub struct Leftover {
     pub name: OsString,
     /// The checkpoint it belongs to.
     pub of: String,
-    /// The host it was made on.
+    /// The host it was made on. Empty for an unfinished copy, to which several hosts may bring files.
     pub host: String,
     /// Its state.
     pub state: State,
@@ -33,43 +34,60 @@ pub struct Leftover {
 /// Lists what is in `directory` under temporary names.
 pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
-    let all = temporaries(parent.as_fd()).map_err(Error::io("list", directory))?;
+    let parent = parent.as_fd();
+    let failed = |error| Error::io("list", directory)(error);
     let mut found = Vec::new();
-    for name in &all {
+    for name in temporaries(parent).map_err(failed)? {
         let Some(temporary) = Temporary::parse(name.as_bytes()) else { continue };
-        let Ok(inside) = open_child(parent.as_fd(), name) else { continue };
-        let Ok(stat) = fs::fstat(&inside) else { continue };
-        let files = entries(inside.as_fd()).unwrap_or_default();
-        let sizes = files.iter().filter_map(|(file, _)| {
-            let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-            u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
-        });
-        let Some(Finding { state, .. }) = examine(parent.as_fd(), name) else { continue };
-        found.push(Leftover {
-            of: temporary.of().to_string_lossy().into_owned(),
-            host: temporary.host(),
-            state,
-            bytes: sizes.sum(),
-            changed: stat.st_ctime,
-            name: name.clone(),
-        });
+        let Some((bytes, changed)) = measure(parent, &name) else { continue };
+        let Some(Finding { state, .. }) = examine(parent, &name) else { continue };
+        let (of, host) = (temporary.of().to_string_lossy().into_owned(), temporary.host());
+        found.push(Leftover { name, of, host, state, bytes, changed });
+    }
+    for name in unfinished(parent).map_err(failed)? {
+        let Some((of, _)) = parse_gathering(&name) else { continue };
+        let Some((bytes, changed)) = measure(parent, &name) else { continue };
+        let Some(Judged { state, .. }) = judge(parent, &name) else { continue };
+        let (of, host) = (of.to_string_lossy().into_owned(), String::new());
+        found.push(Leftover { name, of, host, state, bytes, changed });
     }
     Ok(found)
+}
+
+/// The space that the files of the directory `name` take, and when it changed last; nothing if it is gone.
+fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
+    let inside = open_child(parent, name).ok()?;
+    let changed = fs::fstat(&inside).ok()?.st_ctime;
+    let files = entries(inside.as_fd()).unwrap_or_default();
+    let sizes = files.iter().filter_map(|(file, _)| {
+        let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
+    });
+    Some((sizes.sum(), changed))
 }
 
 /// Removes one of [`leftovers`]. With `force`, also one whose writer is not provably dead, or an old checkpoint that is
 /// kept; never one whose writer is alive. Returns whether it was removed.
 pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bool> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
-    let Some(finding) = examine(parent.as_fd(), name) else { return Ok(false) };
-    match finding.state {
-        State::Dead => {}
-        State::Unknown | State::Kept if force => {}
-        _ => return Ok(false),
+    let may_go = |state| match state {
+        State::Dead => true,
+        State::Unknown | State::Kept => force,
+        State::Alive | State::Foreign => false,
+    };
+    let failed = |error| Error::io("remove", &directory.join(name))(error);
+    if parse_gathering(name).is_some() {
+        let Some(judged) = judge(parent.as_fd(), name).filter(|judged| may_go(judged.state)) else {
+            return Ok(false);
+        };
+        throw_away(parent.as_fd(), name, judged.id).map_err(failed)?;
+        return Ok(true);
     }
+    let Some(finding) = examine(parent.as_fd(), name).filter(|finding| may_go(finding.state)) else {
+        return Ok(false);
+    };
     sync(parent.as_fd()).map_err(Error::io("sync the directory", directory))?;
-    remove(parent.as_fd(), name, finding.id, finding.verdict)
-        .map_err(Error::io("remove", &directory.join(name)))?;
+    remove(parent.as_fd(), name, finding.id, finding.verdict).map_err(failed)?;
     Ok(true)
 }
 

@@ -7,12 +7,14 @@
 //! the rename.
 //!
 //! The modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `parents`, `content`;
-//! `recovery` and `leftovers`; `target`; `workspace`, `carry`, `takeover`; and, for users, `clean`, `remove`, `list`.
+//! `recovery`, `leftovers` and `unfinished`; `target`; `workspace`, `carry`, `takeover`; `gathering`; and, for users,
+//! `clean`, `remove`, `list`.
 
 mod carry;
 mod clean;
 mod content;
 mod directory;
+mod gathering;
 mod leftovers;
 mod list;
 mod locks;
@@ -23,10 +25,12 @@ mod recovery;
 mod remove;
 mod takeover;
 mod target;
+mod unfinished;
 mod workspace;
 
 pub use self::clean::{Leftover, leftovers, remove_leftover};
 pub(crate) use self::directory::refresh;
+pub use self::gathering::{Gathering, Incoming};
 pub use self::leftovers::State;
 pub use self::list::{Listed, list};
 pub use self::locks::Reach;

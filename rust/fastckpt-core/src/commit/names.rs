@@ -77,6 +77,23 @@ pub(super) fn displaced_name(temporary: &OsStr) -> OsString {
     name
 }
 
+/// The word in the name of a directory in which the files of a copy are gathered.
+const COPY: &[u8] = b".copy-";
+
+/// The name of the directory in which copies of the checkpoint whose manifest has the checksum `seal` are gathered, to
+/// become `name`.
+pub(super) fn gathering_name(name: &OsStr, seal: &str) -> OsString {
+    OsString::from_vec([&stem(name), COPY, seal.as_bytes()].concat())
+}
+
+/// What [`gathering_name`] made of which name and which checksum. Of a long name it has only the start.
+pub(super) fn parse_gathering(name: &OsStr) -> Option<(&OsStr, &str)> {
+    let (stem, seal) = name.as_bytes().split_at_checked(name.len().checked_sub(checksum::HEX)?)?;
+    checksum::from_hex(seal)?;
+    let of = stem.strip_suffix(COPY)?.strip_prefix(b".").filter(|of| !of.is_empty())?;
+    Some((OsStr::from_bytes(of), std::str::from_utf8(seal).ok()?))
+}
+
 /// What a temporary name says.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Temporary<'a> {
@@ -143,6 +160,23 @@ impl<'a> Temporary<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_gathered_copies_are_taken_apart_as_they_were_made() {
+        for name in ["c", "step-1000", "a.copy-x", &"n".repeat(255)] {
+            let name = OsStr::new(name);
+            let made = gathering_name(name, "0123456789abcdef");
+            let (of, seal) = parse_gathering(&made).unwrap();
+            assert!(made.len() <= 255 && seal == "0123456789abcdef");
+            assert!(of == name || of.len() == 136 && of.as_bytes().starts_with(&[b'n'; 120]));
+            assert!(Temporary::parse(made.as_bytes()).is_none());
+        }
+        for other in
+            ["c.copy-0123456789abcdef", ".copy-0123456789abcdef", ".c.copy-", ".c.copy-0123456789ABCDEF"]
+        {
+            assert!(parse_gathering(OsStr::new(other)).is_none(), "{other}");
+        }
+    }
 
     #[test]
     fn temporary_names_are_taken_apart_as_they_were_made() {

@@ -16,6 +16,7 @@ use super::leftovers::{remove, sweep};
 use super::names::{Kind, Temporary, workspace_name};
 use super::parents::open_or_make;
 use super::target::{Old, look, split_target};
+use super::unfinished::sweep_finished;
 use crate::error::{Error, Result, Visible};
 use crate::format::manifest;
 use crate::sys::file::{open_directory, start_write_back};
@@ -63,6 +64,7 @@ impl Workspace {
         let parent = open_or_make(&parent_path)?;
         let old = look(parent.as_fd(), &name, target, overwrite)?;
         sweep(parent.as_fd());
+        sweep_finished(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
         let mut turn = 0;
         loop {

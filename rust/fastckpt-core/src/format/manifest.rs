@@ -22,6 +22,17 @@ pub const VERSION: u64 = 1;
 /// The start of every manifest, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
 
+/// The checksum of a manifest as its first line has it, 16 digits: equal for equal manifests. `begin` is the manifest, or
+/// its first 64 bytes.
+#[must_use]
+pub fn seal_of(begin: &[u8]) -> Option<&str> {
+    let rest = begin.strip_prefix(MAGIC)?;
+    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    let seal = rest[digits..].strip_prefix(b",\"crc64nvme\":\"")?.get(..HEX)?;
+    checksum::from_hex(seal)?;
+    std::str::from_utf8(seal).ok()
+}
+
 /// The manifest as it is in the file, after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {

@@ -10,10 +10,10 @@ use std::os::fd::{AsFd, AsRawFd};
 /// The locked byte.
 const BYTE: libc::off_t = 1 << 62;
 
-fn request() -> libc::flock {
+fn request(kind: libc::c_int) -> libc::flock {
     // SAFETY: a plain C structure of integers, for which all zeros is a value; the kernel wants `l_pid` to be zero.
     let mut request: libc::flock = unsafe { std::mem::zeroed() };
-    request.l_type = libc::F_WRLCK as libc::c_short;
+    request.l_type = kind as libc::c_short;
     request.l_whence = libc::SEEK_SET as libc::c_short;
     request.l_start = BYTE;
     request.l_len = 1;
@@ -23,7 +23,17 @@ fn request() -> libc::flock {
 /// Takes the lock of `fd`, a file open for writing, without waiting. The lock is held until the last descriptor of this
 /// open file is closed, including those of forked children.
 pub fn take(fd: impl AsFd) -> io::Result<()> {
-    let request = request();
+    set(fd, libc::F_WRLCK)
+}
+
+/// The same, but beside others that share the lock. `fd` is a file open for reading, too. If it has the lock for itself
+/// already, it goes on to share it.
+pub fn share(fd: impl AsFd) -> io::Result<()> {
+    set(fd, libc::F_RDLCK)
+}
+
+fn set(fd: impl AsFd, kind: libc::c_int) -> io::Result<()> {
+    let request = request(kind);
     loop {
         // SAFETY: the command takes a pointer to a `flock`, which outlives the call. So does the borrow of the
         // descriptor.
@@ -38,7 +48,7 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Whether `error`, returned by [`take`], means that someone else holds the lock. (EACCES means that a security module
+/// Whether `error`, returned by [`take`] or [`share`], means that someone else holds the lock. (EACCES means that a security module
 /// forbids locks.)
 #[must_use]
 pub fn is_taken(error: &io::Error) -> bool {
@@ -59,5 +69,21 @@ mod tests {
         assert!(is_taken(&take(&other).unwrap_err()));
         drop(holder);
         take(&other).unwrap();
+    }
+
+    #[test]
+    fn a_lock_is_shared_by_those_that_share_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        let open =
+            || std::fs::File::options().create(true).truncate(false).read(true).write(true).open(&path);
+        let (one, two) = (open().unwrap(), open().unwrap());
+        take(&one).unwrap();
+        assert!(is_taken(&share(&two).unwrap_err()));
+        share(&one).unwrap();
+        share(&two).unwrap();
+        assert!(is_taken(&take(&one).unwrap_err()));
+        drop(two);
+        take(&one).unwrap();
     }
 }

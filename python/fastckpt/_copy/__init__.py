@@ -1,0 +1,1 @@
+"""Copies of checkpoints between directories and object stores."""

@@ -1,0 +1,102 @@
+"""A checkpoint copied from one place, or several, to another: verified on the way, whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastckpt._paths import is_url
+from fastckpt._text import visible
+from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
+
+from .directory import ToDirectory
+from .objects import ToObjects
+from .pace import Pace
+from .plan import Plan
+from .sources import source_at
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .pace import Stop, Tick
+
+
+class Copied(NamedTuple):
+    """What a copy did.
+
+    Attributes:
+        bytes: bytes that this process moved.
+        reused_bytes: bytes that were there already.
+        files: the files of the checkpoint, the manifest among them.
+        seconds: wall-clock seconds.
+        warnings: what else the caller should know, in words.
+    """
+
+    bytes: int
+    reused_bytes: int
+    files: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+def copy_checkpoint(
+    sources: Sequence[str],
+    target: str,
+    *,
+    operation: str = "copy",
+    overwrite: bool = False,
+    limit: float | None = None,
+    stop: Stop | None = None,
+    tick: Tick | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Copied:
+    """Copy a checkpoint; durable and visible as a whole when it returns.
+
+    What a copy that was cut short has brought is not brought again. A place is an absolute path or a URL, as
+    :func:`fastckpt._stores.urls.place_of` gives it.
+
+    Args:
+        sources: places of the checkpoint, the nearest first. Each file comes from the first one where it is whole.
+        target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
+            and the others stay as they are.
+        operation: what is done, for messages.
+        overwrite: replace another checkpoint at ``target``.
+        limit: bytes per second that this process may move.
+        stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
+        tick: called beside it with the bytes that are done, and all bytes of this process's share.
+        share: ``(index, count)``, where ``count`` processes copy together. All but the first bring some of the files
+            and return. The first brings its own, waits as long as others bring theirs, brings what is missing then, and
+            makes the copy visible.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CancelledError: ``stop`` returned true, or this process must go on at another time: what is there stays.
+        CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
+        ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile.
+        FileNotFoundError: there is no checkpoint at any source.
+        FileExistsError: there is something else at ``target``.
+        OSError: storage failed.
+        ValueError: a source holds what cannot be copied: a directory, a link.
+    """
+    began = time.perf_counter()
+    plan = Plan([source_at(operation, place) for place in sources])
+    pace = Pace(limit, stop, tick)
+    to = (ToObjects if is_url(target) else ToDirectory)(operation, target, overwrite=overwrite)
+    files = len(plan.items) + 1
+    if not plan.heals(target) and to.has(plan):
+        return Copied(0, plan.nbytes, files, time.perf_counter() - began)
+    pace.look()
+    try:
+        reused, warnings = to.bring(plan, pace, share)
+    except (CorruptCheckpointError, FileNotFoundError) as error:
+        if not plan.is_replaced():
+            raise
+        raise ReplacedCheckpointError(
+            errno.ENOENT,
+            f"`{visible(sources[0])}` was replaced or removed while it was copied: copy it again",
+            sources[0],
+        ) from error
+    return Copied(max(0, pace.done - reused), reused, files, time.perf_counter() - began, tuple(warnings))

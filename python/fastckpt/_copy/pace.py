@@ -1,0 +1,97 @@
+"""How fast a copy moves bytes, how far it is, and whether it is to stop."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from threading import Event, Lock
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Stop: TypeAlias = Callable[[], bool]
+    Tick: TypeAlias = Callable[[int, int], None]
+
+#: Bytes that are moved at a time: enough for any disk, and a part of an object.
+BLOCK = 8 << 20
+_PAGE = 4096
+#: A block takes this long at most where there is a limit, so that no burst is longer.
+_BURST = 0.1
+_LEAST = 64 << 10
+#: Time lost to a slow disk that is made up for.
+_SLACK = 0.1
+#: Seconds between two looks at whether to stop.
+INTERVAL = 0.1
+
+
+class Pace:
+    """Paces all threads of one copy.
+
+    ``wait`` and ``move`` are for the threads, ``look`` is for the one that called.
+
+    Args:
+        limit: bytes per second, or None.
+        stop: whether to stop; called by the thread that called the copy, about ten times a second.
+        tick: called beside it with the bytes that are done, and those in all.
+
+    Attributes:
+        block: bytes to move at a time.
+        done: bytes that have been moved, or need not be.
+        total: bytes in all.
+    """
+
+    def __init__(self, limit: float | None, stop: Stop | None, tick: Tick | None) -> None:
+        self.block = BLOCK
+        if limit is not None:
+            self.block = min(BLOCK, max(_LEAST, int(limit * _BURST) // _PAGE * _PAGE))
+        self.done = 0
+        self.total = 0
+        self._limit = limit
+        self._stop = stop
+        self._tick = tick
+        self._paid = 0.0
+        self._lock = Lock()
+        self._stopped = Event()
+
+    def book(self, nbytes: int, now: float) -> float:
+        """Seconds to wait before ``nbytes`` are moved."""
+        if self._limit is None:
+            return 0.0
+        with self._lock:
+            self._paid = max(self._paid, now - _SLACK) + nbytes / self._limit
+            return self._paid - now
+
+    def wait(self, nbytes: int) -> None:
+        """Return when ``nbytes`` may be moved.
+
+        Raises:
+            CancelledError: the copy is to stop.
+        """
+        delay = self.book(nbytes, time.monotonic())
+        if self._stopped.wait(delay) if delay > 0 else self._stopped.is_set():
+            raise CancelledError
+
+    def moved(self, nbytes: int) -> None:
+        """Count ``nbytes``, which may be fewer than none: those of a file that is to be moved again."""
+        with self._lock:
+            self.done += nbytes
+
+    def look(self) -> None:
+        """Tell how far it is, and see whether to stop.
+
+        Raises:
+            CancelledError: the copy is to stop; so do the threads from now on.
+        """
+        try:
+            if self._tick is not None:
+                self._tick(self.done, self.total)
+            if self._stop is not None and self._stop():
+                raise CancelledError  # noqa: TRY301 - as for what `tick` raises
+        except BaseException:
+            self.halt()
+            raise
+
+    def halt(self) -> None:
+        """Make the threads stop."""
+        self._stopped.set()

@@ -1,0 +1,98 @@
+"""What a copy consists of, and where each file of it comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .sources import Item, Source
+
+
+class Plan:
+    """A checkpoint that is at one or several places.
+
+    The manifest is that of the first source where it is whole. A source with another one is left out. One whose
+    manifest is damaged may still have whole files: each is compared with its checksum.
+
+    Args:
+        sources: where it is, the nearest first.
+
+    Attributes:
+        manifest: the bytes of the manifest.
+        items: all other files.
+        nbytes: bytes of all files.
+
+    Raises:
+        CorruptCheckpointError: no source has a manifest that is whole. FileNotFoundError, another OSError or another
+            CheckpointError, too, as that of the first source.
+        ValueError: what lies in a source cannot be copied.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._lost: list[Exception] = []
+        self._sources: list[Source] = []
+        found: tuple[bytes, list[Item]] | None = None
+        for source in sources:
+            try:
+                here = source.manifest()
+            except CorruptCheckpointError as error:  # noqa: PERF203 - a loop of one or two turns
+                self._lost.append(error)
+                self._sources.append(source)
+            except (CheckpointError, OSError) as error:
+                self._lost.append(error)
+            else:
+                found = found or here
+                if here[0] == found[0]:
+                    self._sources.append(source)
+        if found is None:
+            raise self._lost[0]
+        self.manifest, shards = found
+        beside: dict[str, Item] = {}
+        for source in self._sources:
+            for item in source.beside(shards):
+                beside.setdefault(item.name, item)
+        self.items = [*shards, *beside.values()]
+        self.nbytes = len(self.manifest) + sum(item.nbytes for item in self.items)
+
+    def heals(self, target: str) -> bool:
+        """Whether the target is one of the sources: its damaged files are to be replaced."""
+        return any(source.place == target for source in self._sources)
+
+    def is_replaced(self) -> bool:
+        """Whether no source has the manifest any more."""
+        return not any(self._has_manifest(source) for source in self._sources)
+
+    def _has_manifest(self, source: Source) -> bool:
+        try:
+            return source.manifest()[0] == self.manifest
+        except CorruptCheckpointError:
+            return True
+        except (CheckpointError, OSError):
+            return False
+
+    def bring(self, items: Sequence[Item], step: Callable[[Sequence[Item], Source], dict[str, Exception]]) -> None:
+        """Bring each of ``items`` from the first source that has it.
+
+        Args:
+            items: the files.
+            step: brings files from a source, and returns what it could not read there, and why.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged or missing everywhere.
+            OSError: a source could not be read, which may have it.
+        """
+        left = list(items)
+        errors: list[Exception] = []
+        for source in self._sources:
+            if left:
+                failed = step(left, source)
+                left = [item for item in left if item.name in failed]
+                errors += [failed[item.name] for item in left]
+        if left:
+            # Damage is the last word only where every source could be asked.
+            passing = [error for error in (*errors, *self._lost) if not isinstance(error, CorruptCheckpointError)]
+            raise (passing or errors)[0]

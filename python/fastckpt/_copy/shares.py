@@ -1,0 +1,87 @@
+"""Several processes that copy one checkpoint together: each brings its share, the first what is missing then."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from .pace import INTERVAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .pace import Pace
+    from .sources import Item
+
+#: How long no file has to arrive until the first process brings what is missing: seconds, and how much of the time
+#: that it would take itself.
+PATIENCE, TIMES = 10.0, 4
+#: Bytes per second that are assumed where it has brought nothing itself.
+RATE = 50e6
+
+
+def share_of(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
+    """The files that a process brings. What has no checksum is brought by the first, which makes it visible."""
+    index, count = share
+    shards = [item for item in items if item.is_shard][index::count]
+    return shards if index else shards + [item for item in items if not item.is_shard]
+
+
+def bring_share(
+    items: Sequence[Item],
+    share: tuple[int, int],
+    pace: Pace,
+    missing: Callable[[], Sequence[Item]],
+    bring: Callable[[Sequence[Item]], None],
+    every: float = INTERVAL,
+) -> int:
+    """Bring a share of ``items``.
+
+    Args:
+        items: all files.
+        share: ``(index, count)``.
+        pace: counts what is done.
+        missing: the files that are not whole at the target.
+        bring: brings files there.
+        every: seconds between two calls of ``missing``.
+
+    Returns:
+        Bytes of the share that were there.
+    """
+    own = share_of(items, share)
+    there = {item.name for item in items if item.is_shard} - {item.name for item in missing()}
+    left = [item for item in own if item.name not in there]
+    pace.total = sum(item.nbytes for item in own)
+    reused = pace.total - sum(item.nbytes for item in left)
+    pace.moved(reused)
+    began = time.monotonic()
+    bring(left)
+    if share[0] == 0 and share[1] > 1:
+        seconds = time.monotonic() - began
+        rate = sum(item.nbytes for item in left) / seconds if left and seconds > 0 else RATE
+        _wait(pace, missing, bring, rate or RATE, every)
+    return reused
+
+
+def _wait(
+    pace: Pace,
+    missing: Callable[[], Sequence[Item]],
+    bring: Callable[[Sequence[Item]], None],
+    rate: float,
+    every: float,
+) -> None:
+    """Wait as long as files arrive that others bring; bring what is missing then."""
+    before: Sequence[Item] | None = None
+    deadline = 0.0
+    while left := missing():
+        now = time.monotonic()
+        if left != before:
+            before = left
+            deadline = now + PATIENCE + TIMES * max(item.nbytes for item in left) / rate
+        if now >= deadline:
+            bring(left)
+            return
+        again = now + every
+        while time.monotonic() < again:
+            pace.look()
+            time.sleep(INTERVAL)

@@ -1,0 +1,294 @@
+"""Where a copy reads: the files of a directory, or the objects below a URL."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from fastckpt import _crc64
+from fastckpt._paths import is_url
+from fastckpt._portable.limits import MANIFEST
+from fastckpt._portable.manifest import corrupt
+from fastckpt._stores.objects import Objects
+from fastckpt._stores.reader import open_reader
+from fastckpt._text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_PAGE = 4096
+_INDEX = "model.safetensors.index.json"
+#: A shard that the manifest does not name is what a save into this directory left (docs/format.md, 1).
+_shard = re.compile(r"(model|training)(-\d{5,}-of-\d{5,})?\.safetensors").fullmatch
+#: Smaller files are read through the page cache, where they mostly are.
+_SMALL = 1 << 20
+
+
+class Item(NamedTuple):
+    """A file of a checkpoint.
+
+    Attributes:
+        name: its name.
+        nbytes: its length.
+        crc: its CRC-64/NVME as 16 digits; None where nobody knows it.
+        is_shard: whether the manifest names it.
+    """
+
+    name: str
+    nbytes: int
+    crc: str | None
+    is_shard: bool
+
+
+class Opened(Protocol):
+    """A file that is being read."""
+
+    #: Device and inode of a file of this machine.
+    identity: tuple[int, int] | None
+
+    def read_into(self, start: int, memory: Bytes) -> None:
+        """Fill ``memory`` from byte ``start`` on; threads may do so at once.
+
+        CorruptCheckpointError where the file ends before.
+        """
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """A place where a checkpoint is, or was."""
+
+    place: str
+
+    def manifest(self) -> tuple[bytes, list[Item]]:
+        """The manifest's bytes, and the shards that it names."""
+
+    def beside(self, shards: Sequence[Item]) -> list[Item]:
+        """What lies beside the manifest and the shards and belongs to the checkpoint."""
+
+    def open(self, item: Item) -> Opened:
+        """Open a file, which has to have its length."""
+
+
+def source_at(operation: str, place: str) -> Source:
+    """The source at ``place``, an absolute path or a URL."""
+    return _Store(operation, place) if is_url(place) else _Directory(operation, place)
+
+
+def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
+    reader = open_reader(operation, place)
+    return reader.manifest(), [Item(one.file, one.nbytes, one.crc, is_shard=True) for one in reader.shards()]
+
+
+def where(place: str, name: str) -> str:
+    """The path or the URL of a file, for messages."""
+    return f"{place}/{name}" if is_url(place) else str(Path(place, name))
+
+
+def is_ours(name: str) -> bool:
+    """Whether fastckpt writes files of this name in a checkpoint."""
+    return name in (MANIFEST, _INDEX) or _shard(name) is not None
+
+
+def _is_beside(name: str, shards: Sequence[Item]) -> bool:
+    """Whether a file belongs to a checkpoint whose manifest does not name it.
+
+    A name that begins with a dot is that of a file system, of a tool, or of something unfinished.
+    """
+    return (
+        not name.startswith(".") and name != MANIFEST and not _shard(name) and all(name != one.name for one in shards)
+    )
+
+
+class _Directory:
+    def __init__(self, operation: str, place: str) -> None:
+        self.place = place
+        self._operation = operation
+
+    def manifest(self) -> tuple[bytes, list[Item]]:
+        return _manifest(self._operation, self.place)
+
+    def beside(self, shards: Sequence[Item]) -> list[Item]:
+        found = []
+        try:
+            with os.scandir(self.place) as entries:
+                for entry in entries:
+                    if not _is_beside(entry.name, shards):
+                        continue
+                    if not entry.is_file(follow_symlinks=False):
+                        raise ValueError(
+                            f"{self._operation}: {visible(repr(entry.path))} is not a regular file, and is not copied: "
+                            "move it elsewhere first"
+                        )
+                    found.append(Item(entry.name, entry.stat(follow_symlinks=False).st_size, None, is_shard=False))
+        except FileNotFoundError:
+            return []
+        return sorted(found)
+
+    def open(self, item: Item) -> Opened:
+        return _LocalFile(where(self.place, item.name), item.nbytes)
+
+
+class _LocalFile:
+    """A file, read past the page cache where that can be."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self._path = path
+        self._direct: int | None = None
+        self._seek = Lock()
+        try:
+            self._file = os.open(path, _FLAGS)
+        except OSError as error:
+            raise self._failed(error) from error
+        try:
+            about = os.fstat(self._file)
+            _check(path, about, nbytes)
+            self.identity: tuple[int, int] | None = (about.st_dev, about.st_ino)
+            if _DIRECT and nbytes >= _SMALL:
+                self._direct = _open_direct(path, about)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, start: int, memory: Bytes) -> None:
+        """See :class:`Opened`."""
+        done = 0
+        while done < len(memory):
+            try:
+                got = self._read(start + done, memory[done:])
+            except OSError as error:
+                raise self._failed(error) from error
+            if not got:
+                raise corrupt(self._path, "it became shorter while it was read")
+            done += got
+
+    def _read(self, start: int, memory: Bytes) -> int:
+        if not hasattr(os, "preadv"):  # Windows
+            with self._seek:
+                os.lseek(self._file, start, os.SEEK_SET)
+                data = os.read(self._file, len(memory))
+            memory[: len(data)] = np.frombuffer(data, np.uint8)
+            return len(data)
+        whole = len(memory) // _PAGE * _PAGE
+        if self._direct is not None and whole and start % _PAGE == 0 and memory.ctypes.data % _PAGE == 0:
+            try:
+                return os.preadv(self._direct, [memory[:whole].data], start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        got = os.preadv(self._file, [memory.data], start)
+        if got >= _SMALL and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, start, got, os.POSIX_FADV_DONTNEED)
+        return got
+
+    def _failed(self, error: OSError) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return corrupt(self._path, "the file is missing")
+        if error.errno == errno.ELOOP:
+            return corrupt(self._path, "the file is a symbolic link, which is not followed")
+        return type(error)(error.errno, f"cannot read `{visible(self._path)}`: {error.strerror}", self._path)
+
+    def close(self) -> None:
+        """See :class:`Opened`."""
+        for file in (self._file, self._direct):
+            if file is not None:
+                os.close(file)
+
+
+def _check(path: str, about: os.stat_result, nbytes: int) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise corrupt(path, "not a regular file")
+    if about.st_size != nbytes:
+        raise corrupt(path, f"it has {about.st_size} bytes, written were {nbytes}")
+
+
+def _open_direct(path: str, about: os.stat_result) -> int | None:
+    """The same file for direct I/O; None where there is none."""
+    try:
+        file = os.open(path, _FLAGS | _DIRECT)
+    except OSError:
+        return None
+    if os.path.samestat(os.fstat(file), about):
+        return file
+    os.close(file)
+    return None
+
+
+class _Store:
+    def __init__(self, operation: str, place: str) -> None:
+        self.place = place
+        self._operation = operation
+        self._objects = Objects.at(operation, place)
+
+    def manifest(self) -> tuple[bytes, list[Item]]:
+        return _manifest(self._operation, self.place)
+
+    def beside(self, shards: Sequence[Item]) -> list[Item]:
+        sizes = self._objects.children()[1]
+        return [
+            Item(name, nbytes, self._objects.sum_of(name), is_shard=False)
+            for name, nbytes in sizes.items()
+            if _is_beside(name, shards)
+        ]
+
+    def open(self, item: Item) -> Opened:
+        return _Object(self._objects, where(self.place, item.name), item)
+
+
+class _Object:
+    identity: tuple[int, int] | None = None
+
+    def __init__(self, objects: Objects, url: str, item: Item) -> None:
+        self._objects = objects
+        self._url = url
+        self._item = item
+        try:
+            nbytes = objects.size(item.name)
+        except FileNotFoundError as error:
+            raise corrupt(url, "the object is missing") from error
+        if nbytes != item.nbytes:
+            raise corrupt(url, f"it has {nbytes} bytes, written were {item.nbytes}")
+
+    def read_into(self, start: int, memory: Bytes) -> None:
+        """See :class:`Opened`."""
+        if len(memory):
+            self._objects.read_into(self._item.name, [(start, memory.data)])
+
+    def close(self) -> None:
+        """See :class:`Opened`."""
+
+
+class Summed:
+    """The sums of a file's blocks, taken in any order, and compared when there are all."""
+
+    def __init__(self, path: str, item: Item, block: int) -> None:
+        self.blocks = [(start, min(block, item.nbytes - start)) for start in range(0, max(item.nbytes, 1), block)]
+        self._path = path
+        self._item = item
+        self._sums = [0] * len(self.blocks)
+
+    def put(self, number: int, crc: int) -> None:
+        """Note the sum of a block."""
+        self._sums[number] = crc
+
+    def found(self) -> str:
+        """The sum of the whole file, as 16 digits."""
+        lengths = (nbytes for _, nbytes in self.blocks)
+        return _crc64.to_hex(_crc64.joined(_crc64.of(b""), zip(self._sums, lengths, strict=True)))
+
+    def compare(self) -> None:
+        """Raise CorruptCheckpointError unless the file is what was written."""
+        found = self.found()
+        if self._item.crc is not None and found != self._item.crc:
+            raise corrupt(self._path, f"checksum is {found}, written was {self._item.crc}")

@@ -1,0 +1,305 @@
+//! A copy of a checkpoint that is on its way: its files are gathered beside the target path, and become the checkpoint
+//! there all at once (`docs/format.md`, 6.4).
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh};
+use super::leftovers::sweep;
+use super::locks::{Reach, reach};
+use super::names::gathering_name;
+use super::parents::open_or_make;
+use super::target::{look, split_target};
+use super::unfinished::{LOCK, throw_away};
+use super::workspace::Workspace;
+use crate::error::{Error, Result};
+use crate::format::{checksum, manifest};
+use crate::sys::file::{DataFile, PAGE, open_regular};
+use crate::sys::fork::Note;
+use crate::sys::lock;
+
+/// How long to wait for a process that has the lock for itself. It clears away what dead ones left.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
+/// What the name of a file ends in that is not whole. It begins with a dot, and those of whole ones do not.
+const PART: &str = ".part";
+
+/// The place where the files of one copy are gathered. Several processes may bring files. What is gathered stays when
+/// this is dropped, until the copy is published or given up.
+#[derive(Debug)]
+pub struct Gathering {
+    parent: OwnedFd,
+    parent_path: PathBuf,
+    target: PathBuf,
+    name: OsString,
+    note: Note,
+    directory: OwnedFd,
+    id: Id,
+    overwrite: bool,
+    manifest: Vec<u8>,
+    /// Its lock is shared by all who gather here.
+    lock: (Note, File),
+}
+
+/// A file that is being brought.
+#[derive(Debug)]
+pub struct Incoming {
+    name: String,
+    file: DataFile,
+    nbytes: u64,
+}
+
+impl Gathering {
+    /// Opens, or makes, the place for a copy with this `manifest` at `target`. What dead processes left there of files
+    /// that are not whole is removed.
+    pub fn open(target: &Path, manifest: Vec<u8>, overwrite: bool) -> Result<Self> {
+        let (parent_path, name) = split_target(target)?;
+        let seal = manifest::seal_of(&manifest)
+            .ok_or_else(|| Error::Invalid("copy: this is no manifest of fastckpt".to_owned()))?;
+        let name = (gathering_name(&name, seal), name);
+        let parent = open_or_make(&parent_path)?;
+        look(parent.as_fd(), &name.1, target, overwrite)?;
+        // What dead writers left takes space that the copy may need.
+        sweep(parent.as_fd());
+        let name = name.0;
+        let path = parent_path.join(&name);
+        let begin = Instant::now();
+        let mut turn = 0;
+        loop {
+            match furnish(parent.as_fd(), &name) {
+                Ok((directory, id, file)) => {
+                    return Ok(Self {
+                        parent,
+                        parent_path,
+                        target: target.to_path_buf(),
+                        name,
+                        note: Note::new(directory.as_fd()),
+                        directory,
+                        id,
+                        overwrite,
+                        manifest,
+                        lock: (Note::new(file.as_fd()), file),
+                    });
+                }
+                // It was removed before the lock was taken.
+                Err(error) if is_gone(&error) && turn < TURNS => turn += 1,
+                Err(error) if lock::is_taken(&error) && begin.elapsed() < PATIENCE.0 => {
+                    std::thread::sleep(PATIENCE.1);
+                }
+                Err(error) => return Err(Error::io("gather files in", &path)(error)),
+            }
+        }
+    }
+
+    /// Where the files are gathered.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
+        self.parent_path.join(&self.name)
+    }
+
+    fn path_of(&self, file: &str) -> PathBuf {
+        self.path().join(file)
+    }
+
+    /// The whole files that are here, and their lengths.
+    pub fn held(&self) -> Result<Vec<(String, u64)>> {
+        refresh(&self.directory);
+        let mut held = Vec::new();
+        for (name, kind) in entries(self.directory.as_fd()).map_err(Error::io("list", &self.path()))? {
+            let Ok(name) = name.into_string() else { continue };
+            if kind != FileType::RegularFile || name.starts_with('.') {
+                continue;
+            }
+            if let Ok(stat) = fs::statat(&self.directory, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) {
+                held.push((name, u64::try_from(stat.st_size).unwrap_or(0)));
+            }
+        }
+        Ok(held)
+    }
+
+    /// Makes a new file of `nbytes` bytes, to be filled.
+    pub fn begin(&self, nbytes: u64) -> Result<Incoming> {
+        let name = part_name();
+        let path = self.path_of(&name);
+        let made = DataFile::create(self.directory.as_fd(), &name, nbytes, &mut || true)
+            .and_then(|()| DataFile::open_write(self.directory.as_fd(), &name, true));
+        let file = made.map_err(|error| {
+            self.unlink(&name);
+            Error::io("create", &path)(error)
+        })?;
+        Ok(Incoming { name, file, nbytes })
+    }
+
+    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Direct I/O takes what is aligned.
+    pub fn write(&self, incoming: &Incoming, offset: u64, bytes: &[u8]) -> Result<u64> {
+        let sum = checksum::of(bytes);
+        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= incoming.nbytes);
+        if !fits {
+            return Err(Error::Invalid(format!("copy: {} bytes do not fit at {offset}", bytes.len())));
+        }
+        let page = PAGE as usize;
+        let aligned = offset.is_multiple_of(PAGE) && bytes.as_ptr().addr().is_multiple_of(page);
+        let (whole, rest) = bytes.split_at(if aligned { bytes.len() / page * page } else { 0 });
+        incoming
+            .put(offset, whole, true)
+            .and_then(|()| incoming.put(offset + whole.len() as u64, rest, false))
+            .map_err(Error::io("write", &self.path_of(&incoming.name)))?;
+        Ok(sum)
+    }
+
+    /// Makes a file that is filled durable, and gives it its name.
+    pub fn keep(&self, incoming: Incoming, name: &str) -> Result<()> {
+        let path = self.path_of(name);
+        check_name(name)?;
+        let Incoming { name: part, file, .. } = incoming;
+        let kept = file.sync().map_err(Error::io("sync", &path)).and_then(|()| {
+            let renamed = fs::renameat(&self.directory, part.as_str(), &self.directory, name);
+            renamed.map_err(Error::io("name the file that was copied", &path))
+        });
+        kept.inspect_err(|_| self.unlink(&part))
+    }
+
+    /// Gives up a file that is not whole.
+    pub fn drop_part(&self, incoming: Incoming) {
+        let Incoming { name, file, .. } = incoming;
+        // Closed first: NFS keeps an open file under another name.
+        drop(file);
+        self.unlink(&name);
+    }
+
+    /// Takes the file `name` over from the directory `from` as a hard link, if it is still the file whose device and
+    /// inode are `expected`: its bytes were verified. They are durable when this returns.
+    pub fn link(&self, from: &Path, name: &str, expected: Id) -> Result<()> {
+        check_name(name)?;
+        let part = part_name();
+        let source = from.join(name);
+        let link = || -> io::Result<()> {
+            let from = open_child(fs::CWD, from.as_os_str())?;
+            fs::linkat(&from, name, &self.directory, part.as_str(), AtFlags::empty())?;
+            let (file, _) = open_regular(self.directory.as_fd(), &part)?;
+            if id(&fs::fstat(&file)?) != expected {
+                return Err(Errno::STALE.into());
+            }
+            // Whoever made it may not have synced it: it may be a copy that a user made.
+            retry_on_intr(|| fs::fsync(&file))?;
+            Ok(fs::renameat(&self.directory, part.as_str(), &self.directory, name)?)
+        };
+        link().map_err(|error| {
+            self.unlink(&part);
+            Error::io("link", &source)(error)
+        })
+    }
+
+    /// Makes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
+    /// warnings. What was gathered is given up after this.
+    pub fn publish(&self, files: Vec<(String, u64)>) -> Result<Vec<String>> {
+        let mut workspace = Workspace::create(&self.target, self.overwrite)?;
+        for (file, _) in &files {
+            check_name(file)?;
+            let taken = workspace.take_gathered(self.directory.as_fd(), file);
+            taken.map_err(Error::io("take over", &self.path_of(file)))?;
+        }
+        workspace.seal(files, &[], &self.manifest, || Ok(()))?;
+        Ok(workspace.publish()?.warnings())
+    }
+
+    /// Removes what was gathered. Other processes that gather here fail. If removing fails, the next save sweeps it, or
+    /// it is listed among the leftovers.
+    pub fn give_up(self) {
+        let Self { parent, name, id, note, directory, lock, .. } = self;
+        // They are closed first: NFS keeps an open file under another name.
+        drop((note, directory, lock));
+        let _ = throw_away(parent.as_fd(), &name, id);
+    }
+
+    fn unlink(&self, name: &str) {
+        let _ = fs::unlinkat(&self.directory, name, AtFlags::empty());
+    }
+}
+
+impl Incoming {
+    fn put(&self, mut offset: u64, mut bytes: &[u8], direct: bool) -> io::Result<()> {
+        while !bytes.is_empty() {
+            // After a short write, the rest may not be aligned.
+            let direct = direct && self.file.is_direct() && offset.is_multiple_of(PAGE);
+            match self.file.write_at(direct, &[io::IoSlice::new(bytes)], offset) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(done) => {
+                    offset += done as u64;
+                    bytes = &bytes[done..];
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                    self.file.refuse_direct();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A new name for a file that is not whole, unlike those of all other processes.
+fn part_name() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let mut random = [0u8; 8];
+    if getrandom(&mut random[..], GetRandomFlags::empty()).is_err() {
+        random = (u64::from(std::process::id()) << 32).to_be_bytes();
+    }
+    let number = u64::from_be_bytes(random) ^ COUNT.fetch_add(1, Ordering::Relaxed);
+    format!(".{number:016x}{PART}")
+}
+
+fn check_name(name: &str) -> Result<()> {
+    let plain =
+        !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']) && name != manifest::FILE;
+    if plain {
+        Ok(())
+    } else {
+        Err(Error::Invalid(format!("copy: {name:?} is not the name of a file to copy")))
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE))
+}
+
+/// Opens the directory `name`, which may be new, and shares its lock.
+fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, File)> {
+    match fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let directory = open_child(parent, name)?;
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(retry_on_intr(|| fs::openat(&directory, LOCK, flags, Mode::from_raw_mode(0o666)))?);
+    // On a file system without locks nothing is known of others, and nothing of theirs is removed.
+    if lock::take(&file).is_ok() && reach(directory.as_fd()) != Reach::Unknown {
+        clear(directory.as_fd())?;
+    }
+    match lock::share(&file) {
+        Err(error) if lock::is_taken(&error) => return Err(error),
+        _ => {}
+    }
+    let id = id(&fs::fstat(&directory)?);
+    refresh(parent);
+    if id_of(parent, name) == Some(id) { Ok((directory, id, file)) } else { Err(Errno::NOENT.into()) }
+}
+
+/// Removes files that are not whole.
+fn clear(directory: BorrowedFd<'_>) -> io::Result<()> {
+    for (file, _) in entries(directory)? {
+        if file.to_bytes().starts_with(b".") && file.to_bytes().ends_with(PART.as_bytes()) {
+            fs::unlinkat(directory, &file, AtFlags::empty())?;
+        }
+    }
+    Ok(())
+}

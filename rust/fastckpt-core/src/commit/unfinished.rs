@@ -1,0 +1,97 @@
+//! Directories in which the files of copies are gathered (`docs/format.md`, 6.4): found, judged and removed. A copy that
+//! is cut short leaves one, and the next copy of the same checkpoint goes on with it.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+
+use rustix::fs::{self, FileType, Mode, OFlags};
+
+use super::directory::{Id, entries, id, id_of_renamed, open_child};
+use super::leftovers::{State, destroy};
+use super::locks::{Reach, reach};
+use super::names::{Kind, Temporary, parse_gathering, workspace_name};
+use crate::format::manifest;
+use crate::sys::file::{open_regular, read_at};
+use crate::sys::lock;
+
+/// The file on which those that gather share a lock.
+pub(super) const LOCK: &str = ".lock";
+/// Bytes of a manifest that hold its checksum.
+const FIRST_LINE: usize = 64;
+
+/// The directories in `parent` in which copies are gathered.
+pub(super) fn unfinished(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
+    let all = entries(parent)?.into_iter().filter(|(_, kind)| *kind == FileType::Directory);
+    let all = all.map(|(name, _)| OsStr::from_bytes(name.to_bytes()).to_owned());
+    Ok(all.filter(|name| parse_gathering(name).is_some()).collect())
+}
+
+/// What was found out about such a directory. Nobody else gathers in one that is dead while this is held.
+pub(super) struct Judged {
+    pub(super) state: State,
+    pub(super) id: Id,
+    _lock: Option<OwnedFd>,
+}
+
+/// Finds out whether somebody gathers in `found`; nothing if it is gone.
+pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
+    let directory = open_child(parent, found).ok()?;
+    let id = id(&fs::fstat(&directory).ok()?);
+    let files = entries(directory.as_fd()).ok()?;
+    let (state, lock) = if files.iter().any(|(_, kind)| *kind != FileType::RegularFile) {
+        (State::Foreign, None)
+    } else {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        match fs::openat(&directory, LOCK, flags, Mode::empty()) {
+            // Its maker is about to make the lock, or was killed before it did.
+            Err(_) if files.is_empty() => (State::Dead, None),
+            Err(_) => (State::Foreign, None),
+            Ok(file) => match lock::take(&file) {
+                Err(error) if lock::is_taken(&error) => (State::Alive, None),
+                Ok(()) if reach(directory.as_fd()) != Reach::Unknown => (State::Dead, Some(file)),
+                _ => (State::Unknown, None),
+            },
+        }
+    };
+    Some(Judged { state, id, _lock: lock })
+}
+
+/// Whether the checkpoint that was gathered in `found` has its name by now, so that nobody goes on with `found`.
+pub(super) fn is_finished(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
+    let Some((of, seal)) = parse_gathering(found) else { return false };
+    let mut begin = [0; FIRST_LINE];
+    let mut read = || -> io::Result<usize> {
+        let (file, _) = open_regular(open_child(parent, of)?.as_fd(), manifest::FILE)?;
+        read_at(file.as_fd(), &mut begin, 0)
+    };
+    read().is_ok_and(|len| manifest::seal_of(&begin[..len]) == Some(seal))
+}
+
+/// Removes `found`, whose id is `expected`. Whoever gathers there fails. The rename decides, as for a workspace.
+pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) -> io::Result<()> {
+    let Some((of, _)) = parse_gathering(found) else { return Ok(()) };
+    let claimed = workspace_name(of);
+    let Some(garbage) = Temporary::parse(claimed.as_bytes()).map(|made| made.renamed(Kind::Del)) else {
+        return Ok(());
+    };
+    fs::renameat(parent, found, parent, &garbage)?;
+    if id_of_renamed(parent, &garbage) != Some(expected) {
+        // Another one has taken the name since it was examined. It holds copies of what is elsewhere.
+        return Ok(fs::renameat(parent, &garbage, parent, found)?);
+    }
+    destroy(parent, &garbage, expected)
+}
+
+/// Removes what copies have left in `parent` that ended between the commit and the clean-up.
+pub(super) fn sweep_finished(parent: BorrowedFd<'_>) {
+    for found in unfinished(parent).unwrap_or_default() {
+        if !is_finished(parent, &found) {
+            continue;
+        }
+        if let Some(Judged { state: State::Dead, id, _lock }) = judge(parent, &found) {
+            let _ = throw_away(parent, &found, id);
+        }
+    }
+}
