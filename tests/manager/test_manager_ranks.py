@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,44 +14,306 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastckpt
-from harness import parallel
+from fastckpt import save_when
+from fastckpt._manager import retention
+from harness import groups, parallel
 
-TIMEOUT = 20.0
+#: Long, for machines that are busy; and short, where a rank is to be missed.
+TIMEOUT, SHORT = 60.0, 3.0
+
+
+@pytest.fixture(scope="module")
+def four(forge):
+    """Ranks for all tests that leave them alive."""
+    with forge.group(4) as group:
+        yield group
 
 
 def state(step):
-    """A tensor that all ranks have parts of, and the same values on all ranks."""
+    """A tensor that all ranks have parts of, and a value that they share."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {"w": parallel.distributed(torch.full((64, 1000), float(step)), mesh, [Shard(0)]), "step": step}
 
 
-def train(out, steps, **options):
-    """Train from where the run is; what this rank saw."""
+def fill(out, *steps, **options):
     with fastckpt.Manager(out, timeout=TIMEOUT, **options) as manager:
-        found = manager.restore(into=state(0))
-        first = found.step + 1 if found else 1
-        saved = []
-        for step in range(first, first + steps):
-            if manager.should_save(step):
-                assert manager.save(step, state(step), {"loss": 10.0 - step}, per_rank={"rank": dist.get_rank()})
-                saved.append(step)
-        manager.wait()
-        return found and (
-            found.step,
-            found.state["step"],
-            float(found.state["w"].to_local().min()),
-            found.per_rank,
-        ), saved
+        return [manager.save(step, state(step)) for step in steps]
+
+
+def train(out, steps, options):
+    """Train from where the run is; what this rank saw."""
+    removed = []
+    real, retention.remove = retention.remove, lambda path, **more: (removed.append(path), real(path, **more))
+    try:
+        with fastckpt.Manager(out, timeout=TIMEOUT, **options) as manager:
+            found = manager.restore(into=state(0))
+            first = found.step + 1 if found else 1
+            saved = []
+            for step in range(first, first + steps):
+                if manager.should_save(step):
+                    assert manager.save(step, state(step), {"loss": 10.0 - step}, per_rank={"rank": dist.get_rank()})
+                    saved.append(step)
+            manager.wait()
+            here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
+            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saved
+    finally:
+        retention.remove = real
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_run_is_saved_kept_and_restored(forge, tmp_path, async_save):
+def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
     options = {"keep": 2, "save_when": 10, "async_save": async_save}
-    with forge.group(4) as group:
-        assert group.run(train, tmp_path / "run", 35, **options) == [(None, [10, 20, 30])] * 4
-        second = group.run(train, tmp_path / "run", 10, **options)
-    assert second == [((30, 30, 30.0, {"rank": rank}), [40]) for rank in range(4)]
-    manager = fastckpt.Manager(tmp_path / "run", read_only=True)
-    assert manager.steps() == [30, 40]
+    first = four.run(train, tmp_path / "run", 35, options)
+    second = four.run(train, tmp_path / "run", 10, options)
+    for rank in range(4):
+        # The first rank removes, and no other one.
+        assert first[rank] == (None, [10, 20, 30], int(rank == 0), [20, 30], 30, 30)
+        own = (30, 30, 30.0, {"rank": rank})
+        assert second[rank] == (own, [40], int(rank == 0), [30, 40], 40, 40)
     assert (tmp_path / "run" / "latest").read_text() == "step-00000040\n"
-    assert manager.restore().state["w"].shape == (64, 1000)
+    alone = fastckpt.Manager(tmp_path / "run", read_only=True).restore()
+    assert (alone.state["w"].shape, alone.per_rank) == ((64, 1000), None)
+
+
+class Odd:
+    """A policy of the caller's, which only the first rank's knows when to save."""
+
+    def due(self, moment):
+        return dist.get_rank() == 0 and moment.step % 7 == 3
+
+
+def save_some(out, when, count):
+    """Save that often, whatever steps these are."""
+    policies = {
+        "time": lambda: save_when.Every(time=0.1),
+        "auto": lambda: save_when.Auto("1s", overhead=0.9),
+        "continuously": save_when.Continuously,
+        "own": Odd,
+        "step": lambda: [save_when.Steps(2, 5), save_when.First(), save_when.Every(steps=4)],
+    }
+    saved, step = [], 0
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policies[when]()) as manager:
+        while len(saved) < count:
+            step += 1
+            if manager.save(step, {"step": step}):
+                saved.append(step)
+    return saved
+
+
+@pytest.mark.parametrize("when", ["time", "auto", "continuously", "own", "step"])
+def test_all_ranks_save_the_same_steps(four, tmp_path, when):
+    first, *others = four.run(save_some, tmp_path / "run", when, 4)
+    assert others == [first] * 3
+    assert fastckpt.Manager(tmp_path / "run", read_only=True).steps() == first
+    if when == "auto":
+        assert first[0] == 2
+    if when in {"own", "step"}:
+        assert first == {"own": [3, 10, 17, 24], "step": [1, 2, 4, 5]}[when]
+
+
+def count_rounds(out, calls):
+    """How often a rank asked the others, and the steps that it saved."""
+    from fastckpt._manager import agreement
+
+    asked = []
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=[save_when.Steps(calls - 1), save_when.Every(time="1h")]) as (
+        manager
+    ):
+        decide = manager._agree.decide
+        manager._agree.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
+        saved = [step for step in range(1, calls) if manager.should_save(step)]
+    return len(asked), saved, agreement.Together
+
+
+def test_short_steps_are_not_slowed_by_questions_and_none_that_is_due_is_missed(four, tmp_path):
+    for asked, saved, _ in four.run(count_rounds, tmp_path / "run", 5000):
+        assert saved == [4999]
+        assert asked < 500
+
+
+def fail_once(out, async_save):
+    """A save that fails on one rank; then the same step once more."""
+    with fastckpt.Manager(out, timeout=TIMEOUT, async_save=async_save) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        told = ""
+        try:
+            manager.save(2, state(2))
+            manager.wait()
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        between = manager._saved if async_save else None
+        again = manager.save(2, state(2))
+        manager.wait()
+        return told, between, again, manager.steps(), manager._saved
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_again(four, tmp_path, async_save):
+    strike = groups.Strike(1, "fastckpt._core:RankSave.write", OSError(errno.ENOSPC, "No space left"), nth=2)
+    four.start(fail_once, tmp_path / "run", async_save, strike=strike)
+    for each in four.outcomes(2 * TIMEOUT):
+        assert each.kind == "returned", each
+        told, *after = each.value
+        assert told.startswith("OSError" if each.rank == 1 else "RanksError")
+        assert "No space left" in told
+        assert after == [None, True, [1, 2], 2]
+
+
+def restore(out, options):
+    with fastckpt.Manager(out, timeout=TIMEOUT, read_only=True) as manager:
+        found = manager.restore(into=state(0), **options)
+        return found.step, [step for step, _ in found.skipped], float(found.state["w"].to_local().min())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"strict": False}])
+def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank, options):
+    four.run(fill, tmp_path / "run", 1, 2)
+    strike = groups.Strike(rank, "fastckpt._ranks.load:_read", OSError(errno.EIO, "Input/output error"))
+    with pytest.warns(RuntimeWarning, match="rank 0: .*step-00000002 cannot be loaded") as caught:
+        found = four.run(restore, tmp_path / "run", options, strike=strike, timeout=2 * TIMEOUT)
+    assert found == [(1, [2], 1.0)] * 4
+    # The first rank warns for all.
+    assert len(caught) == 1
+
+
+def test_what_storage_refuses_to_one_rank_ends_the_restore_on_all(four, tmp_path):
+    four.run(fill, tmp_path / "run", 1, 2)
+    strike = groups.Strike(3, "fastckpt._manager.restore:Checkpoint", PermissionError(errno.EACCES, "refused"))
+    four.start(restore, tmp_path / "run", {}, strike=strike)
+    for each in four.outcomes(2 * TIMEOUT):
+        assert each.raised.kind == ("PermissionError" if each.rank == 3 else "RanksError")
+        assert "refused" in each.raised.text
+
+
+def test_a_run_without_a_checkpoint_that_can_be_loaded_is_an_error_on_all_ranks(four, tmp_path):
+    four.run(fill, tmp_path / "run", 1)
+    (tmp_path / "run" / "step-00000001" / "model.safetensors").write_bytes(b"damaged")
+    four.start(restore, tmp_path / "run", {})
+    for each in four.outcomes(2 * TIMEOUT):
+        assert each.raised.kind == "CorruptCheckpointError"
+        assert "none of 1 checkpoints can be loaded" in each.raised.text
+
+
+def differ(out, what):
+    rank = dist.get_rank()
+    options = {
+        "keep": {"keep": 2 + rank // 3},
+        "save_when": {"save_when": save_when.Every(steps=5 + rank // 3)},
+        "read_only": {"read_only": rank == 3},
+        "directory": {},
+    }.get(what, {})
+    with fastckpt.Manager(f"{out}{rank if what == 'directory' else ''}", timeout=TIMEOUT, **options) as manager:
+        manager.should_save(1 + (rank == 3))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("keep", "keep: rank 0 has last=2, and rank 3 has last=3"),
+        ("save_when", r"save_when: rank 0 has Every\(steps=5\), and rank 3 has Every\(steps=6\)"),
+        ("read_only", "read_only: rank 0 has False, and rank 3 has True"),
+        ("directory", "all ranks must make the same calls"),
+        ("step", "ranks are at steps from 1 to 2"),
+    ],
+)
+def test_ranks_that_differ_are_told(forge, tmp_path, what, text):
+    with forge.group(4) as group:
+        group.start(differ, tmp_path / "run", what)
+        for each in group.outcomes(2 * TIMEOUT):
+            assert each.kind == "raised", each
+            pytest.raises(Exception, raise_text, each.raised.text).match(text)
+
+
+def raise_text(text):
+    raise AssertionError(text)
+
+
+def hosts(out, size):
+    socket.gethostname = lambda: f"node{dist.get_rank() // size}"
+    return fastckpt.Manager(out, timeout=TIMEOUT)._agree.share
+
+
+def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):
+    with forge.group(4) as group:
+        assert group.run(hosts, tmp_path, 2) == [(0, 2), None, (1, 2), None]
+
+
+def act_alone(out):
+    """One rank saves and restores by itself, while the others are elsewhere."""
+    with fastckpt.Manager(out, alone=True) as manager:
+        manager.save(1, {"rank": dist.get_rank()})
+        manager.wait()
+        with pytest.raises(ValueError, match="per_rank"):
+            manager.save(2, {}, per_rank={})
+        return manager.restore().state["rank"]
+
+
+def test_a_rank_may_act_alone(four, tmp_path):
+    assert four.run(act_alone, tmp_path / "run", ranks=[2]) == [2]
+
+
+def come_late(out):
+    manager = fastckpt.Manager(out)
+    dist.init_process_group("gloo", init_method="env://")
+    told = []
+    for call in (lambda: manager.should_save(1), lambda: manager.save(1, {}), manager.restore):
+        with pytest.raises(RuntimeError, match="before the process group"):
+            call()
+        told.append(True)
+    assert fastckpt.Manager(f"{out}-alone", alone=True).save(1, {})
+    return len(told)
+
+
+def test_a_process_group_that_comes_after_the_manager_is_told(forge, tmp_path):
+    with forge.group(2, backend="") as group:
+        assert group.run(come_late, tmp_path / "run", timeout=2 * TIMEOUT) == [3, 3]
+
+
+def step_on(out, raises):
+    with fastckpt.Manager(out, timeout=SHORT, save_when=save_when.Every(time="1h")) as manager:
+        for step in range(1, 10**9):
+            manager.should_save(step)
+            dist.barrier()
+            if step == 3:
+                groups.report("ready")
+                if raises and dist.get_rank() == 1:
+                    raise ValueError("out of memory")
+                # Here the others would wait for that rank; torch's own wait is not what is tested.
+                dist.barrier = lambda: None
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
+    """Who has left its block says so; who was stopped is named after the timeout."""
+    with forge.group(3) as group:
+        group.start(step_on, tmp_path / "run", raises)
+        for rank in range(3):
+            assert group.heard(rank) == "ready"
+        if not raises:
+            group.kill(1)
+        for each in group.outcomes(2 * TIMEOUT, ranks=[0, 2]):
+            assert each.raised.kind == "RanksError"
+            why = "its block has ended with ValueError: out of memory" if raises else "has not answered"
+            assert f"rank 1 on {socket.gethostname()}" in each.raised.text
+            assert why in each.raised.text
+
+
+def fork(out):
+    """A child of a rank asks nobody and saves nothing."""
+    with fastckpt.Manager(out, timeout=TIMEOUT) as manager:
+        child = os.fork()
+        if child == 0:
+            try:
+                manager.should_save(1)
+            except RuntimeError:
+                os._exit(7)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), manager.save(1, state(1))
+
+
+def test_a_forked_child_of_a_rank_does_nothing(four, tmp_path):
+    assert four.run(fork, tmp_path / "run") == [(7, True)] * 4

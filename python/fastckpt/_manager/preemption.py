@@ -217,13 +217,13 @@ class Preemption(Run):
     def _end_together(self, failure: BaseException | None) -> None:
         """The block has ended, with ``failure`` on this rank: answer what has come to any rank, or tell the others."""
         signals = self._signals
-        if self._agree.size == 1 or not signals.installed:
+        if self._agree.size == 1 or signals.exiting:
             return
-        if failure is None:
-            self._ask("Manager", 0, lambda: False, 0.0)
-        elif not (isinstance(failure, SystemExit) and signals.exiting):
+        if failure is not None:
             self._agree.leave(failure)
             signals.agree(signals.pending, None)
+        elif signals.installed:
+            self._ask("Manager", 0, lambda: False, 0.0)
         signals.pass_on()
 
     def _answer_at_end(self) -> None:

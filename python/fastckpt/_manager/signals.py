@@ -38,7 +38,7 @@ class Signals:
         self._called: list[int] = [] if shared else self._pending
         #: When a save for them must be done.
         self._deadline = math.inf
-        #: Whether one of them ends the process.
+        #: Whether one of them has ended the run.
         self.exiting = False
         #: What it was for those that were answered last.
         self._end = math.inf

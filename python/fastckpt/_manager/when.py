@@ -30,7 +30,7 @@ class When:
 
     def due(self, moment: Moment) -> bool:
         """Whether the step is wanted."""
-        return not self.policies or any(policy.due(moment) for policy in self._policies)
+        return not self.policies or any(policy.due(moment) for policy in self.policies)
 
     def due_by_step(self, moment: Moment) -> bool:
         """Whether the step is wanted for its number, which is the same on all ranks."""

@@ -1,0 +1,150 @@
+"""``Manager.save_on_signal`` over a process group: real signals to some ranks, and all save the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+
+import pytest
+import torch.distributed as dist
+
+import fastckpt
+from fastckpt import save_when
+from harness import groups
+
+#: Long, for machines that are busy.
+TIMEOUT = 60.0
+#: Longer than any of these tests at the limit of bandwidth of the slow ones.
+LARGE = 400_000
+
+
+@pytest.fixture(scope="module")
+def four(forge):
+    with forge.group(4) as group:
+        yield group
+
+
+def state(step, size=1000):
+    import torch
+
+    return {"w": torch.full((size,), step, dtype=torch.int32), "step": step}
+
+
+def train(out, how):
+    """Train until the manager says that the run is over; what this rank saw.
+
+    Args:
+        out: the run.
+        how: ``exit``, ``handlers`` and ``calls`` (the signals that this rank sends itself, by step).
+    """
+    rank = dist.get_rank()
+    told = []
+    if how.get("handlers"):
+        signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
+    when = save_when.Every(time="1h") if how.get("skips") else save_when.Steps(2)
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=when) as manager:
+        manager.save_on_signal(signal.SIGUSR1, signal.SIGUSR2, exit=how.get("exit", False))
+        for step in range(1, 10**9):
+            dist.barrier()
+            for number in how.get("calls", {}).get((rank, step), ()):
+                signal.raise_signal(number)
+            if manager.save(step, state(step)) and step == 2:
+                manager.wait()
+            if step == 3:
+                groups.report("ready")
+            if manager.preempted is not None:
+                break
+    return int(manager.preempted), step, told, manager.steps()
+
+
+def whole(out):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fastckpt.Manager(out, read_only=True).restore()
+    assert (found.state["w"] == found.step).all()
+    assert not [path for path in out.iterdir() if path.name.startswith(".step")]
+    return found.step
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_signal_on_one_rank_ends_all_at_the_same_step(four, tmp_path, rank, skips):
+    four.start(train, tmp_path / "run", {"exit": True, "skips": skips})
+    for each in range(4):
+        assert four.heard(each) == "ready"
+    four.children[rank].signal(signal.SIGUSR1)
+    for each in four.outcomes(2 * TIMEOUT):
+        assert (each.raised.kind, each.raised.text) == ("SystemExit", str(128 + signal.SIGUSR1))
+    assert whole(tmp_path / "run") > 2
+
+
+def test_signals_at_different_steps_are_answered_at_one(four, tmp_path):
+    """Each rank has another signal, one of them later; a rank that had none passes on what the others had."""
+    calls = {(1, 5): [signal.SIGUSR2], (3, 5): [signal.SIGUSR2, signal.SIGUSR1], (2, 6): [signal.SIGUSR1]}
+    seen = four.run(train, tmp_path / "run", {"handlers": True, "calls": calls}, timeout=2 * TIMEOUT)
+    assert seen == [(signal.SIGUSR2, 5, [signal.SIGUSR2], [2, 5])] * 4
+    assert whole(tmp_path / "run") == 5
+    for rank in range(4):
+        assert four.heard(rank) == "ready"
+
+
+def hold(out, where, grace):
+    """A signal comes to one rank in a stretch of another kind; what this rank saw."""
+    mine = dist.get_rank() == 2
+    options = {"bandwidth_limit": "20kB"} if grace else {}
+    told = []
+    signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
+        manager.save_on_signal(signal.SIGUSR1, grace=grace)
+        if where in {"flight", "end"}:
+            manager.save(1, state(1, LARGE if grace else 1000))
+        if where == "steady":
+            with manager.steady(1, state(1)):
+                if mine:
+                    signal.raise_signal(signal.SIGUSR1)
+                assert not told
+            assert told
+        elif mine:
+            signal.raise_signal(signal.SIGUSR1)
+        if where == "flight":
+            assert not manager.should_save(1)
+            assert told
+    return told, int(manager.preempted), manager.steps()
+
+
+@pytest.mark.parametrize("where", ["steady", "flight", "end"])
+def test_a_signal_beside_the_boundaries(four, tmp_path, where):
+    """Within a steady stretch, while a save is in flight, behind the last boundary: all pass it on once."""
+    seen = four.run(hold, tmp_path / "run", where, None, timeout=2 * TIMEOUT)
+    assert seen == [([signal.SIGUSR1], signal.SIGUSR1, [1])] * 4
+
+
+@pytest.mark.parametrize("where", ["flight", "end"])
+def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path, where):
+    """The save would take 20 s on each rank, of a grace period of 1."""
+    seen = four.run(hold, tmp_path / "run", where, "1s", timeout=2 * TIMEOUT)
+    assert seen == [([signal.SIGUSR1], signal.SIGUSR1, [])] * 4
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".step")]
+
+
+def save_for_it(out):
+    with fastckpt.Manager(out, timeout=TIMEOUT) as manager:
+        manager.save_on_signal(signal.SIGUSR1, exit=False)
+        manager.save(1, state(1))
+        manager.wait()
+        if dist.get_rank() == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        try:
+            manager.save(2, state(2))
+        except Exception as error:
+            return type(error).__name__, int(manager.preempted), manager.steps()
+    return None
+
+
+def test_the_save_for_a_signal_that_fails_on_one_rank_fails_on_all_and_the_signal_is_passed_on(four, tmp_path):
+    strike = groups.Strike(1, "fastckpt._core:RankSave.write", OSError(5, "Input/output error"), nth=2)
+    four.start(save_for_it, tmp_path / "run", strike=strike)
+    for each in four.outcomes(2 * TIMEOUT):
+        kind = "OSError" if each.rank == 1 else "RanksError"
+        assert each.value == (kind, signal.SIGUSR1, [1])
