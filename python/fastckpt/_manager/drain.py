@@ -4,8 +4,8 @@ The last save goes first, for it is the one that a lost node would cost. What wa
 from the local tier, and the queue is no file: at its next start a manager queues whatever lies on the local tier, finds
 out which of it the remote has, and goes on with the rest.
 
-The drain's thread copies until nothing waits, and ends. As the threads of saves it keeps the process alive; where the
-remote does not answer when the main thread has ended, it leaves the rest to the next run.
+The drain's thread copies until nothing waits, and ends. As those of saves it keeps the process alive; where the remote
+does not answer then, it leaves the rest to the next run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +37,26 @@ logger = logging.getLogger("fastckpt")
 _FIRST, _MOST = 1.0, 60.0
 #: How often who waits looks whether something else is more urgent, in seconds.
 _LOOK = 0.1
-#: After how many seconds a waiting drain notices that the main thread has ended.
-_NOTICE = 0.5
+
+#: Those whose thread runs.
+_running: set[Drain] = set()
+_ending = False
+
+
+def _at_end() -> None:
+    """The main thread has ended: wait for the drains."""
+    global _ending  # noqa: PLW0603 - once a process
+    _ending = True
+    for drain in tuple(_running):
+        drain.end()
+
+
+# The pools of concurrent.futures, with which copies are made, end before the interpreter waits for other threads. What
+# is registered here is called before that, the last one first. Without it, what waits is left to the next run.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 class Drain:
@@ -50,7 +69,7 @@ class Drain:
         limit: the most bytes per second; None without limit.
         share: which of how many processes this one is that copy each checkpoint together; the first commits.
         settled: called in the drain's thread when local checkpoints no longer wait.
-        deadline: until when, by ``time.monotonic``, it may go on after the main thread has ended.
+        deadline: until when, by ``time.monotonic``, it may go on when the process ends.
     """
 
     def __init__(
@@ -179,6 +198,13 @@ class Drain:
                 *(self._directory.path, self._tier.place.path, ", ".join(map(str, waiting))),
             )
 
+    def end(self) -> None:
+        """The process ends: wait for the thread."""
+        with self._lock:
+            self._wake.set()
+            idle = self._idle
+        idle.wait()
+
     # The queue.
 
     def _queue(self, step: int) -> None:
@@ -192,9 +218,11 @@ class Drain:
         if self._stopped or not self._waiting or not self._idle.is_set():
             return
         self._idle = Event()
+        _running.add(self)
         try:
             threading.Thread(target=self._run, name="fastckpt-drain").start()
         except RuntimeError as error:  # no more threads, or the interpreter is ending
+            _running.discard(self)
             self._idle.set()
             logger.warning("%s: nothing is copied to %s: %s", self._directory.path, self._tier.place.path, error)
 
@@ -207,6 +235,7 @@ class Drain:
                 self._forgive()
                 fresh = list(self._waiting)
             if self._stopped or not fresh:
+                _running.discard(self)
                 self._idle.set()
                 return None
             return max(fresh, key=lambda step: self._waiting[step])
@@ -232,7 +261,9 @@ class Drain:
         except CancelledError:
             logger.debug("%s: the copy to %s is given up", self._directory.path, self._tier.place.path)
         finally:
-            idle.set()
+            if not idle.is_set():
+                _running.discard(self)
+                idle.set()
 
     def _try(self, step: int) -> None:
         """One attempt at a step.
@@ -354,12 +385,11 @@ class Drain:
         if self._delay == _FIRST:
             logger.warning("%s: step %d is not at %s, and is tried again: %s", where[0], step, where[1], error)
         self._delay = min(2 * self._delay, _MOST)
-        end = time.monotonic() + pause
-        while (left := end - time.monotonic()) > 0 and not wake.wait(min(left, _NOTICE)):
-            if not threading.main_thread().is_alive():
-                logger.error("%s: the process ends: the next run copies what waits to %s", *where)
-                self._hurry = True
-                break
+        if not _ending:
+            wake.wait(pause)
+        if _ending and not self._hurry:
+            logger.error("%s: the process ends: the next run copies what waits to %s", *where)
+            self._hurry = True
 
     def _must_stop(self) -> bool:
-        return self._stopped or (not threading.main_thread().is_alive() and time.monotonic() > self._deadline())
+        return self._stopped or (_ending and time.monotonic() > self._deadline())

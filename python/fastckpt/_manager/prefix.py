@@ -6,7 +6,6 @@ that of the checkpoint, and it is one as soon as its manifest is there, which is
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -99,10 +98,7 @@ class Prefix:
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""
         asked = [(step, f"{self.names.name_of(step)}/{MANIFEST}") for step in steps]
-        if len(asked) <= 1 or not threading.main_thread().is_alive():
-            # A pool takes nothing any more when the interpreter ends.
-            return [step for step, name in asked if self._has(name)]
-        with ThreadPoolExecutor(min(_AT_A_TIME, len(asked)), "fastckpt-look") as threads:
+        with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
             there = threads.map(self._has, (name for _, name in asked))
             return [step for (step, _), is_there in zip(asked, there, strict=True) if is_there]
 
