@@ -301,7 +301,7 @@ class Manager(Preemption):
         self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.of(step_of("restore", step), how)
+            found = self._source.of(step_of("restore", step), how, stacklevel=3)
         else:
             newest = self._source.newest(how, stacklevel=3)
             if newest is None:

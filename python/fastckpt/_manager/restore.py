@@ -97,8 +97,13 @@ class Source:
         self._calls = calls
         self._fetch = fetch
 
-    def of(self, step: int, how: Mapping[str, Any]) -> Restored:
-        """Load the checkpoint of a step; arguments for the load in ``how``.
+    def of(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
+        """Load the checkpoint of a step.
+
+        Args:
+            step: its number.
+            how: arguments for the load.
+            stacklevel: as for ``warnings.warn``.
 
         Raises:
             FileNotFoundError: there is none.
@@ -110,6 +115,8 @@ class Source:
         if found is not None and not failures:
             return found
         if all(failure.skips for failure in failures):
+            if not failures[0].gone:
+                self._warn(step, failures[0], stacklevel + 1, last=False)
             found, late = self._try(step, (), how, far=True)
             further = self._failures(late, far=True)
             if found is not None and not further:
@@ -147,15 +154,11 @@ class Source:
                 continue
             if not all(failure.skips for failure in failures):
                 raise error or _of_others(path, failures)
-            first = failures[0]
+            # What the remote tier has of it comes next.
             is_last = [step, True] not in tries
             if is_last:
-                skipped[step] = first.why
-            what = "is gone" if first.gone else "cannot be loaded"
-            if self._agree.leads:
-                next_one = "is skipped" if is_last else f"is fetched from {self._fetch and self._fetch.path}"
-                text = f"fastckpt: restore: {path} {what} and {next_one}: {first.why}"
-                warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+                skipped[step] = failures[0].why
+            self._warn(step, failures[0], stacklevel + 1, last=is_last)
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         raise CorruptCheckpointError(
             f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
@@ -178,6 +181,14 @@ class Source:
         about.pop("step", None)
         metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
         return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
+
+    def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
+        """Say on the first rank why the checkpoint of a step is not loaded as it is."""
+        if self._agree.leads:
+            what = "is gone" if failure.gone else "cannot be loaded"
+            then = "skipped" if last or self._fetch is None else f"fetched from {self._fetch.path}"
+            text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
     def _find(self, stacklevel: int) -> list[list[Any]]:
         """What to try, the highest step first: each with whether it is the remote tier's, which comes second."""
