@@ -33,6 +33,7 @@ def state(step):
     return {"model": {f"w{index}": np.full(5000, step + index) for index in range(3)}, "step": step}
 
 
+KEEP = [keep.Last(1), keep.Best(1, "loss")]
 OPTIONS = {"save_options": {"shard_size": 40_000}}
 
 
@@ -85,7 +86,7 @@ def quiet():
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_run_is_saved_here_and_copied_there(local, remote, async_save, caplog, quiet):
     caplog.set_level(logging.INFO, "fastckpt")
-    manager = fill(local, remote, range(1, 7), keep=2, remote_keep=[keep.Last(1), keep.Best(1, "loss")])
+    manager = fill(local, remote, range(1, 7), keep=2, remote_keep=KEEP, async_save=async_save)
     assert manager.steps() == [5, 6]
     assert manager.remote_steps() == [3, 6]
     for step in (3, 6):
@@ -93,7 +94,7 @@ def test_a_run_is_saved_here_and_copied_there(local, remote, async_save, caplog,
         assert fastckpt.verify(there).ok
         assert fastckpt.load(there)["step"] == step
     assert any("step 6 is at" in one.getMessage() and "GB/s" in one.getMessage() for one in caplog.records)
-    assert is_of(fastckpt.Manager(local, remote=remote, async_save=async_save).restore(), 6)
+    assert is_of(fastckpt.Manager(local, remote=remote).restore(), 6)
 
 
 def test_a_node_with_an_empty_disk_fetches_the_newest(local, remote, quiet):
@@ -364,7 +365,7 @@ def copy(sources, target, **options):
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
 def run(manager):
-    manager.save_on_signal(signal.SIGTERM, grace="2s" if sys.argv[2] == "slow" else "60s")
+    manager.save_on_signal(signal.SIGTERM, grace="4s" if sys.argv[2] == "slow" else "60s")
     manager.save(1, {"w": np.arange(10)})
     os.kill(os.getpid(), signal.SIGTERM)
     manager.save(2, {"w": np.arange(10)})

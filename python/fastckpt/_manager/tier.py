@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeAlias
 
-from fastckpt._paths import AnyPath
-from fastckpt._stores.urls import is_url, place_of
+from fastckpt._paths import AnyPath, is_url
+from fastckpt._stores.urls import place_of
 from fastckpt.keep import Policy
 
 from .arguments import have_text
