@@ -293,7 +293,7 @@ def test_a_manager_takes_auto_with_its_measure(tmp_path):
     assert (policy.mttf, policy.overhead) == (6 * 3600.0, 0.02)
     both = fastckpt.Manager(tmp_path, save_when=["auto", 100, save_when.First()])
     assert [type(one) for one in both._when.policies] == [save_when.Auto, save_when.Every, save_when.First]
-    assert both._when[0].mttf == 50_000 * 3600.0
+    assert both._when.policies[0].mttf == 50_000 * 3600.0
 
 
 def test_auto_in_a_real_run_saves_the_second_step_and_measures(tmp_path):

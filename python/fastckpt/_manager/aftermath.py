@@ -116,15 +116,18 @@ class Aftermath:
             except OSError as error:
                 logger.warning("%s: the file latest is not written: %s", self._directory.path, error)
 
+    def is_over(self, end: float) -> bool:
+        """Whether all of it is done by then."""
+        return all(done.wait(left_until(end)) for done in tuple(self._open))
+
     def wait(self, end: float) -> None:
         """Wait until all of it is done.
 
         Raises:
             TimeoutError: not by then.
         """
-        for done in tuple(self._open):
-            if not done.wait(left_until(end)):
-                raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+        if not self.is_over(end):
+            raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
 
     def _copy(self) -> None:
         if self.drain is not None:

@@ -40,6 +40,7 @@ class Asked:
         saved: the step that needs no further save.
         due: whether a policy wants the step; the first rank's counts.
         apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
+        over: whether nothing is in flight that this rank waits for.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Asked:
     saved: int | None
     due: Callable[[], bool]
     apart: float
+    over: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,14 @@ class Agreed:
         left: the least that is left on any.
         saved: what the first rank says.
         due: likewise.
+        over: whether no rank waits for anything.
     """
 
     signals: tuple[int, ...]
     left: float | None
     saved: int | None
     due: bool
+    over: bool
 
 
 class Alone:
@@ -115,7 +119,7 @@ class Alone:
 
     def decide(self, operation: str, asked: Asked) -> Agreed:  # noqa: ARG002 - ranks say it in errors
         """What holds for all ranks at this boundary."""
-        return Agreed(asked.signals, asked.left, asked.saved, bool(asked.signals) or asked.due())
+        return Agreed(asked.signals, asked.left, asked.saved, bool(asked.signals) or asked.due(), asked.over)
 
     def first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds: which checkpoints there are. It may take long."""
@@ -194,27 +198,28 @@ class Together(Alone):
         """
 
         def combine(values: list[Any]) -> list[Any]:
-            least, most, signals, left = values[0]
-            for low, high, others, theirs in values[1:]:
+            least, most, signals, left, over = values[0]
+            for low, high, others, theirs, done in values[1:]:
                 least, most = min(least, low), max(most, high)
                 signals = [*signals, *(number for number in others if number not in signals)]
                 left = theirs if left is None else left if theirs is None else min(left, theirs)
-            return [least, most, signals, left]
+                over = over and done
+            return [least, most, signals, left, over]
 
         def decide(value: list[Any]) -> list[Any]:
-            least, most, signals, left = value
+            least, most, signals, left, over = value
             if least != most:
                 raise ValueError(
                     f"{operation}: {self._directory}: ranks are at steps from {least} to {most}: all must call it with "
                     "the same step"
                 )
             due = bool(signals) or asked.due()
-            return [signals, left, asked.saved, due, 0 if due else self._pace(asked.apart)]
+            return [signals, left, asked.saved, due, over, 0 if due else self._pace(asked.apart)]
 
-        value = [asked.step, asked.step, list(asked.signals), asked.left]
-        signals, left, saved, due, self._skip = self._round(operation, value, combine, decide)
+        value = [asked.step, asked.step, list(asked.signals), asked.left, asked.over]
+        signals, left, saved, due, over, self._skip = self._round(operation, value, combine, decide)
         self._passed = 0
-        return Agreed(tuple(signals), left, saved, due)
+        return Agreed(tuple(signals), left, saved, due, over)
 
     def first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds; the others wait for as long as it takes.
@@ -319,7 +324,7 @@ def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[s
     return None
 
 
-def failed_of(error: BaseException, *kinds: type[BaseException]) -> bool:
+def failed_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     """Whether an error is of one of these kinds, or another rank has failed with one."""
     names = tuple(f"failed: {kind.__name__}" for kind in kinds)
     return isinstance(error, kinds) or any(

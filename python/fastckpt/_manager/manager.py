@@ -245,15 +245,21 @@ class Manager(Preemption):
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
+        if self._is_shared:
+            self._wait_together(end)
         if pending is not None:
             around, self._steady = self._steady, self._steady or self._settle
             try:
-                self._signal_came()
+                if not self._is_shared:
+                    self._signal_came()
                 self._report = pending.result(left_until(end))
-            except Exception:
+            except Exception as error:
                 # Once it is known to have failed, its step may be saved again, and is no base.
                 with contextlib.suppress(TimeoutError):
                     self._aftermath.wait(end)
+                if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
+                    # Given up on all ranks, and this one has heard of another's first.
+                    raise CancelledError(str(error)) from error
                 raise
             finally:
                 self._steady = around
@@ -325,8 +331,9 @@ class Manager(Preemption):
         """
         try:
             if os.getpid() == self._process:
-                self._steady = self._answer_at_end
-                self._signal_came()
+                if error is not None or not self._is_shared:
+                    self._steady = self._answer_at_end
+                    self._signal_came()
                 self._end(error)
         finally:
             try:
@@ -392,11 +399,16 @@ class Manager(Preemption):
         """Wait for what is in flight; ``error`` has ended the block."""
         failure = error
         try:
-            self.wait()
+            if error is None or not self._is_shared:
+                self.wait()
+            else:
+                # The others may be elsewhere.
+                self._settle()
+                self._aftermath.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
             # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
             # not be lost.
-            if error is None and not failed_of(failed, CancelledError):
+            if error is None and not isinstance(failed, CancelledError):
                 failure = failed
         self._end_together(failure)
         if failure is not error and failure is not None:

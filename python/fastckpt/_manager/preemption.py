@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.progress import until
@@ -36,6 +37,8 @@ APART = 1.0
 _ROUNDS = 20
 #: Seconds that a save gets which all ranks have begun in time.
 _LEAST = 0.01
+#: Seconds between two questions of ranks that wait for a save, at first and at most.
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 
 
 class Preemption(Run):
@@ -129,7 +132,7 @@ class Preemption(Run):
         self._check("steady")
         about = metadata_of(step_of("steady", step), metrics, metadata)
         self._cadence.reach(step, in_flight=self._in_flight)
-        if self._agree.size > 1:
+        if self._is_shared:
             self._answer_together(step, state, about, per_rank)
             yield
             self._answer_together(step, state, about, per_rank)
@@ -145,6 +148,11 @@ class Preemption(Run):
     # What happens.
 
     @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks save together."""
+        return self._agree.size > 1 and not self._read_only
+
+    @property
     def _in_flight(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
@@ -154,11 +162,13 @@ class Preemption(Run):
         base = None if saved is None else self.path(saved)
         return {"base": base, **self._calls.options, "metadata": about}
 
-    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float) -> Agreed:
+    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, *, over: bool = True) -> Agreed:
         """Agree with the other ranks on what happens at a boundary."""
         deadline = self._signals.deadline
         left = None if deadline == math.inf else deadline - time.monotonic()
-        asked = Asked(step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS))
+        asked = Asked(
+            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over
+        )
         agreed = self._agree.decide(operation, asked)
         self._base = agreed.saved
         self._signals.agree(agreed.signals, agreed.left)
@@ -217,7 +227,7 @@ class Preemption(Run):
     def _end_together(self, failure: BaseException | None) -> None:
         """The block has ended, with ``failure`` on this rank: answer what has come to any rank, or tell the others."""
         signals = self._signals
-        if self._agree.size == 1 or signals.exiting:
+        if not self._is_shared or signals.exiting:
             return
         if failure is not None:
             self._agree.leave(failure)
@@ -242,12 +252,34 @@ class Preemption(Run):
         try:
             failure = pending.exception(left_until(self._signals.deadline))
         except TimeoutError:
-            if pending.cancel():
+            # Where several ranks cancel it, one of them may hear of another's first.
+            if pending.cancel() or failed_of(pending.exception(), CancelledError):
                 self._pending = self._saved = None
                 self._given_up(f"{pending.path} was not durable in time")
             return
         if failure is not None:
             self._saved = None
+
+    def _wait_together(self, end: float) -> None:
+        """Wait until the save in flight, and what follows it, is over on all ranks, or given up on all for a signal.
+
+        Raises:
+            TimeoutError: not by ``end``. It goes on.
+        """
+        pause = _FIRST_LOOK
+        while True:
+            pending = self._pending
+            limit = min(end, time.monotonic() + pause)
+            over = pending is None or pending.finished.wait(left_until(limit))
+            over = over and self._aftermath.is_over(limit)
+            agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
+            if agreed.signals:
+                self._settle()
+            if agreed.signals or agreed.over:
+                return
+            if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
+                raise TimeoutError(f"wait: {self.directory}: the last save is not durable in time; it goes on")
+            pause = min(2 * pause, _LAST_LOOK)
 
     def _given_up(self, what: str) -> None:
         logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)
