@@ -17,7 +17,7 @@ from fastckpt._api.manage import Leftover, ListedCheckpoint, leftovers, remove, 
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import Registry, register_type
-from fastckpt._api.reports import Damage, Loaded, LoadReport, SaveReport, VerifyReport
+from fastckpt._api.reports import CopyReport, Damage, Loaded, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.save import save
 from fastckpt._api.target import set_target
 from fastckpt._api.tensor_info import TensorInfo
@@ -37,6 +37,7 @@ from fastckpt.exceptions import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fastckpt._api.copy import copy as copy
     from fastckpt._api.host_memory import release_buffers
     from fastckpt._api.in_flight import drain
     from fastckpt._api.probe import probe
@@ -49,11 +50,12 @@ if TYPE_CHECKING:
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
     from fastckpt._tools.plan.plan import Plan, plan
 
-#: Without ``list`` and ``open``: ``from fastckpt import *`` must not hide Python's own.
+#: Without ``copy``, ``list`` and ``open``: ``from fastckpt import *`` must not hide Python's own.
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Composed",
+    "CopyReport",
     "CorruptCheckpointError",
     "Damage",
     "Diagnosis",
@@ -107,6 +109,7 @@ logging.getLogger("fastckpt").addHandler(LastWord())
 
 #: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
 _LATER = {
+    "copy": "_api.copy",
     "release_buffers": "_api.host_memory",
     "PendingSave": "_background.pending",
     "SaveProgress": "_background.pending",

@@ -5,6 +5,7 @@ It has what reading, inspecting, verifying and converting take. All else is ther
 
 from importlib.metadata import version
 
+from fastckpt._portable.checksum import crc64, crc64_joined
 from fastckpt._portable.hashes import crowded
 from fastckpt._portable.limits import MAX_DIMENSIONS, MAX_TOKENS
 from fastckpt._portable.listing import list_checkpoints
@@ -82,8 +83,6 @@ Share = for_linux("Share")
 Snapshot = for_linux("Snapshot")
 Spread = for_linux("Spread")
 check_target = for_linux("check_target")
-crc64 = for_linux("crc64")
-crc64_joined = for_linux("crc64_joined")
 leftovers = for_linux("leftovers")
 probe = for_linux("probe")
 remove = for_linux("remove")

@@ -93,6 +93,7 @@ def test_public_names():
                 "SaveReport",
                 "LoadReport",
                 "Loaded",
+                "CopyReport",
                 "VerifyReport",
                 "Damage",
                 "CheckpointError",
@@ -117,7 +118,7 @@ def test_public_names():
     assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
     assert all(getattr(fastckpt, name).__doc__ for name in fastckpt.__all__ if name != "__version__")
     # Whoever imports all keeps Python's own.
-    for name in ("list", "open"):
+    for name in ("copy", "list", "open"):
         assert callable(getattr(fastckpt, name))
         assert name not in fastckpt.__all__
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)

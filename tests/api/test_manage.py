@@ -75,7 +75,7 @@ def test_what_is_no_checkpoint_or_holds_other_files_stays(run):
 
 
 def test_urls_are_no_paths():
-    for call in (fastckpt.remove, fastckpt.list):
+    for call in (fastckpt.leftovers, lambda url: fastckpt.remove_leftover(url, ".c.tmp")):
         with pytest.raises(ValueError, match="URL"):
             call("s3://bucket/step-1")
 

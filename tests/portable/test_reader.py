@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, _core
-from fastckpt import _crc64 as checksum
-from fastckpt._portable import files, hashes, listing, reader
+from fastckpt import CorruptCheckpointError, _core, _crc64
+from fastckpt._portable import checksum, files, hashes, listing, reader
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
 from fastckpt._portable.records import ReadRequest
@@ -25,13 +24,16 @@ from harness import manifest
 OPTIONS = {"io": "auto", "drain": None, "tick": None}
 
 
-def test_sums_are_those_of_the_format():
+@pytest.mark.parametrize("core", [_core, checksum], ids=["compiled", "portable"])
+def test_sums_are_those_of_the_format(core, monkeypatch):
+    monkeypatch.setattr(_crc64, "_sum", core.crc64)
+    monkeypatch.setattr(_crc64, "_join", core.crc64_joined)
     data = random.Random(1).randbytes(10_000)
     for cut in (0, 1, 4096, 9999, 10_000):
         first, second = data[:cut], data[cut:]
-        assert checksum.of(second, checksum.of(first)) == manifest.crc64(data) == checksum.of(data)
-        assert checksum.joined(checksum.of(first), [(checksum.of(second), len(second))]) == checksum.of(data)
-    assert checksum.of(b"123456789") == 0xAE8B14860A799888
+        assert _crc64.of(second, _crc64.of(first)) == manifest.crc64(data) == _crc64.of(data)
+        assert _crc64.joined(_crc64.of(first), [(_crc64.of(second), len(second))]) == _crc64.of(data)
+    assert _crc64.of(b"123456789") == 0xAE8B14860A799888
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """What users call: its arguments, its reports, and the order of the steps behind it."""
 
+from fastckpt import _core, _crc64
 from fastckpt._namesake import warn_of_namesake
 
 # Here, and not in fastckpt/__init__.py, which the other distribution may have overwritten: fastckpt.distributed and
 # fastckpt.dcp come by here, too.
 warn_of_namesake()
+_crc64.use(_core.crc64, _core.crc64_joined)

@@ -259,3 +259,42 @@ class VerifyReport(Report):
     def __str__(self) -> str:
         found = "no damage" if self.ok else f"{count(len(self.damage), 'damaged range')}, first {self.damage[0]}"
         return f"{self._line('verified')}: {found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What one copy did.
+
+    Attributes:
+        source: the place of the checkpoint: an absolute path or a URL.
+        target: the place of the copy.
+        bytes: bytes that were moved.
+        reused_bytes: bytes that were at the target already, or that an earlier copy, cut short, had brought.
+        files: the files of the checkpoint, the manifest among them.
+        seconds: wall-clock seconds.
+        warnings: what else the caller should know, in words; mostly empty.
+        was_there: whether the target held this checkpoint already, and nothing was done.
+    """
+
+    source: str
+    target: str
+    bytes: int
+    reused_bytes: int
+    files: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+    was_there: bool = False
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Throughput of what was moved in GB/s, GB being 10^9 bytes."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        if self.was_there:
+            return f"nothing to copy: {self.target} holds the checkpoint of {self.source} already"
+        reused = f", {size(self.reused_bytes)} were there" if self.reused_bytes else ""
+        return (
+            f"copied {size(self.bytes)} in {self.seconds:.3f} s ({self.gigabytes_per_second:.2f} GB/s{reused}): "
+            f"{count(self.files, 'file')}: {self.source} -> {self.target}"
+        )

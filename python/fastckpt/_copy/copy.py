@@ -31,6 +31,7 @@ class Copied(NamedTuple):
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
         warnings: what else the caller should know, in words.
+        was_there: whether the target held the checkpoint already, and nothing was done.
     """
 
     bytes: int
@@ -38,6 +39,7 @@ class Copied(NamedTuple):
     files: int
     seconds: float
     warnings: tuple[str, ...] = ()
+    was_there: bool = False
 
 
 def copy_checkpoint(
@@ -87,7 +89,7 @@ def copy_checkpoint(
     to = (ToObjects if is_url(target) else ToDirectory)(operation, target, overwrite=overwrite)
     files = len(plan.items) + 1
     if not plan.heals(target) and to.has(plan):
-        return Copied(0, plan.nbytes, files, time.perf_counter() - began)
+        return Copied(0, plan.nbytes, files, time.perf_counter() - began, was_there=True)
     pace.look()
     try:
         reused, warnings = to.bring(plan, pace, share)

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from fastckpt import _crc64 as checksum
+from fastckpt import _crc64
 from fastckpt._text import visible
 from fastckpt.exceptions import CorruptCheckpointError, FormatVersionError
 
@@ -82,7 +82,7 @@ def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -
         raise corrupt(path, "its first line is damaged")
     # The first line opened the object.
     text = b"{" + content[line.end() :]
-    found, written = checksum.to_hex(checksum.of(memoryview(text)[1:])), line[3].decode()
+    found, written = _crc64.to_hex(_crc64.of(memoryview(text)[1:])), line[3].decode()
     if found != written:
         raise corrupt(path, f"its checksum is {found}, written was {written}")
     try:
@@ -174,7 +174,7 @@ def _shard(entry: Any) -> StoredShard:
     most = min(shard.nbytes, MAX_HEADER + 8)
     if shard.nbytes > MAX_BYTES or not _SMALLEST_HEADER <= shard.data_offset <= most:
         raise ValueError(f"shard `{file}` has impossible sizes")
-    if not (checksum.are_digits(shard.header_crc, 1) and checksum.are_digits(shard.crc, 1)):
+    if not (_crc64.are_digits(shard.header_crc, 1) and _crc64.are_digits(shard.crc, 1)):
         raise ValueError(f"shard `{file}` has no checksum")
     return shard
 
@@ -216,7 +216,7 @@ def _tensor_called(name: str, entry: Any, shards: list[StoredShard], block_size:
     if offset < shard.data_offset:
         raise ValueError(f"it begins inside the header of shard `{shard.file}`")
     extents = extent_count(offset, nbytes, block_size)
-    if not checksum.are_digits(crc, extents):
+    if not _crc64.are_digits(crc, extents):
         raise ValueError(f"it needs the checksums of {extents} extents")
     return StoredTensor(name, dtype, shape, number, offset, nbytes, _logical(entry, dtype, shape), crc)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastckpt import _crc64 as checksum
+from fastckpt import _crc64
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
@@ -152,7 +152,7 @@ class Reader:
 
     def checksum(self, tensor: int) -> int | None:
         """The CRC-64 of all bytes of a tensor."""
-        return checksum.joined(checksum.of(b""), self._sums(self._tensor(tensor)))
+        return _crc64.joined(_crc64.of(b""), self._sums(self._tensor(tensor)))
 
     def shards(self) -> list[StoredShard]:
         """All shards."""
@@ -311,7 +311,7 @@ class Reader:
 
     def _header_damage(self, shard: StoredShard, file: File) -> Iterator[DamagedRange]:
         """What of a shard's header is not what was written."""
-        sum_, at_, field = checksum.of(b""), 0, 0
+        sum_, at_, field = _crc64.of(b""), 0, 0
         while at_ < shard.data_offset:
             piece = bytearray(min(_HEADER_READ, shard.data_offset - at_))
             got = file.read_at(at_, piece)
@@ -319,30 +319,30 @@ class Reader:
                 field = int.from_bytes(piece[:8], "little")
             if not got:
                 break
-            sum_ = checksum.of(memoryview(piece)[:got], sum_)
+            sum_ = _crc64.of(memoryview(piece)[:got], sum_)
             at_ += got
         # A forged manifest may vouch for a header to which other readers would give another length.
         if at_ == shard.data_offset and field + 8 != at_:
             reason = f"header: its length field puts the data elsewhere than at byte {at_}"
             yield DamagedRange(shard.file, 0, 8, None, reason)
-        elif at_ < shard.data_offset or checksum.to_hex(sum_) != shard.header_crc:
-            reason = f"header: checksum is {checksum.to_hex(sum_)}, written was {shard.header_crc}"
+        elif at_ < shard.data_offset or _crc64.to_hex(sum_) != shard.header_crc:
+            reason = f"header: checksum is {_crc64.to_hex(sum_)}, written was {shard.header_crc}"
             yield DamagedRange(shard.file, 0, shard.data_offset, None, reason)
 
     def _wrong_sums(self) -> Iterator[DamagedRange]:
         """Shards whose checksum, by which copies elsewhere are checked, is not that of their parts."""
         sums = [int(shard.header_crc, 16) for shard in self._manifest.shards]
         for tensor in sorted(self._manifest.tensors, key=lambda tensor: tensor.offset):
-            sums[tensor.shard] = checksum.joined(sums[tensor.shard], self._sums(tensor))
+            sums[tensor.shard] = _crc64.joined(sums[tensor.shard], self._sums(tensor))
         for shard, sum_ in zip(self._manifest.shards, sums, strict=True):
-            if checksum.to_hex(sum_) != shard.crc:
+            if _crc64.to_hex(sum_) != shard.crc:
                 reason = "the manifest's checksum of the whole shard is not that of its parts"
                 yield DamagedRange(shard.file, 0, shard.nbytes, None, reason)
 
     def _sums(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
         """The sum and the length of each extent of a tensor."""
         for number, (start, end) in enumerate(_cut(tensor.offset, tensor.offset + tensor.nbytes, self.block_size)):
-            yield int(tensor.crc[number * checksum.HEX :][: checksum.HEX], 16), end - start
+            yield int(tensor.crc[number * _crc64.HEX :][: _crc64.HEX], 16), end - start
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -460,7 +460,7 @@ class _Job:
                     # A sum is that of a whole extent.
                     block = start // size
                     start, stop = max(offset, block * size), min(end, (block + 1) * size)
-                    crc = tensor.crc[(block - first) * checksum.HEX :][: checksum.HEX]
+                    crc = tensor.crc[(block - first) * _crc64.HEX :][: _crc64.HEX]
                     if stop <= covered:
                         continue
                     covered = stop
@@ -585,7 +585,7 @@ class _Job:
                 there = piece.target.memory[piece.start :][: piece.nbytes]
                 there[:] = part
                 part = there
-            found = None if piece.crc is None else checksum.to_hex(checksum.of(part))
+            found = None if piece.crc is None else _crc64.to_hex(_crc64.of(part))
             if found != piece.crc:
                 self._damaged(read.shard, piece, f"checksum is {found}, written was {piece.crc}")
             piece.target.deliver(piece.start, part)

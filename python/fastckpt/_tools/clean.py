@@ -1,4 +1,4 @@
-"""``fastckpt clean``: what saves that were killed left in a directory of checkpoints."""
+"""``fastckpt clean``: what saves and copies that were killed left in a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: What each state means, for people.
 STATES = {
     "alive": "its writer is running",
-    "dead": "not needed: the next save here removes it",
+    "dead": "not needed: the next save here removes it (of a copy: the same copy goes on with it)",
     "unknown": "its writer may be running, perhaps on another machine",
     "kept": "an old checkpoint that a save was about to replace, or the save itself",
     "foreign": "not a checkpoint, displaced by a save that was killed: move it by hand",
@@ -29,7 +29,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     parser = command(
         "clean",
-        "list what saves that were killed left in a directory of checkpoints, and remove it",
+        "list what killed saves and copies left in a directory, and remove it",
         "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
         "could not be removed.",
     )

@@ -1,4 +1,4 @@
-"""The command ``fastckpt``: inspect, verify, compare, convert, plan, measure and clean up checkpoints.
+"""The command ``fastckpt``: inspect, verify, compare, copy, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
 slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
@@ -31,6 +31,7 @@ from fastckpt._tools.plan import simulate_command as _simulate
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from . import clean as _clean
+from . import copy as _copy
 from . import diff as _diff
 from . import runs as _runs
 
@@ -74,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", description="Inspect, verify, convert, plan and clean up checkpoints.")
+    parser = _Parser(prog="fastckpt", description="Inspect, verify, copy, convert, plan and clean up checkpoints.")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=Path)
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _diff, _runs):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs):
         tool.register(command)
     return parser
 
@@ -227,6 +228,7 @@ _COMMANDS = {
     "simulate": _simulate.run,
     "doctor": _doctor.run,
     "clean": _clean.run,
+    "copy": _copy.run,
     "diff": _diff.run,
     "runs": _runs.run,
     "prune": _runs.prune,

@@ -1,0 +1,74 @@
+"""Copying a checkpoint to another directory or object store."""
+
+from __future__ import annotations
+
+from fastckpt._copy.copy import copy_checkpoint
+from fastckpt._paths import AnyPath, is_url
+from fastckpt._stores.urls import place_of
+
+from . import in_flight
+from .options import check_bandwidth
+from .outcome import logger, until_settled
+from .progress import ticker
+from .reports import CopyReport
+
+
+def copy(
+    source: AnyPath,
+    target: AnyPath,
+    *,
+    overwrite: bool = False,
+    bandwidth_limit: float | str | None = None,
+    progress: bool = False,
+) -> CopyReport:
+    """Copy a checkpoint to another directory or object store.
+
+    Every shard is compared with its checksum on the way. The copy appears at ``target`` whole and durable, or not at
+    all. If the copy is cut short, a later call with the same arguments goes on with what it has brought. Files beside
+    the shards, such as a ``config.json``, are copied too, unless their names begin with a dot.
+
+    Args:
+        source: the checkpoint's directory, or its URL in an object store (docs/stores.md). An asynchronous save to it
+            in flight is waited for.
+        target: the path or the URL of the copy.
+        overwrite: replace another checkpoint at ``target``.
+        bandwidth_limit: bytes per second that the copy may move: a number, or a string such as ``"500MB/s"``.
+        progress: show a progress bar.
+
+    Returns:
+        The report. ``report.was_there`` is true if ``target`` held this checkpoint already, and nothing was done.
+
+    Raises:
+        CorruptCheckpointError: a file of the source is damaged or missing; nothing is at ``target``.
+        FileNotFoundError: there is no checkpoint at ``source``.
+        FileExistsError: there is something else at ``target``, and ``overwrite`` is false, or it is not a checkpoint.
+        NotACheckpointError: what is at ``source`` was not written by fastckpt.
+        ImportError: a place is a URL, and the package obstore cannot be imported.
+        NotImplementedError: ``target`` is a path, and this installation has no compiled core.
+        OSError: the storage failed, or the store did not answer or refuses.
+        ValueError: an argument is out of range, ``source`` and ``target`` are the same place, or the source holds a
+            directory or a link.
+
+    Example:
+        >>> import fastckpt, numpy, tempfile
+        >>> run = tempfile.mkdtemp()
+        >>> _ = fastckpt.save({"w": numpy.ones(3)}, f"{run}/step-7")
+        >>> fastckpt.copy(f"{run}/step-7", f"{run}/archive/step-7").was_there
+        False
+        >>> fastckpt.copy(f"{run}/step-7", f"{run}/archive/step-7").was_there
+        True
+    """
+    begin, end = place_of("copy", source), place_of("copy", target)
+    if begin == end:
+        raise ValueError(f"copy: source and target are the same place, {begin!r}")
+    limit = check_bandwidth("copy", bandwidth_limit)
+    for place in (begin, end):
+        if not is_url(place):
+            in_flight.wait_for_path(place)
+    with ticker("copy", end, shown=progress) as tick:
+        copied = until_settled(lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=limit, tick=tick))
+    report = CopyReport(source=begin, target=end, **copied._asdict())
+    for warning in report.warnings:
+        logger.warning("%s: %s", end, warning)
+    logger.info("%s", report)
+    return report
