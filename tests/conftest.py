@@ -8,6 +8,7 @@ import pytest
 
 import fastckpt
 from harness import groups, zygote
+from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
 # A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

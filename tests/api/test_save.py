@@ -120,9 +120,6 @@ def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
     for name, call in {
         "save": lambda: fastckpt.save({}, given),
         "save_async": lambda: fastckpt.save_async({}, given),
-        "load": lambda: fastckpt.load(given),
-        "open": lambda: fastckpt.open(given),
-        "verify": lambda: fastckpt.verify(given),
         "doctor": lambda: fastckpt.doctor(given),
         "plan": lambda: fastckpt.plan(checkpoint=given, gpus=8),
         "probe": lambda: fastckpt.probe(given),
@@ -135,14 +132,12 @@ def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command",
     [
-        "info URL",
-        "ls URL",
-        "verify URL",
         "convert URL x",
         "convert x URL",
         "plan --checkpoint URL",
         "bench URL",
         "doctor URL",
+        "prune URL",
     ],
 )
 def test_a_url_is_no_path_on_the_command_line(command, tmp_path, monkeypatch, capsys):

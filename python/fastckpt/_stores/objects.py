@@ -34,6 +34,8 @@ _TRUE = {"1", "true", "on", "yes", "y"}
 # What a URL in a message has behind its path may be a signature.
 _query = re.compile(r"(\bhttps?://[^\s?]*)\?\S*")
 
+_refused = re.compile(r"status code: 40[13]\b")
+
 _memories: dict[str, Any] = {}
 _lock = threading.Lock()
 _process: int | None = None
@@ -295,8 +297,7 @@ class Objects:
             raise self._error(what, name, error.errno or errno.EIO, error.strerror or _said(error)) from None
         except (exceptions.BaseError, NotImplementedError, ValueError) as error:
             said = _said(error)
-            # A listing of what is not there is an error of its own.
-            raise self._error(what, name, errno.ENOENT if "NoSuchBucket" in said else errno.EIO, said) from None
+            raise self._error(what, name, _number(said), said) from None
 
     def _where(self, name: str) -> str:
         return f"`{self.url}/{name}`" if name else f"`{self.url}`"
@@ -311,6 +312,13 @@ def _said(error: BaseException) -> str:
     if "builder error" in text:
         text += " (for an http:// endpoint set AWS_ALLOW_HTTP=true)"
     return _query.sub(r"\1", text)
+
+
+def _number(said: str) -> int:
+    """The number of an error that the client has no class for, as it has none for listings."""
+    if "NoSuchBucket" in said:
+        return errno.ENOENT
+    return errno.EACCES if _refused.search(said) else errno.EIO
 
 
 def _repacked(

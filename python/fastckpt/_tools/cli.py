@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import fastckpt
@@ -34,6 +33,7 @@ from . import clean as _clean
 from . import copy as _copy
 from . import diff as _diff
 from . import runs as _runs
+from .places import place
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -86,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     info = command("info", "show what a checkpoint holds, and when and how it was written")
-    info.add_argument("path", metavar="PATH", type=Path)
+    info.add_argument("path", metavar="PATH", type=place)
 
     ls = command("ls", "list the tensors of a checkpoint")
-    ls.add_argument("path", metavar="PATH", type=Path)
+    ls.add_argument("path", metavar="PATH", type=place)
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
-    verify.add_argument("path", metavar="PATH", type=Path)
+    verify.add_argument("path", metavar="PATH", type=place)
 
     for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs):
         tool.register(command)
@@ -206,7 +206,7 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     ]
     lines = table([head, *rows], right=(3,))
     lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
-    document = {"path": str(options.path.absolute()), "tensors": tensors, "bytes": total}
+    document = {"path": checkpoint.path, "tensors": tensors, "bytes": total}
     return OK, document, lines
 
 
@@ -235,7 +235,7 @@ _COMMANDS = {
 }
 
 
-def _message(error: Exception, operation: str, path: Path) -> str:
+def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> str:
     """Return what failed, where, why, and what helps."""
     if isinstance(error, KeyError):
         return str(error.args[0]) if error.args else type(error).__name__
@@ -255,13 +255,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in arguments
-    operation, path = "run", Path()
+    operation, path = "run", place("")
     document: dict[str, Any]
     try:
         _namesake.check_own(fastckpt)
         options = _parser().parse_args(arguments)
         operation = {"info": "open", "ls": "open", "runs": "list"}.get(options.command, options.command)
-        path = Path(getattr(options, "path", None) or getattr(options, "checkpoint", None) or path)
+        path = getattr(options, "path", None) or getattr(options, "checkpoint", None) or path
         status, document, lines = _COMMANDS[options.command](options)
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
         status = DAMAGED if isinstance(error, CorruptCheckpointError) else FAILED

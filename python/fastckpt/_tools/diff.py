@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import fastckpt
 from fastckpt._text import count, table
+
+from .places import place
 
 if TYPE_CHECKING:
     import argparse
@@ -57,8 +58,8 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "Tensors are compared by name and value: +0 and -0 are equal, and nan equals nan. Every byte that is read is "
         "verified. Exits with 0 whether they differ or not.",
     )
-    parser.add_argument("path", metavar="A", type=Path)
-    parser.add_argument("other", metavar="B", type=Path)
+    parser.add_argument("path", metavar="A", type=place)
+    parser.add_argument("other", metavar="B", type=place)
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import fastckpt
 from fastckpt._text import count, size, table
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
+
+from .places import place
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +39,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "if something could not be removed.",
     )
     for parser in (runs, prune):
-        parser.add_argument("path", metavar="DIR", type=Path, help="the directory that holds the checkpoints")
+        parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
         parser.add_argument(
             "--keep",
             metavar="POLICY",
@@ -61,6 +64,8 @@ class _Found:
 
 
 def _find(options: argparse.Namespace, operation: str) -> _Found:
+    if isinstance(options.path, str):
+        raise ValueError(f"prune: {options.path!r} is a URL: the run's manager keeps order there (remote_keep=)")  # noqa: TRY004
     path = os.fspath(options.path.absolute())
     if not options.path.is_dir():
         raise FileNotFoundError(2, os.strerror(2), path)
@@ -86,6 +91,8 @@ def _files(path: str) -> dict[tuple[int, int], int]:
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List a run; return exit status, JSON document and lines."""
+    if isinstance(options.path, str):
+        return _run_in_store(options)
     found = _find(options, "runs")
     everything: dict[tuple[int, int], int] = {}
     listed: list[dict[str, Any]] = []
@@ -120,12 +127,62 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         "checkpoints": listed,
         "bytes": sum(everything.values()),
     }
+    return 0, document, _shown(document)
+
+
+def _shown(document: dict[str, Any]) -> list[str]:
+    """The lines; afterwards JSON can hold the document."""
     lines = _lines(document)
-    for entry in listed:
+    for entry in document["checkpoints"]:
         # JSON has no nan and no infinity.
         metrics: dict[str, float] = entry["metrics"]
         entry["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-    return 0, document, lines
+    return lines
+
+
+def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """List a run in an object store, of which only its own manager knows what is kept there."""
+    if options.keep is not None:
+        raise ValueError(f"runs {options.path}: --keep is for a directory")
+    listed: list[dict[str, Any]] = []
+    for one in fastckpt.list(options.path):
+        step = _step_of(one.name, options.name)
+        if step is None:
+            continue
+        metrics, speed = {}, None
+        if one.damage is None:
+            with fastckpt.open(one.path) as checkpoint:
+                speed = checkpoint.origin.gigabytes_per_second
+                metadata = checkpoint.metadata
+            given = metadata.get("metrics") if isinstance(metadata, dict) else None
+            if isinstance(given, dict):
+                metrics = {str(name): float(value) for name, value in given.items() if isinstance(value, (int, float))}
+        listed.append(
+            {
+                "step": step,
+                "path": one.path,
+                "created": one.created,
+                "bytes": one.bytes,
+                "shared_bytes": 0,
+                "gigabytes_per_second": speed,
+                "metrics": metrics,
+                "kept": [],
+                "damage": one.damage,
+            }
+        )
+    listed.sort(key=lambda one: int(one["step"]))
+    total = sum(one["bytes"] for one in listed)
+    document = {"path": options.path, "keep": None, "checkpoints": listed, "bytes": total}
+    return 0, document, _shown(document)
+
+
+def _step_of(name: str, form: str) -> int | None:
+    """The step whose checkpoint is called ``name``; None where it is something else."""
+    try:
+        steps = [int(digits) for digits in re.findall("[0-9]+", name)]
+        return next((step for step in steps if form.format(step=step) == name), None)
+    except (LookupError, ValueError):
+        raise ValueError(f"runs: --name must be a format such as step-{{step:08d}}, not {form!r}") from None
 
 
 def _lines(document: dict[str, Any]) -> list[str]:
@@ -134,7 +191,8 @@ def _lines(document: dict[str, Any]) -> list[str]:
     rows: list[tuple[str, ...]] = [("step", "created", "size", "shared", "GB/s", "metrics", "kept for")]
     for one in document["checkpoints"]:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())
-        why = f"damaged: {one['damage']}" if one["damage"] else ", ".join(one["kept"]) or "nothing"
+        nothing = "nothing" if document["keep"] is not None else ""
+        why = f"damaged: {one['damage']}" if one["damage"] else ", ".join(one["kept"]) or nothing
         speed = "" if one["gigabytes_per_second"] is None else f"{one['gigabytes_per_second']:.2f}"
         shared = size(one["shared_bytes"]) if one["shared_bytes"] else ""
         rows.append((str(one["step"]), _when(one["created"]), size(one["bytes"]), shared, speed, metrics, why))

@@ -1,0 +1,120 @@
+"""A server of S3 on loopback (moto's), and the environment that leads to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import pytest
+
+BUCKET = "bucket"
+#: What the environment of whoever runs the tests may say.
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_")
+
+
+class Server:
+    """The server, and what it was asked.
+
+    Attributes:
+        url: its endpoint.
+        requests: the method, the path and the headers of each request since :meth:`forget`.
+        refuse: called with the method and the path; the status of the answer where that is not None.
+    """
+
+    def __init__(self):
+        import moto.server
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._app = moto.server.DomainDispatcherApplication(moto.server.create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="s3", daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.forget()
+
+    def forget(self):
+        """Nothing was asked, and nothing is refused."""
+        self.requests = []
+        self.refuse = lambda _method, _path: None
+
+    def _answer(self, environ, start):
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        headers = {name[5:].replace("_", "-").lower(): text for name, text in environ.items() if name[:5] == "HTTP_"}
+        self.requests.append((method, path, headers))
+        status = self.refuse(method, path)
+        if status is None:
+            return self._app(environ, start)
+        # All of the request is read: the client may still be sending it.
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start(status, [("Content-Type", "application/xml")])
+        code = status.split(" ", 1)[1].replace(" ", "")
+        return [f"<Error><Code>{code}</Code><Message>as the test says</Message></Error>".encode()]
+
+    def client(self):
+        """A client of another hand."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id="key",
+            aws_secret_access_key="a secret",
+        )
+
+    def close(self):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def lead_to(url, monkeypatch):
+    """Have the environment say that S3 is at ``url``, and nothing else of stores."""
+    for name in [name for name in os.environ if name.startswith(_ENVIRONMENT)]:
+        monkeypatch.delenv(name)
+    for name, text in {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "a secret",
+    }.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The server, for all tests of a process."""
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """The server with one empty bucket, ``s3://bucket``, to which the environment leads."""
+    lead_to(s3_server.url, monkeypatch)
+    client = s3_server.client()
+    client.create_bucket(Bucket=BUCKET)
+    s3_server.forget()
+    yield s3_server
+    s3_server.forget()
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+        if keys := [{"Key": one["Key"]} for one in page.get("Contents", [])]:
+            client.delete_objects(Bucket=BUCKET, Delete={"Objects": keys})
+    client.delete_bucket(Bucket=BUCKET)
+    client.close()
+
+
+def put(directory, url):
+    """The files of a directory as objects below ``url``, manifest last, with their sums."""
+    from fastckpt import _crc64
+    from fastckpt._stores.objects import Objects
+
+    objects = Objects.at("put", url)
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == "fastckpt.json"):
+        content = path.read_bytes()
+        objects.write(path.name, [content], len(content), _crc64.to_hex(_crc64.of(content)))
+    return objects
