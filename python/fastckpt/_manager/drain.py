@@ -10,13 +10,14 @@ does not answer then, it leaves the rest to the next run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,36 @@ class Drain:
                 self._start()
             return step in self._waiting
 
+    @contextlib.contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Somebody waits: each step is tried once, without pauses, and then the thread ends."""
+        with self._lock:
+            self._hurry = True
+            self._forgive()
+            self._wake.set()
+            self._start()
+        try:
+            yield
+        finally:
+            self._hurry = False
+
+    def is_over(self, limit: float) -> bool:
+        """Whether the thread has ended, by ``limit`` of ``time.monotonic``."""
+        return self._idle.wait(max(0.0, limit - time.monotonic()))
+
+    def tell(self) -> None:
+        """Raise what the last attempts ended with; what waits is tried again.
+
+        Raises:
+            Exception: an attempt failed, and the step is not at the remote.
+        """
+        with self._lock:
+            failed = next(iter(self._failed), None)
+            error = None if failed is None else self._failed.pop(failed)
+            self._start()
+        if error is not None:
+            raise error
+
     def wait(self, end: float, must_leave: Callable[[], bool]) -> None:
         """Wait until nothing waits, or each step was tried once more.
 
@@ -151,33 +182,19 @@ class Drain:
             must_leave: whether something else is more urgent; then it goes on by itself.
 
         Raises:
-            TimeoutError: not by then, by ``time.monotonic``. It goes on.
+            TimeoutError: not by then. It goes on.
             Exception: the last attempt at a step failed, and it is not at the remote.
         """
-        try:
-            with self._lock:
-                self._hurry = True
-                self._forgive()
-                self._wake.set()
-                self._start()
-                idle = self._idle
-            while not idle.wait(min(_LOOK, max(0.0, end - time.monotonic()))):
+        with self.hurry():
+            while not self.is_over(min(end, time.monotonic() + _LOOK)):
                 if must_leave():
                     return
-                if time.monotonic() < end:
-                    continue
-                place = self._tier.place.path
-                raise TimeoutError(
-                    f"wait: {self._directory.path}: checkpoints are still being copied to {place}; it goes on"
-                )
-        finally:
-            self._hurry = False
-        with self._lock:
-            failed = next(iter(self._failed), None)
-            error = None if failed is None else self._failed.pop(failed)
-            self._start()
-        if error is not None:
-            raise error
+                if time.monotonic() >= end:
+                    place = self._tier.place.path
+                    raise TimeoutError(
+                        f"wait: {self._directory.path}: checkpoints are still being copied to {place}; it goes on"
+                    )
+        self.tell()
 
     def leave(self, end: float) -> None:
         """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
@@ -192,7 +209,7 @@ class Drain:
         idle.wait()
         with self._lock:
             self._stopped = False
-        if waiting:
+        if waiting and not self._share[0]:
             logger.warning(
                 "%s: not yet at %s, and left to the next run: %s",
                 *(self._directory.path, self._tier.place.path, ", ".join(map(str, waiting))),

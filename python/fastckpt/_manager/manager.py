@@ -246,7 +246,7 @@ class Manager(Preemption):
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
         if self._is_shared:
-            self._wait_together(end)
+            self._wait_together(end, self._is_saved)
         if pending is not None:
             around, self._steady = self._steady, self._steady or self._settle
             try:
@@ -267,9 +267,7 @@ class Manager(Preemption):
                 if pending.done():
                     self._pending = None
         self._aftermath.wait(end)
-        if self._drain is not None:
-            # Where a signal has come, the step boundary is more urgent; when it is answered, the end of the process is.
-            self._drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
+        self._wait_for_copies(end)
         return self._report
 
     # Coming back.
@@ -338,8 +336,9 @@ class Manager(Preemption):
         finally:
             try:
                 if self._drain is not None and os.getpid() == self._process:
-                    # What is left after a signal; else all is done, or has failed.
-                    self._drain.leave(self._signals.end if self._signals.first is not None else 0.0)
+                    # Where nothing ended the block, all is done, or has failed.
+                    came = error is not None or self._signals.first is not None
+                    self._drain.leave(self._signals.end if came else 0.0)
             finally:
                 self._steady = None
                 self._signals.uninstall()
@@ -382,6 +381,23 @@ class Manager(Preemption):
         )
         self._retention.held = self._drain.holds
         self._drain.resume()
+
+    def _wait_for_copies(self, end: float) -> None:
+        """Wait until all that waits is at the remote tier."""
+        if self._tier is None or self._read_only:
+            return
+        drain = self._drain
+        if not self._is_shared:
+            if drain is not None:
+                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
+            return
+        # The first rank commits, so that what it has done is done.
+        leading = drain if self._agree.leads else None
+        with leading.hurry() if leading else contextlib.nullcontext():
+            over = self._wait_together(end, leading.is_over if leading else lambda _: True)
+        if over:
+            self._agree.first(leading.tell if leading else lambda: None)
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""

@@ -260,25 +260,34 @@ class Preemption(Run):
         if failure is not None:
             self._saved = None
 
-    def _wait_together(self, end: float) -> None:
-        """Wait until the save in flight, and what follows it, is over on all ranks, or given up on all for a signal.
+    def _is_saved(self, limit: float) -> bool:
+        """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""
+        pending = self._pending
+        return (pending is None or pending.finished.wait(left_until(limit))) and self._aftermath.is_over(limit)
+
+    def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
+        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+
+        Args:
+            end: until when, by ``time.monotonic``.
+            is_over: whether it is over on this rank by such a time.
+
+        Returns:
+            Whether it is over.
 
         Raises:
             TimeoutError: not by ``end``. It goes on.
         """
         pause = _FIRST_LOOK
         while True:
-            pending = self._pending
-            limit = min(end, time.monotonic() + pause)
-            over = pending is None or pending.finished.wait(left_until(limit))
-            over = over and self._aftermath.is_over(limit)
+            over = is_over(min(end, time.monotonic() + pause))
             agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
             if agreed.signals:
                 self._settle()
             if agreed.signals or agreed.over:
-                return
+                return agreed.over
             if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
-                raise TimeoutError(f"wait: {self.directory}: the last save is not durable in time; it goes on")
+                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _given_up(self, what: str) -> None:
