@@ -9,12 +9,13 @@ import textwrap
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import keep
+from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
@@ -244,6 +245,36 @@ def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):
     run.save(4)
     run.wait()
     assert run.there() == [2, 3, 4, 5]
+
+
+def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
+    run = Run(tmp_path, tmp_path / "remote", [keep.Last(1)])
+    run.save(1, 2, 3, add=False)
+
+    (tmp_path / "remote").mkdir()
+    for place, step in ((run.tier.place, 1), (run.tier.place, 9), (run.local, 0)):
+        manifest = Path(run.local.path_of(1), "fastckpt.json").read_bytes()
+        _core.Gathering(place.path_of(step), manifest, True).close()
+    run.drain.resume()
+    run.wait()
+    assert run.there() == [3]
+    # Something newer may be another manager's.
+    assert [one.checkpoint for one in fastckpt.leftovers(run.tier.place.path)] == ["step-00000009"]
+    assert fastckpt.leftovers(run.local.path) == []
+
+
+def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    run.save(1, 2, add=False)
+    place = run.tier.place
+    place.replace("step-00000001/model.safetensors", b"part", durable=True)
+    place.replace("step-00000009/model.safetensors", b"another's", durable=True)
+    run.drain.resume()
+    run.wait()
+    assert run.there() == [2]
+    with pytest.raises(FileNotFoundError):
+        place.read("step-00000001/model.safetensors")
+    assert place.read("step-00000009/model.safetensors") == b"another's"
 
 
 def test_what_is_left_is_copied_with_the_next(run, copier, caplog):

@@ -15,8 +15,11 @@ import re
 import secrets
 import string
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
+
+from fastckpt._api.manage import leftovers, remove_leftover
 
 LATEST = "latest"
 #: A file of the run that is about to get its name.
@@ -196,6 +199,21 @@ class Directory:
                     with contextlib.suppress(OSError):
                         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
                             Path(entry.path).unlink()
+
+    def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
+        """Remove what killed copies left of the steps for which ``is_over`` says that nobody goes on with them.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        for one in leftovers(self.path):
+            step = self.names.step_of(one.checkpoint)
+            # What a copy leaves names no host.
+            if not one.host and one.state == "dead" and step is not None and is_over(step):
+                remove_leftover(self.path, one.name)
+
+    def forget(self, step: int) -> None:
+        """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""
 
     def _sync(self) -> None:
         if os.name != "posix":

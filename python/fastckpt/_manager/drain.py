@@ -340,7 +340,10 @@ class Drain:
                 self._latest, self._durable = number, step
             if self._directory.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
-            self._tier.retention.clear(step if self._durable is None else self._durable)
+            durable = step if self._durable is None else self._durable
+            self._tier.retention.clear(durable)
+            for each in (place, self._directory):
+                each.sweep_copies(lambda one: one < durable and one not in self._waiting)
         except OSError as error:
             logger.warning("%s: what follows the copy of step %d failed: %s", place.path, step, error)
 
@@ -370,6 +373,8 @@ class Drain:
         dropped = [step for step in waiting if step in wanted and not wanted[step]]
         for step in dropped:
             self._drop(step, waiting[step])
+            if not self._share[0]:
+                self._tier.place.forget(step)
             logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._directory.path, step)
         if dropped and self._share[0] == 0:
             self._settled()

@@ -6,7 +6,7 @@ that of the checkpoint, and it is one as soon as its manifest is there, which is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,20 @@ class Prefix:
             return self._objects.size(manifest), 0 if noted is None else int(noted, 16), 0
         except FileNotFoundError:
             return None
+
+    def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
+        """A store does not tell whether somebody still writes to a name: nothing is removed by a look around."""
+
+    def forget(self, step: int) -> None:
+        """Remove what killed copies left of a step with which nobody goes on.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        name = self.names.name_of(step)
+        if not self._has(f"{name}/{MANIFEST}"):
+            below = self._objects.below(name)
+            below.remove(below.sizes())
 
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""
