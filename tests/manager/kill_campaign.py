@@ -187,7 +187,7 @@ def campaign(directory, remote, kills, seed):
     for number in range(kills):
         phase = draw.choice(PHASES if remote is None else (*PHASES, "drain"))
         if remote is not None and draw.randrange(LOST) == 0 and known["drained"]:
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
         one_round(directory, remote, known, phase, draw)
         counts[phase] += 1

@@ -144,6 +144,19 @@ def test_a_step_that_was_never_seen_is_held_and_copied(run):
     assert not run.drain.holds(1)
 
 
+def test_a_step_that_was_never_seen_goes_last(run, copier):
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.save(2, add=False)
+    run.save(3)
+    assert run.drain.holds(2)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [1, 3, 2]
+    assert run.tier.place.read("latest") == b"step-00000003\n"
+
+
 def test_a_failure_is_logged_once_and_tried_again(run, copier, caplog):
     caplog.set_level(logging.INFO, "fastckpt")
     copier.fail["all"] = OSError(5, "no route to the store")

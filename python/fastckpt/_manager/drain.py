@@ -94,7 +94,9 @@ class Drain:
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: The steps that wait, or are being copied, and when they were asked for.
+        #: For steps that are older than what is being saved.
+        self._late = itertools.count(0, -1)
+        #: The steps that wait, or are being copied; those with the highest numbers go first.
         self._waiting: dict[int, int] = {}
         #: All that ever waited: what a removal of the local tier finds here and not above may go.
         self._seen: set[int] = set()
@@ -111,8 +113,8 @@ class Drain:
         #: Somebody waits: each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
-        #: When the step was asked for that the remote's ``latest`` names.
-        self._latest = 0
+        #: The number of the step that the remote's ``latest`` names.
+        self._latest = -math.inf
         #: The last step that this drain has made durable at the remote.
         self._durable: int | None = None
 
@@ -140,7 +142,7 @@ class Drain:
         with self._lock:
             # Another process may have saved it, or a save that ended a moment ago.
             if step not in self._seen:
-                self._queue(step)
+                self._queue(step, next(self._late))
                 self._start()
             return step in self._waiting
 
@@ -224,9 +226,9 @@ class Drain:
 
     # The queue.
 
-    def _queue(self, step: int) -> None:
+    def _queue(self, step: int, number: int | None = None) -> None:
         self._seen.add(step)
-        self._waiting[step] = next(self._numbers)
+        self._waiting[step] = next(self._numbers) if number is None else number
         self._failed.pop(step, None)
         self._changed = True
         self._wake.set()
