@@ -418,3 +418,28 @@ def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
         assert manager.remote_steps() == [1, 2]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
+    monkeypatch.setattr(draining, "_FIRST", 0.01)
+    remote = "s3://bucket/runs/gpt"
+    fill(local, remote, [1, 2, 3], remote_keep=2)
+    # The store has compared what it was sent.
+    sent = {path: headers for method, path, headers in s3.requests if method == "PUT"}
+    for shard in shards(local / "step-00000003"):
+        assert sent[f"/bucket/runs/gpt/step-00000003/{shard.name}"]["x-amz-checksum-crc64nvme"]
+    with fastckpt.Manager(local, remote=remote, remote_keep=2, **OPTIONS) as manager:
+        # An outage.
+        s3.refuse = lambda method, _path: "403 Forbidden" if method in {"PUT", "POST"} else None
+        manager.save(4, state(4), {"loss": 1})
+        with pytest.raises(PermissionError):
+            manager.wait()
+        assert manager.remote_steps() == [2, 3]
+        s3.forget()
+        manager.save(5, state(5), {"loss": 2})
+        manager.wait()
+        assert manager.remote_steps() == [4, 5]
+    assert "step 4 is not at s3://bucket/runs/gpt" in caplog.text
+    shutil.rmtree(local)
+    assert is_of(fastckpt.Manager(local, remote=remote, read_only=True).restore(), 5)
+    assert is_of(fastckpt.Manager(local, remote=remote).restore(step=4), 4)
