@@ -2,6 +2,7 @@
 
 ``directory`` knows names, pins and the file ``latest``; ``catalogue`` what each checkpoint says of itself;
 ``run`` tells what is there and why; ``retention`` which of them go; ``cadence`` measures what policies ask about;
-``signals`` hears that the end is near, and ``preemption`` saves before it; ``restore`` finds what can be loaded. What
-all ranks of a job must decide alike goes through ``agreement``.
+``when`` asks these policies; ``boundary`` is what happens between two steps; ``signals`` hears that the end is near,
+and ``preemption`` saves before it; ``restore`` finds what can be loaded. What all ranks of a job must decide alike goes
+through ``agreement``, and what saves and loads their states through ``calls``.
 """

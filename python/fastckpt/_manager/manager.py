@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
 from fastckpt._api.options import check_bandwidth
-from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
 
-from .aftermath import left_until
-from .agreement import agreement, failed_of
+from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
 from .drain import Drain
 from .fetch import Fetch
-from .preemption import APART, Preemption
+from .preemption import Preemption
 from .restore import Restored, Source
 from .tier import Tier, place_at
 from .when import When
@@ -60,8 +54,17 @@ class Manager(Preemption):
     that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
     not know; give all the same policies, or all but one ``read_only=True``. docs/manager.md tells more.
 
+    In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
+    ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
+    They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
+    for ``timeout`` seconds, is a :class:`fastckpt.RanksError` on the others.
+
     Args:
         directory: where the checkpoints lie. The first save makes it.
+        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
+            one; where none was initialised, this process alone.
+        alone: act for this process alone, whatever groups there are.
+        timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays that one of them wants. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
         save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved that one of them wants. A
@@ -85,8 +88,10 @@ class Manager(Preemption):
 
     Raises:
         ImportError: ``remote`` is a URL, and the package for those is not there.
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range, or ``directory`` is a URL.
+        TypeError: an argument is of another type, or ``process_group`` is none.
+        ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process is
+            not in ``process_group``.
+        RanksError: another rank has not made its manager, or has other arguments.
     """
 
     def __init__(  # noqa: PLR0913 - each is one thing
@@ -115,16 +120,13 @@ class Manager(Preemption):
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
         calls = Calls(save_options, ranks, agree.rank, agree.size)
-        super().__init__(Directory(path, Names(name)), policies, agree, calls, read_only=bool(read_only))
+        super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
         self._source = Source(self._directory, agree, calls, fetch)
-        self._when = When(when)
         self._async = bool(async_save)
         self._looked = False
-        #: The step that all ranks have agreed to save next.
-        self._wanted: int | None = None
         agree.begin(
             {
                 "keep": told(policies or ()),
@@ -150,10 +152,16 @@ class Manager(Preemption):
         come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
 
         Args:
-            step: the number of the training step.
+            step: the number of the training step, the same on all ranks.
+
+        Returns:
+            Whether it is to be saved, the same on all ranks. They ask each other about once per second, and whenever a
+            policy wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
+            RanksError: a rank has ended, does not answer, or is at another step.
+            RuntimeError: a process group was initialised after the manager was made.
         """
         step = step_of("should_save", step)
         if self._read_only:
@@ -183,7 +191,8 @@ class Manager(Preemption):
             metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
             force: save whatever the policies say, also a step that is saved already.
             metadata: more for the checkpoint's metadata, without tensors.
-            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`.
+            per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
+                back.
 
         Returns:
             Whether the save was begun.
@@ -191,8 +200,9 @@ class Manager(Preemption):
         Raises:
             RuntimeError: the manager is read-only, or belongs to the process that this one was forked from.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
-            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, among it the failure of the
-                last save in the background; that of this call then goes on.
+            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
+                :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
+                then goes on.
         """
         self._check("save")
         about = metadata_of(step_of("save", step), metrics, metadata)
@@ -226,50 +236,6 @@ class Manager(Preemption):
         finally:
             self._cadence.leave()
 
-    def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
-
-        For a signal of :meth:`save_on_signal` it waits no longer than the grace period allows, and gives the save up.
-        It does not wait for copies then: they go on.
-
-        Args:
-            timeout: seconds; None for as long as it takes.
-
-        Returns:
-            The report of the last save that became durable, or None.
-
-        Raises:
-            TimeoutError: it is not done in time. It goes on.
-            CancelledError: it was given up for a signal.
-            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        pending = self._pending
-        if self._is_shared:
-            self._wait_together(end, self._is_saved)
-        if pending is not None:
-            around, self._steady = self._steady, self._steady or self._settle
-            try:
-                if not self._is_shared:
-                    self._signal_came()
-                self._report = pending.result(left_until(end))
-            except Exception as error:
-                # Once it is known to have failed, its step may be saved again, and is no base.
-                with contextlib.suppress(TimeoutError):
-                    self._aftermath.wait(end)
-                if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
-                    # Given up on all ranks, and this one has heard of another's first.
-                    raise CancelledError(str(error)) from error
-                raise
-            finally:
-                self._steady = around
-                # A failure is told once.
-                if pending.done():
-                    self._pending = None
-        self._aftermath.wait(end)
-        self._wait_for_copies(end)
-        return self._report
-
     # Coming back.
 
     def restore(
@@ -287,15 +253,16 @@ class Manager(Preemption):
             into: as for :func:`fastckpt.load`.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
-            options: further arguments of :func:`fastckpt.load`.
+            options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
-            Step, state, metrics; None where there is no checkpoint at all.
+            Step, state, metrics; None where there is no checkpoint at all. All ranks get the same step.
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
             OSError: there is none in the directory, and the remote tier does not answer.
+            RanksError: another rank could not load it.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
@@ -305,7 +272,7 @@ class Manager(Preemption):
         self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.of(step_of("restore", step), how, stacklevel=3)
+            found = self._source.at(step_of("restore", step), how, stacklevel=3)
         else:
             newest = self._source.newest(how, stacklevel=3)
             if newest is None:
@@ -345,29 +312,6 @@ class Manager(Preemption):
 
     # What happens.
 
-    def _is_wanted(self, step: int, *, force: bool) -> bool:
-        """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
-        self._cadence.reach(step, in_flight=self._in_flight)
-        self._wanted = None
-        moment = self._cadence.moment(in_flight=self._in_flight)
-        if not (force or self._when.due_by_step(moment)) and self._agree.skips():
-            return False
-        agreed = self._ask(
-            "should_save",
-            step,
-            lambda: force or (step != self._saved and self._when.due(moment)),
-            APART if self._when.may_wait else 0.0,
-        )
-        if agreed.signals:
-            if step == agreed.saved:
-                self._settle()
-            # What was being saved may have failed.
-            if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
-                self._answer(step, None)
-                return force
-        self._wanted = step if agreed.due else None
-        return agreed.due
-
     def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
         """From here on this process copies to the remote tier, first what an earlier one has left."""
         self._drain = self._aftermath.drain = Drain(
@@ -382,23 +326,6 @@ class Manager(Preemption):
         self._retention.held = self._drain.holds
         self._drain.resume()
 
-    def _wait_for_copies(self, end: float) -> None:
-        """Wait until all that waits is at the remote tier."""
-        if self._tier is None or self._read_only:
-            return
-        drain = self._drain
-        if not self._is_shared:
-            if drain is not None:
-                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
-                drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
-            return
-        # The first rank commits, so that what it has done is done.
-        leading = drain if self._agree.leads else None
-        with leading.hurry() if leading else contextlib.nullcontext():
-            over = self._wait_together(end, leading.is_over if leading else lambda _: True)
-        if over:
-            self._agree.first(leading.tell if leading else lambda: None)
-
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
         if not self._looked:
@@ -410,25 +337,6 @@ class Manager(Preemption):
                     "verifies: remove what this run replaces",
                     *(self.directory, step, steps[-1]),
                 )
-
-    def _end(self, error: BaseException | None) -> None:
-        """Wait for what is in flight; ``error`` has ended the block."""
-        failure = error
-        try:
-            if error is None or not self._is_shared:
-                self.wait()
-            else:
-                # The others may be elsewhere.
-                self._settle()
-                self._aftermath.wait(math.inf)
-        except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
-            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
-            # not be lost.
-            if error is None and not isinstance(failed, CancelledError):
-                failure = failed
-        self._end_together(failure)
-        if failure is not error and failure is not None:
-            raise failure
 
     def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
         step = about["step"]

@@ -6,76 +6,25 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastckpt._api.progress import until
 from fastckpt._units import seconds
 
-from .aftermath import Aftermath, left_until
-from .agreement import Asked, failed_of
+from .agreement import failed_of
 from .arguments import metadata_of, step_of
-from .cadence import Cadence
-from .run import Run
-from .signals import Signals
-
-if TYPE_CHECKING:
-    from fastckpt import keep as keeping
-    from fastckpt._api.reports import SaveReport
-    from fastckpt._background.pending import PendingSave
-
-    from .agreement import Agreed, Alone
-    from .calls import Calls
-    from .directory import Directory
+from .boundary import APART, Boundary
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
-#: by their questions, at least.
-APART = 1.0
-_ROUNDS = 20
 #: Seconds that a save gets which all ranks have begun in time.
 _LEAST = 0.01
-#: Seconds between two questions of ranks that wait for a save, at first and at most.
-_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 
 
-class Preemption(Run):
-    """What a manager does when a signal comes.
-
-    Args:
-        directory: as for :class:`.run.Run`.
-        policies: likewise.
-        agree: likewise.
-        calls: what saves.
-        read_only: whether nothing may be written.
-    """
-
-    def __init__(
-        self,
-        directory: Directory,
-        policies: Sequence[keeping.Policy] | None,
-        agree: Alone,
-        calls: Calls,
-        *,
-        read_only: bool,
-    ) -> None:
-        super().__init__(directory, policies, agree, read_only=read_only)
-        self._calls = calls
-        self._cadence = Cadence()
-        self._aftermath = Aftermath(directory, self._catalogue, self._retention, self._cadence, leads=agree.leads)
-        self._signals = Signals(self._signal_came, shared=agree.size > 1)
-        #: The state that does not change at the moment: what saves it, for a signal that comes now.
-        self._steady: Callable[[], object] | None = None
-        #: The last save that was begun, and its step.
-        self._pending: PendingSave | None = None
-        #: The step that needs no further save: saved, being saved, or restored.
-        self._saved: int | None = None
-        #: What it was at the last boundary, on all ranks: the next save may take files from that step.
-        self._base: int | None = None
-        #: The report of the last durable save.
-        self._report: SaveReport | None = None
+class Preemption(Boundary):
+    """What a manager does when a signal comes; the arguments are those of :class:`.boundary.Boundary`."""
 
     def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
         """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
@@ -85,6 +34,9 @@ class Preemption(Run):
         process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
         it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
         installed their handlers.
+
+        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
+        it would have done had the signal come to itself.
 
         Args:
             signals: numbers; SIGTERM without any.
@@ -147,51 +99,31 @@ class Preemption(Run):
 
     # What happens.
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether several ranks save together."""
-        return self._agree.size > 1 and not self._read_only
+    def _is_wanted(self, step: int, *, force: bool) -> bool:
+        """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
+        self._cadence.reach(step, in_flight=self._in_flight)
+        self._wanted = None
+        if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
+            return False
 
-    @property
-    def _in_flight(self) -> bool:
-        return self._pending is not None and not self._pending.done()
+        def due() -> bool:
+            return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
 
-    def _how(self, about: Mapping[str, Any], saved: int | None) -> dict[str, Any]:
-        """What a save gets beside state and path; ``saved`` is the step that it may take files from."""
-        # Of a failed save nothing is there: then everything is written once.
-        base = None if saved is None else self.path(saved)
-        return {"base": base, **self._calls.options, "metadata": about}
-
-    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, *, over: bool = True) -> Agreed:
-        """Agree with the other ranks on what happens at a boundary."""
-        deadline = self._signals.deadline
-        left = None if deadline == math.inf else deadline - time.monotonic()
-        asked = Asked(
-            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over
-        )
-        agreed = self._agree.decide(operation, asked)
-        self._base = agreed.saved
-        self._signals.agree(agreed.signals, agreed.left)
-        if not self._agree.leads:
-            # What failed in the background, the ranks hear of at different times.
-            self._saved = agreed.saved
-        return agreed
+        agreed = self._ask("should_save", step, due, APART if self._when.may_wait else 0.0)
+        if agreed.signals:
+            if step == agreed.saved:
+                self._settle()
+            # What was being saved may have failed.
+            if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
+                self._answer(step, None)
+                return force
+        self._wanted = step if agreed.due else None
+        return agreed.due
 
     def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
         """Answer what has come to any rank, at a place to which all of them come."""
         if not self._agree.skips() and self._ask("steady", step, lambda: False, APART).signals:
             self._answer(step, state, about, per_rank)
-
-    def _signal_came(self) -> None:
-        """In the handler, or at the begin of a steady stretch."""
-        answer = self._steady
-        if answer is not None and self._signals.pending:
-            # A second signal meanwhile is only noted.
-            self._steady = None
-            try:
-                answer()
-            finally:
-                self._steady = answer
 
     def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None, per_rank: Any = None) -> bool:
         """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
@@ -201,14 +133,16 @@ class Preemption(Run):
         names, deadline = self._signals.names(), self._signals.deadline
         try:
             self._settle()
-            if self._saved != step:
-                in_time = about is not None and self._agree.first(lambda: time.monotonic() < deadline)
+            saved, in_time = self._saved, False
+            if about is not None:
+                saved, in_time = self._agree.first(lambda: (self._saved, time.monotonic() < deadline))
+            if saved != step:
                 # Who has agreed to save takes part: the others wait for this rank.
                 with until(max(deadline, time.monotonic() + _LEAST) if in_time else 0.0):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
                     began = self._cadence.begin()
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
-                    how = {**self._how(about or {}, self._saved), "bandwidth_limit": None}
+                    how = {**self._how(about or {}, saved), "bandwidth_limit": None}
                     report = self._calls.save(state, self.path(step), per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 # Removing old checkpoints is left to the next run: time is short.
@@ -236,6 +170,25 @@ class Preemption(Run):
             self._ask("Manager", 0, lambda: False, 0.0)
         signals.pass_on()
 
+    def _end(self, error: BaseException | None) -> None:
+        """Wait for what is in flight; ``error`` has ended the block."""
+        failure = error
+        try:
+            if error is None or not self._is_shared:
+                self.wait()
+            else:
+                # The others may be elsewhere.
+                self._settle()
+                self._aftermath.wait(math.inf)
+        except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
+            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
+            # not be lost.
+            if error is None and not isinstance(failed, CancelledError):
+                failure = failed
+        self._end_together(failure)
+        if failure is not error and failure is not None:
+            raise failure
+
     def _answer_at_end(self) -> None:
         """Pass on the signals that have come when there will be no further step; among several ranks, not yet."""
         try:
@@ -243,52 +196,3 @@ class Preemption(Run):
         finally:
             if self._agree.size == 1:
                 self._signals.pass_on()
-
-    def _settle(self) -> None:
-        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            failure = pending.exception(left_until(self._signals.deadline))
-        except TimeoutError:
-            # Where several ranks cancel it, one of them may hear of another's first.
-            if pending.cancel() or failed_of(pending.exception(), CancelledError):
-                self._pending = self._saved = None
-                self._given_up(f"{pending.path} was not durable in time")
-            return
-        if failure is not None:
-            self._saved = None
-
-    def _is_saved(self, limit: float) -> bool:
-        """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""
-        pending = self._pending
-        return (pending is None or pending.finished.wait(left_until(limit))) and self._aftermath.is_over(limit)
-
-    def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
-        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
-
-        Args:
-            end: until when, by ``time.monotonic``.
-            is_over: whether it is over on this rank by such a time.
-
-        Returns:
-            Whether it is over.
-
-        Raises:
-            TimeoutError: not by ``end``. It goes on.
-        """
-        pause = _FIRST_LOOK
-        while True:
-            over = is_over(min(end, time.monotonic() + pause))
-            agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
-            if agreed.signals:
-                self._settle()
-            if agreed.signals or agreed.over:
-                return agreed.over
-            if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
-                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
-            pause = min(2 * pause, _LAST_LOOK)
-
-    def _given_up(self, what: str) -> None:
-        logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)

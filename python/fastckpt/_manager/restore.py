@@ -97,8 +97,8 @@ class Source:
         self._calls = calls
         self._fetch = fetch
 
-    def of(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
-        """Load the checkpoint of a step.
+    def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
+        """Load the checkpoint of a step, on all ranks or on none.
 
         Args:
             step: its number.
@@ -108,13 +108,11 @@ class Source:
         Raises:
             FileNotFoundError: there is none.
         """
-        if self._fetch is None:
-            return self._load(self._directory.path_of(step), step, (), how)
         found, error = self._try(step, (), how, far=False)
         failures = self._failures(error)
         if found is not None and not failures:
             return found
-        if all(failure.skips for failure in failures):
+        if self._fetch is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
                 self._warn(step, failures[0], stacklevel + 1, last=False)
             found, late = self._try(step, (), how, far=True)
@@ -143,7 +141,7 @@ class Source:
         while tries:
             step, far = tries.pop(0)
             path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how, far=far)
+            found, error = self._try(step, tuple(skipped.items()), how, far=far, first=True)
             failures = self._failures(error, far=far)
             if found is not None and not failures:
                 return found
@@ -210,13 +208,13 @@ class Source:
         return self._agree.first(find)
 
     def _try(
-        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, far: bool
+        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, far: bool, first: bool = False
     ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded."""
+        """Load the checkpoint of a step, or say why it cannot be loaded; ``first`` of several that may be tried."""
         try:
             fetch = self._fetch
             path = self._agree.first(lambda: fetch.bring(step)) if far and fetch else self._directory.path_of(step)
-            if how.get("into") is not None and not how.get("strict", True):
+            if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
                 self._agree.first(lambda: verified(path))
             return self._load(path, step, skipped, how), None

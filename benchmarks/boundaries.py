@@ -1,0 +1,73 @@
+"""What a step boundary of a manager costs in a job of several ranks.
+
+    torchrun --nproc-per-node 4 benchmarks/boundaries.py --steps 2000
+
+Each rank calls ``should_save`` at the end of steps that only sleep, in two ways: with policies that let ranks pass most
+boundaries without asking each other (``Every(steps=...)`` and a signal to listen for), and with a policy of the
+caller's, about which they ask at each. All ranks meet before each boundary, so what they wait for each other does not
+count. The first rank prints the microseconds of a boundary, and those of a step beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import tempfile
+import time
+
+import torch.distributed as dist
+
+import fastckpt
+from fastckpt import save_when
+
+
+class Never:
+    """A policy of the caller's: what it goes by, the manager cannot know."""
+
+    def due(self, moment: save_when.Moment) -> bool:
+        """Whether the step is to be saved."""
+        return moment.step < 0
+
+
+def measure(directory: str, when: save_when.Policy, steps: int, pause: float) -> dict[str, float]:
+    """Return microseconds of a boundary: the mean, the median and the 99th percentile, and of the steps themselves."""
+    spent, slept = [], 0.0
+    with fastckpt.Manager(directory, save_when=when) as manager:
+        manager.save_on_signal(signal.SIGUSR1)
+        manager.should_save(0)
+        for step in range(1, steps + 1):
+            began = time.perf_counter()
+            time.sleep(pause)
+            slept += time.perf_counter() - began
+            dist.barrier()
+            began = time.perf_counter()
+            manager.should_save(step)
+            spent.append(time.perf_counter() - began)
+    return {
+        "mean": 1e6 * statistics.fmean(spent),
+        "median": 1e6 * statistics.median(spent),
+        "p99": 1e6 * statistics.quantiles(spent, n=100)[-1],
+        "step": 1e6 * slept / steps,
+    }
+
+
+def main() -> None:
+    """Measure both ways on all ranks, and print what the first one has measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="boundaries of each way")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds of a step")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    ways = {"passes": save_when.Every(steps=10**9), "asks": Never()}
+    found = {way: measure(name[0], when, arguments.steps, arguments.pause) for way, when in ways.items()}
+    if dist.get_rank() == 0:
+        print(json.dumps({"ranks": dist.get_world_size(), **found}, indent=2))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

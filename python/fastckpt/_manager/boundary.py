@@ -1,0 +1,231 @@
+"""What all ranks agree on between two steps, and what is in flight meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+from .aftermath import Aftermath, left_until
+from .agreement import Asked, failed_of
+from .cadence import Cadence
+from .run import Run
+from .signals import Signals
+
+if TYPE_CHECKING:
+    from fastckpt import keep as keeping
+    from fastckpt._api.reports import SaveReport
+    from fastckpt._background.pending import PendingSave
+
+    from .agreement import Agreed, Alone
+    from .calls import Calls
+    from .directory import Directory
+    from .when import When
+
+logger = logging.getLogger("fastckpt")
+
+#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
+#: by their questions, at least.
+APART = 1.0
+_ROUNDS = 20
+#: Seconds between two questions of ranks that wait for a save, at first and at most.
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
+
+
+class Boundary(Run):
+    """What a manager knows between two steps.
+
+    Args:
+        directory: as for :class:`.run.Run`.
+        policies: likewise.
+        agree: likewise.
+        calls: what saves.
+        when: which steps are saved.
+        read_only: whether nothing may be written.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        policies: Sequence[keeping.Policy] | None,
+        agree: Alone,
+        calls: Calls,
+        when: When,
+        *,
+        read_only: bool,
+    ) -> None:
+        super().__init__(directory, policies, agree, read_only=read_only)
+        self._calls = calls
+        self._when = when
+        self._cadence = Cadence()
+        self._aftermath = Aftermath(directory, self._catalogue, self._retention, self._cadence, leads=agree.leads)
+        self._signals = Signals(self._signal_came, shared=agree.size > 1)
+        #: The step that all ranks have agreed to save next.
+        self._wanted: int | None = None
+        #: The state that does not change at the moment: what saves it, for a signal that comes now.
+        self._steady: Callable[[], object] | None = None
+        #: The last save that was begun, and its step.
+        self._pending: PendingSave | None = None
+        #: The step that needs no further save: saved, being saved, or restored.
+        self._saved: int | None = None
+        #: What it was at the last boundary, on all ranks: the next save may take files from that step.
+        self._base: int | None = None
+        #: The report of the last durable save.
+        self._report: SaveReport | None = None
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
+
+        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
+        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that holds on all.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            The report of the last save that became durable, or None.
+
+        Raises:
+            TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was given up for a signal.
+            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        pending = self._pending
+        if self._is_shared:
+            self._wait_together(end, self._is_saved)
+        if pending is not None:
+            around, self._steady = self._steady, self._steady or self._settle
+            try:
+                if not self._is_shared:
+                    self._signal_came()
+                self._report = pending.result(left_until(end))
+            except Exception as error:
+                # Once it is known to have failed, its step may be saved again, and is no base.
+                with contextlib.suppress(TimeoutError):
+                    self._aftermath.wait(end)
+                if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
+                    # Given up on all ranks, and this one has heard of another's first.
+                    raise CancelledError(str(error)) from error
+                raise
+            finally:
+                self._steady = around
+                # A failure is told once.
+                if pending.done():
+                    self._pending = None
+        self._aftermath.wait(end)
+        self._wait_for_copies(end)
+        return self._report
+
+    # What happens.
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks save together."""
+        return self._agree.size > 1 and not self._read_only
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def _how(self, about: Mapping[str, Any], saved: int | None) -> dict[str, Any]:
+        """What a save gets beside state and path; ``saved`` is the step that it may take files from."""
+        # Of a failed save nothing is there: then everything is written once.
+        base = None if saved is None else self.path(saved)
+        return {"base": base, **self._calls.options, "metadata": about}
+
+    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, *, over: bool = True) -> Agreed:
+        """Agree with the other ranks on what happens at a boundary."""
+        deadline = self._signals.deadline
+        left = None if deadline == math.inf else deadline - time.monotonic()
+        asked = Asked(
+            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over
+        )
+        agreed = self._agree.decide(operation, asked)
+        self._base = agreed.saved
+        self._signals.agree(agreed.signals, agreed.left)
+        if not self._agree.leads:
+            # What failed in the background, the ranks hear of at different times.
+            self._saved = agreed.saved
+        return agreed
+
+    def _settle(self) -> None:
+        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            failure = pending.exception(left_until(self._signals.deadline))
+        except TimeoutError:
+            # Where several ranks cancel it, one of them may hear of another's first.
+            if pending.cancel() or failed_of(pending.exception(), CancelledError):
+                self._pending = self._saved = None
+                self._given_up(f"{pending.path} was not durable in time")
+            return
+        if failure is not None:
+            self._saved = None
+
+    def _is_saved(self, limit: float) -> bool:
+        """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""
+        pending = self._pending
+        return (pending is None or pending.finished.wait(left_until(limit))) and self._aftermath.is_over(limit)
+
+    def _wait_for_copies(self, end: float) -> None:
+        """Wait until all that waits is at the remote tier."""
+        if self._tier is None or self._read_only:
+            return
+        drain = self._drain
+        if not self._is_shared:
+            if drain is not None:
+                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
+            return
+        # The first rank commits, so that what it has done is done.
+        leading = drain if self._agree.leads else None
+        with leading.hurry() if leading else contextlib.nullcontext():
+            over = self._wait_together(end, leading.is_over if leading else lambda _: True)
+        if over:
+            self._agree.first(leading.tell if leading else lambda: None)
+
+    def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
+        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+
+        Args:
+            end: until when, by ``time.monotonic``.
+            is_over: whether it is over on this rank by such a time.
+
+        Returns:
+            Whether it is over.
+
+        Raises:
+            TimeoutError: not by ``end``. It goes on.
+        """
+        pause = _FIRST_LOOK
+        while True:
+            over = is_over(min(end, time.monotonic() + pause))
+            agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
+            if agreed.signals:
+                self._settle()
+            if agreed.signals or agreed.over:
+                return agreed.over
+            if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
+                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def _given_up(self, what: str) -> None:
+        logger.error("%s: the save for %s is given up: %s", self.directory, self._signals.names(), what)
+
+    def _signal_came(self) -> None:
+        """In the handler, or at the begin of a steady stretch."""
+        answer = self._steady
+        if answer is not None and self._signals.pending:
+            # A second signal meanwhile is only noted.
+            self._steady = None
+            try:
+                answer()
+            finally:
+                self._steady = answer
