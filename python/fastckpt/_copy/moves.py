@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -120,6 +120,28 @@ def readable(read: Callable[[], _T]) -> _T:
         raise UnreadableError(error) from error
 
 
+def watched(jobs: Sequence[Callable[[], None]], pace: Pace) -> None:
+    """Run each job in a thread of its own, while the calling thread tells how far the copy is, and whether to stop.
+
+    Raises:
+        CancelledError: the copy is to stop.
+        Exception: a job failed; the others have ended, too.
+    """
+    if not jobs:
+        return
+    with ThreadPoolExecutor(len(jobs), "fastckpt") as pool:
+        try:
+            working = {pool.submit(job) for job in jobs}
+            while working:
+                ended, working = wait(working, INTERVAL, FIRST_EXCEPTION)
+                for one in ended:
+                    one.result()
+                pace.look()
+        except BaseException:
+            pace.halt()
+            raise
+
+
 def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pace: Pace) -> dict[str, Exception]:
     """Read ``items`` from ``source`` and put each into the sink that ``make`` makes.
 
@@ -147,17 +169,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
                 return
 
     try:
-        with ThreadPoolExecutor(max(threads, 1), "fastckpt") as pool:
-            try:
-                working = {pool.submit(work) for _ in range(threads)}
-                while working:
-                    ended, working = wait(working, INTERVAL)
-                    for one in ended:
-                        one.result()
-                    pace.look()
-            except BaseException:
-                pace.halt()
-                raise
+        watched([work] * threads, pace)
     finally:
         for file in files:
             file.close()

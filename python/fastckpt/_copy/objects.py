@@ -12,7 +12,7 @@ from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
 from fastckpt._stores.objects import Objects
 from fastckpt._text import visible
 
-from .moves import UnreadableError, ahead, readable, sum_of
+from .moves import UnreadableError, ahead, readable, sum_of, watched
 from .shares import bring_share
 from .sources import is_ours
 
@@ -122,8 +122,16 @@ class ToObjects:
         self._objects.remove([name for name in self._objects.children()[1] if is_ours(name) and name not in keep])
 
     def _send_each(self, items: Iterable[Item], source: Source, pace: Pace) -> dict[str, Exception]:
-        failures = ((item.name, self._send(item, source, pace)) for item in items)
-        return {name: error for name, error in failures if error is not None}
+        failed: dict[str, Exception] = {}
+
+        def send() -> None:
+            for item in items:
+                error = self._send(item, source, pace)
+                if error is not None:
+                    failed[item.name] = error
+
+        watched([send], pace)
+        return failed
 
     def _send(self, item: Item, source: Source, pace: Pace) -> Exception | None:
         """Send a file; return why it could not be read."""

@@ -158,12 +158,12 @@ impl Gathering {
     /// Makes a file that is filled durable, and gives it its name.
     pub fn keep(&self, incoming: Incoming, name: &str) -> Result<()> {
         let path = self.path_of(name);
-        check_name(name)?;
         let Incoming { name: part, file, .. } = incoming;
-        let kept = file.sync().map_err(Error::io("sync", &path)).and_then(|()| {
-            let renamed = fs::renameat(&self.directory, part.as_str(), &self.directory, name);
-            renamed.map_err(Error::io("name the file that was copied", &path))
-        });
+        let kept =
+            check_name(name).and_then(|()| file.sync().map_err(Error::io("sync", &path))).and_then(|()| {
+                let renamed = fs::renameat(&self.directory, part.as_str(), &self.directory, name);
+                renamed.map_err(Error::io("name the file that was copied", &path))
+            });
         kept.inspect_err(|_| self.unlink(&part))
     }
 
@@ -302,4 +302,152 @@ fn clear(directory: BorrowedFd<'_>) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::commit::clean::{leftovers, remove_leftover};
+    use crate::commit::leftovers::State;
+    use crate::commit::tests::{checkpoint, content, names};
+
+    use super::*;
+
+    const SEAL: &str = "0123456789abcdef";
+
+    fn manifest_of(text: &str) -> Vec<u8> {
+        format!("{{\"fastckpt\":1,\"crc64nvme\":\"{SEAL}\",\n{text}").into_bytes()
+    }
+
+    fn open(path: &Path) -> Gathering {
+        Gathering::open(path, manifest_of("one"), true).unwrap()
+    }
+
+    /// Brings a file of `text`.
+    fn bring(gathering: &Gathering, name: &str, text: &[u8]) {
+        let file = gathering.begin(text.len() as u64).unwrap();
+        assert_eq!(gathering.write(&file, 0, text).unwrap(), checksum::of(text));
+        gathering.keep(file, name).unwrap();
+    }
+
+    #[test]
+    fn what_is_gathered_becomes_the_checkpoint_at_once() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "zero");
+        std::fs::write(path.join("notes.txt"), "mine").unwrap();
+        let gathering = open(&path);
+        bring(&gathering, "model.safetensors", b"shard");
+        assert_eq!(gathering.held().unwrap(), [("model.safetensors".to_owned(), 5)]);
+        assert!(content(&path).ends_with("zero"));
+        assert!(gathering.publish(vec![("model.safetensors".to_owned(), 6)]).is_err(), "another length");
+        assert!(content(&path).ends_with("zero"));
+        gathering.publish(vec![("model.safetensors".to_owned(), 5)]).unwrap();
+        assert!(content(&path).ends_with("one"));
+        gathering.give_up();
+        assert_eq!(names(&path), ["fastckpt.json", "model.safetensors", "notes.txt"]);
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn what_is_whole_stays_for_the_next_one_and_what_is_not_goes() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let gathering = open(&path);
+        bring(&gathering, "model.safetensors", b"shard");
+        let half = gathering.begin(9).unwrap();
+        let place = gathering.path();
+        let other = open(&path);
+        assert_eq!(names(&place).len(), 3, "the other one is alive");
+        drop((half, gathering, other));
+        let again = open(&path);
+        assert_eq!(names(&place), [LOCK, "model.safetensors"]);
+        assert_eq!(again.held().unwrap().len(), 1);
+        again.give_up();
+        assert_eq!(names(parent.path()), [""; 0]);
+    }
+
+    #[test]
+    fn a_save_sweeps_only_what_is_published() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let gathering = open(&path);
+        bring(&gathering, "model.safetensors", b"shard");
+        let place = gathering.path();
+        drop(gathering);
+        drop(Workspace::create(&parent.path().join("d"), true).unwrap());
+        assert!(place.exists());
+        let gathering = open(&path);
+        gathering.publish(vec![("model.safetensors".to_owned(), 5)]).unwrap();
+        drop(Workspace::create(&parent.path().join("d"), true).unwrap());
+        assert!(place.exists(), "it is in use");
+        drop(gathering);
+        drop(Workspace::create(&parent.path().join("d"), true).unwrap());
+        assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    #[test]
+    fn it_is_listed_among_the_leftovers_and_removed_when_nobody_gathers() {
+        let parent = tempfile::tempdir().unwrap();
+        let gathering = open(&parent.path().join("c"));
+        bring(&gathering, "model.safetensors", b"shard");
+        let state = || {
+            leftovers(parent.path()).unwrap().into_iter().map(|one| (one.of, one.state)).collect::<Vec<_>>()
+        };
+        let name = gathering.name.clone();
+        assert_eq!(state(), [("c".to_owned(), State::Alive)]);
+        assert!(!remove_leftover(parent.path(), &name, true).unwrap());
+        drop(gathering);
+        assert_eq!(state(), [("c".to_owned(), State::Dead)]);
+        assert!(remove_leftover(parent.path(), &name, false).unwrap());
+        // Somebody else's directory of that name, and one whose maker was killed at once.
+        std::fs::create_dir(parent.path().join(&name)).unwrap();
+        assert_eq!(state(), [("c".to_owned(), State::Dead)]);
+        std::fs::write(parent.path().join(&name).join("mine"), "").unwrap();
+        assert_eq!(state(), [("c".to_owned(), State::Foreign)]);
+        assert!(!remove_leftover(parent.path(), &name, true).unwrap());
+    }
+
+    #[test]
+    fn a_link_is_of_the_file_that_was_verified() {
+        let parent = tempfile::tempdir().unwrap();
+        let from = parent.path().join("a");
+        std::fs::create_dir(&from).unwrap();
+        std::fs::write(from.join("model.safetensors"), "shard").unwrap();
+        let stat = fs::stat(from.join("model.safetensors")).unwrap();
+        let gathering = open(&parent.path().join("c"));
+        let (device, inode) = id(&stat);
+        assert!(gathering.link(&from, "model.safetensors", (device, inode + 1)).is_err());
+        assert_eq!(gathering.held().unwrap(), []);
+        gathering.link(&from, "model.safetensors", (device, inode)).unwrap();
+        gathering.link(&from, "model.safetensors", (device, inode)).unwrap();
+        assert_eq!(fs::stat(gathering.path().join("model.safetensors")).unwrap().st_ino, inode);
+        assert_eq!(names(&gathering.path()), [LOCK, "model.safetensors"]);
+    }
+
+    #[test]
+    fn names_that_would_lead_elsewhere_and_bytes_that_do_not_fit_are_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let gathering = open(&parent.path().join("c"));
+        for name in ["", ".lock", "../x", "a/b", "fastckpt.json"] {
+            let file = gathering.begin(0).unwrap();
+            assert!(gathering.keep(file, name).is_err(), "{name}");
+        }
+        let file = gathering.begin(4).unwrap();
+        assert!(gathering.write(&file, 0, b"12345").is_err());
+        assert!(gathering.write(&file, u64::MAX, b"1").is_err());
+        gathering.drop_part(file);
+        assert!(Gathering::open(&parent.path().join("d"), b"{}".to_vec(), true).is_err());
+    }
+
+    #[test]
+    fn bytes_of_any_place_and_length_are_written() {
+        let parent = tempfile::tempdir().unwrap();
+        let gathering = open(&parent.path().join("c"));
+        let bytes: Vec<u8> = (0..3 * PAGE as usize + 77).map(|at| (at * 7 % 251) as u8).collect();
+        let file = gathering.begin(bytes.len() as u64).unwrap();
+        for range in [0..4096, 4096..5000, 5000..8192, 8192..bytes.len()] {
+            gathering.write(&file, range.start as u64, &bytes[range]).unwrap();
+        }
+        gathering.keep(file, "config.json").unwrap();
+        assert!(std::fs::read(gathering.path().join("config.json")).unwrap() == bytes);
+    }
 }

@@ -1,0 +1,40 @@
+"""Checkpoints to copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import fastckpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: Three shards, an index and a config.json.
+NUMBERS = {"a": 150_000, "b": 150_000, "c": 150_000}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str, float], str]:
+    """Save a checkpoint whose numbers all are one; return its path."""
+
+    def save(name: str, value: float) -> str:
+        path = str(tmp_path / name)
+        state = {key: np.full(number, value) for key, number in NUMBERS.items()}
+        fastckpt.save(state, path, shard_size=1 << 20, files={"config.json": f'{{"value": {value}}}'})
+        return path
+
+    return save
+
+
+def value_at(place: str) -> float:
+    """The number of the checkpoint at a place, every byte of which is right."""
+    report = fastckpt.verify(place)
+    assert report.ok, str(report)
+    state = fastckpt.load(place)
+    values = {float(number) for array in state.values() for number in (array.min(), array.max())}
+    assert len(values) == 1
+    return values.pop()
