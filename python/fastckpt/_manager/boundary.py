@@ -81,7 +81,8 @@ class Boundary(Run):
         """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
 
         For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
-        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that holds on all.
+        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
+        holds on all.
 
         Args:
             timeout: seconds; None for as long as it takes.

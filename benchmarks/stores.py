@@ -1,0 +1,124 @@
+"""How fast a load from an object store is, beside the store's own client.
+
+    python benchmarks/stores.py --size 1 --rounds 7 --check
+
+In each round both read the same objects, and take turns to be first:
+
+- **client**: ``obstore.get_range``, 8 MiB at a time, in as many threads as a load has. It checks nothing, and what it
+  reads stays where the client put it;
+- **load**: ``fastckpt.load`` into new memory, with every byte compared with its checksum.
+
+``--store http`` (the default) reads over HTTP from a server on loopback, as S3 gives objects
+(``bench/object_server.py``, in a process of its own, from the page cache). ``--store files`` has the client read files
+itself, without any network: there is nothing to wait for, and what a load adds counts most. ``--url`` takes a place in
+a real store, of a checkpoint that is there. GB is 10^9 bytes; beside the speed stands the processor time of this
+process. ``--check`` exits with 1 when the load has less than 0.8 of the client's speed, by the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import obstore
+import obstore.store
+import torch
+
+import fastckpt
+from bench.object_server import served
+from fastckpt._stores import files, objects
+
+GB = 10**9
+BAR = 0.8
+
+
+def read_all(place: objects.Objects) -> int:
+    """Read all shards below ``place`` with the client alone; the bytes read."""
+    parts = [
+        (name, start, min(objects.PART, size - start))
+        for name, size in place.sizes().items()
+        if name.endswith(".safetensors")
+        for start in range(0, size, objects.PART)
+    ]
+
+    def read(part: tuple[str, int, int]) -> int:
+        name, start, length = part
+        return len(obstore.get_range(place._store, place._key(name), start=start, length=length))  # noqa: SLF001
+
+    with ThreadPoolExecutor(files.StoredFiles.threads) as pool:
+        return sum(pool.map(read, parts))
+
+
+def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the GB/s, and the CPU seconds per GB, of each round, by way."""
+    place = objects.Objects.at("benchmark", url)
+    ways = {
+        "client": lambda: read_all(place),
+        "load": lambda: fastckpt.load(url, report=True).report.bytes,
+    }
+    samples: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(-1, rounds):
+        for turn in range(len(ways)):
+            way = list(ways)[(number + turn) % len(ways)]
+            began, used = time.perf_counter(), time.process_time()
+            size = ways[way]() / GB
+            seconds, used = time.perf_counter() - began, time.process_time() - used
+            if number >= 0:  # the first round opens connections
+                samples[way].append(size / seconds)
+                cpu[way].append(used / size)
+    return samples, cpu
+
+
+def main() -> int:
+    """Run; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=1.0, help="GB of the checkpoint (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--store", choices=["http", "files"], default="http")
+    parser.add_argument("--url", help="a checkpoint in a real store; credentials come from the environment")
+    parser.add_argument("--directory", type=Path, help="where the files are made (a temporary directory)")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        url = options.url
+        if url is None:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory)))
+            rows = max(1, int(options.size * GB) // 16 // (4096 * 2))
+            state = {f"layers.{index}": torch.empty(rows, 4096, dtype=torch.bfloat16) for index in range(16)}
+            for tensor in state.values():
+                tensor.view(torch.int16).random_()
+            fastckpt.save(state, root / "bucket" / "c")
+            url = "s3://bucket/c"
+            if options.store == "http":
+                endpoint = stack.enter_context(served(root))
+                os.environ.update(
+                    AWS_ENDPOINT_URL=endpoint, AWS_ALLOW_HTTP="true", AWS_REGION="us-east-1", AWS_SKIP_SIGNATURE="true"
+                )
+            else:
+                url = "memory://bucket/c"
+                objects._memories["bucket"] = obstore.store.LocalStore(root / "bucket")  # noqa: SLF001
+        samples, cpu = measure(url, options.rounds)
+    medians = {way: statistics.median(speeds) for way, speeds in samples.items()}
+    ratio = statistics.median(a / b for a, b in zip(samples["load"], samples["client"], strict=True))
+    if options.json:
+        print(json.dumps({"samples": samples, "cpu": cpu, "medians": medians, "ratio": ratio, "bar": BAR}, indent=2))
+    else:
+        for way, speed in medians.items():
+            spread = f"from {min(samples[way]):.2f} to {max(samples[way]):.2f}"
+            print(f"{way:8} {speed:6.2f} GB/s ({spread}), {statistics.median(cpu[way]):.2f} CPU s/GB")
+        print(f"load / client: {ratio:.2f} (bar {BAR})")
+    return int(options.check and ratio < BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
