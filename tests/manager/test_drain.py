@@ -36,7 +36,7 @@ class Copier:
         self.gate = threading.Event()
         self.gate.set()
         self.fail = {}
-        self.meanwhile = lambda: None
+        self.meanwhile = self.afterwards = lambda: None
 
     def __call__(self, sources, target, **options):
         step = NAMES.step_of(target.rpartition("/")[2])
@@ -50,7 +50,10 @@ class Copier:
         error = self.fail.get(step, self.fail.get("all"))
         if error is not None:
             raise error
-        return self.real(sources, target, **options)
+        copied = self.real(sources, target, **options)
+        afterwards, self.afterwards = self.afterwards, lambda: None
+        afterwards()
+        return copied
 
 
 @pytest.fixture
@@ -228,6 +231,31 @@ def test_a_step_saved_again_while_it_is_copied_is_copied_again(run, copier, capl
     run.wait()
     assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 77
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_step_saved_again_before_its_copy_is_noted_is_copied_again(run, copier):
+    def again():
+        fastckpt.save({"w": np.full(1000, 77)}, run.local.path_of(1))
+        run.drain.add(1)
+
+    copier.afterwards = again
+    run.save(1)
+    run.wait()
+    assert copier.asked == [1, 1]
+    assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 77
+
+
+def test_steps_of_an_earlier_run_beyond_the_last_save_count_for_nothing(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    run.save(9, add=False)
+    hold(copier)
+    run.drain.resume()
+    until_begun(copier)
+    run.save(4)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [9, 4]
+    assert run.there() == [4, 9]
 
 
 def test_a_step_removed_while_it_waits_is_let_go(run, copier):

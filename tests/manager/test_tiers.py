@@ -217,6 +217,7 @@ class Gate:
     def __init__(self, monkeypatch):
         self.open = threading.Event()
         self.began = threading.Event()
+        self.end = time.monotonic() + LONG
         self.real = draining.copy_checkpoint
         monkeypatch.setattr(draining, "copy_checkpoint", self)
 
@@ -225,6 +226,7 @@ class Gate:
         while not self.open.wait(0.01):
             if options["stop"]():
                 raise CancelledError
+            assert time.monotonic() < self.end, "nobody opened the gate"
         return self.real(sources, target, **options)
 
 
@@ -346,7 +348,12 @@ def test_a_forked_child_copies_nothing(local, tmp_path, monkeypatch):
             # As the interpreter does it; a drain that was waited for would not end here.
             draining._at_end()
             os._exit(manager.steps() != [1])
-        assert os.waitpid(pid, 0)[1] == 0
+        end = time.monotonic() + LONG
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        assert ended == (pid, 0)
         assert not Path(tmp_path / "remote" / "step-00000001").exists()
         gate.open.set()
     assert manager.remote_steps() == [1]
