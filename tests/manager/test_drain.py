@@ -318,6 +318,21 @@ def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, 
     assert place.read("step-00000009/model.safetensors") == b"another's"
 
 
+def test_what_is_whole_in_a_store_stays_until_something_newer_is(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    run.save(1)
+    run.wait()
+    copier.fail[2] = OSError(5, "no route to the store")
+    run.save(2, 1, add=False)
+    run.drain.add(1)
+    run.drain.add(2)
+    with pytest.raises(OSError, match="no route"):
+        run.wait()
+    # It is not wanted beside the second, which is not there yet.
+    assert copier.asked == [1, 2]
+    assert run.there() == [1]
+
+
 def test_what_is_left_is_copied_with_the_next(run, copier, caplog):
     hold(copier)
     run.save(1)

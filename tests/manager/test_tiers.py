@@ -230,6 +230,15 @@ class Gate:
         return self.real(sources, target, **options)
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_copies_begin_by_themselves(local, tmp_path, monkeypatch, async_save):
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    with fastckpt.Manager(local, remote=tmp_path / "remote", async_save=async_save) as manager:
+        manager.save(1, state(1))
+        assert gate.began.wait(LONG)
+
+
 def test_what_waits_is_not_removed_here(local, remote, monkeypatch):
     gate = Gate(monkeypatch)
     with fastckpt.Manager(local, remote=remote, keep=1, **OPTIONS) as manager:
@@ -369,15 +378,19 @@ def copy(sources, target, **options):
         if options["stop"]():
             raise drain.CancelledError
         time.sleep(0.001)
+    if sys.argv[3] == "end":
+        time.sleep(0.5)
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
 def run(manager):
     manager.save_on_signal(signal.SIGTERM, grace="4s" if sys.argv[2] == "slow" else "60s")
     manager.save(1, {"w": np.arange(10)})
     os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[3] == "end":
+        return
     manager.save(2, {"w": np.arange(10)})
 manager = fastckpt.Manager(sys.argv[1] + "/local", remote=sys.argv[1] + "/remote")
-if sys.argv[3] == "block":
+if sys.argv[3] != "plain":
     with manager:
         run(manager)
 else:
@@ -385,8 +398,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("speed", ["slow", "fast"])
-@pytest.mark.parametrize("how", ["block", "plain"])
+@pytest.mark.parametrize(
+    ("speed", "how"), [("slow", "block"), ("slow", "plain"), ("fast", "block"), ("fast", "plain"), ("fast", "end")]
+)
 def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, speed, how):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PREEMPTED), str(tmp_path), speed, how],
@@ -397,14 +411,15 @@ def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, sp
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     manager = fastckpt.Manager(tmp_path / "local", remote=tmp_path / "remote")
-    assert manager.steps() == [1, 2]
+    steps = [1] if how == "end" else [1, 2]
+    assert manager.steps() == steps
     if speed == "fast":
-        assert (tmp_path / "remote" / "latest").read_text() == "step-00000002\n"
+        assert (tmp_path / "remote" / "latest").read_text() == f"step-0000000{steps[-1]}\n"
     else:
         assert not list((tmp_path / "remote").glob("step-*"))
     with manager:
         pass
-    assert manager.remote_steps() == [1, 2]
+    assert manager.remote_steps() == steps
 
 
 def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
