@@ -246,16 +246,16 @@ def test_a_step_saved_again_before_its_copy_is_noted_is_copied_again(run, copier
 
 
 def test_steps_of_an_earlier_run_beyond_the_last_save_count_for_nothing(tmp_path, copier):
-    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
-    run.save(9, add=False)
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1), keep.Steps(8)])
+    run.save(8, 9, add=False)
     hold(copier)
     run.drain.resume()
     until_begun(copier)
     run.save(4)
     copier.gate.set()
     run.wait()
-    assert copier.asked == [9, 4]
-    assert run.there() == [4, 9]
+    assert copier.asked == [9, 4, 8]
+    assert run.there() == [4, 8, 9]
 
 
 def test_a_step_removed_while_it_waits_is_let_go(run, copier):

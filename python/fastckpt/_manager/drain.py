@@ -360,7 +360,7 @@ class Drain:
         top = max(waiting, key=lambda step: waiting[step])
         try:
             there, pinned = self._tier.place.look()
-            known = {one.step: one for one in self._tier.catalogue.of(step for step in there if step <= top)}
+            known = {one.step: one for one in self._tier.retention.catalogue.of(step for step in there if step <= top)}
         except OSError:
             self._changed = True
             raise

@@ -65,7 +65,7 @@ class Retention:
 
     def __init__(self, directory: Place, catalogue: Catalogue, policies: Sequence[Policy]) -> None:
         self._directory = directory
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._policies = policies
         self._lock = threading.Lock()
         #: Held while one loses its name: who sets a pin waits.
@@ -86,7 +86,7 @@ class Retention:
             steps, pinned = self._directory.look()
             if self._policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
-                saved = self._catalogue.of(older)
+                saved = self.catalogue.of(older)
                 try:
                     kept = reasons(saved, self._policies, pinned, time.time())
                 except Exception:  # a policy of the caller's
@@ -96,7 +96,7 @@ class Retention:
                 if saved and saved[-1].step == durable:
                     steps = self._remove(steps, [step for step, why in kept.items() if not why])
             try:
-                self._catalogue.write(steps)
+                self.catalogue.write(steps)
             except OSError as error:
                 logger.warning("%s: what its checkpoints say is not cached: %s", self._directory.path, error)
 

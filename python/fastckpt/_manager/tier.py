@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TypeAlias
 
 from fastckpt._paths import AnyPath, is_url
@@ -48,13 +48,14 @@ class Tier:
     def __init__(self, place: Place, policies: Sequence[Policy]) -> None:
         self.place = place
         self.policies = policies
+        self._lock = threading.Lock()
+        self._retention: Retention | None = None
 
-    @cached_property
-    def catalogue(self) -> Catalogue:
-        """What its checkpoints say of themselves."""
-        return Catalogue(self.place, [str(policy) for policy in self.policies] if have_text(self.policies) else None)
-
-    @cached_property
+    @property
     def retention(self) -> Retention:
         """What removes older ones."""
-        return Retention(self.place, self.catalogue, self.policies)
+        with self._lock:
+            if self._retention is None:
+                texts = [str(policy) for policy in self.policies] if have_text(self.policies) else None
+                self._retention = Retention(self.place, Catalogue(self.place, texts), self.policies)
+            return self._retention
