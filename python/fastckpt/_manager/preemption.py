@@ -159,15 +159,15 @@ class Preemption(Boundary):
         return self._saved == step
 
     def _end_together(self, failure: BaseException | None) -> None:
-        """The block has ended, with ``failure`` on this rank: answer what has come to any rank, or tell the others."""
+        """The block has ended, with ``failure`` on this rank: tell the others, and pass on what has come."""
         signals = self._signals
         if not self._is_shared or signals.exiting:
             return
         if failure is not None:
             self._agree.leave(failure)
-            signals.agree(signals.pending, None)
-        elif signals.installed:
-            self._ask("Manager", 0, lambda: False, 0.0)
+        # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
+        signals.pass_on()
+        signals.agree(signals.pending, None)
         signals.pass_on()
 
     def _end(self, error: BaseException | None) -> None:

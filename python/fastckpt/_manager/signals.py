@@ -69,11 +69,6 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @property
-    def installed(self) -> bool:
-        """Whether there are signals to be answered at all."""
-        return bool(self._before)
-
-    @property
     def pending(self) -> tuple[int, ...]:
         """The signals that have come and were not answered."""
         return tuple(self._pending)
