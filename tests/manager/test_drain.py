@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -296,9 +297,13 @@ def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
     for place, step in ((run.tier.place, 1), (run.tier.place, 9), (run.local, 0)):
         manifest = Path(run.local.path_of(1), "fastckpt.json").read_bytes()
         _core.Gathering(place.path_of(step), manifest, True).close()
+    new = tmp_path / "remote" / ".latest.0123456789abcdef.new"
+    new.touch()
+    os.utime(new, (0, 0))
     run.drain.resume()
     run.wait()
     assert run.there() == [3]
+    assert not new.exists()
     # Something newer may be another manager's.
     assert [one.checkpoint for one in fastckpt.leftovers(run.tier.place.path)] == ["step-00000009"]
     assert fastckpt.leftovers(run.local.path) == []

@@ -201,11 +201,12 @@ class Directory:
                             Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Remove what killed copies left of the steps for which ``is_over`` says that nobody goes on with them.
+        """Sweep, and remove what killed copies left of steps for which ``is_over`` says that nobody goes on with them.
 
         Raises:
             OSError: the directory cannot be read.
         """
+        self.sweep()
         for one in leftovers(self.path):
             step = self.names.step_of(one.checkpoint)
             # What a copy leaves names no host.
