@@ -1,12 +1,17 @@
 """Kills a run within its saves, its removals and its restore, and looks after each kill at what is there.
 
     python tests/manager/kill_campaign.py --kills 2000 DIRECTORY
+    python tests/manager/kill_campaign.py --kills 2000 --remote REMOTE DIRECTORY
 
 A child forked for each round restores, saves and removes as fast as it can with ``keep=1``, and tells its parent when
 it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase. After
 each kill another child must be able to restore, without a warning, the newest step that was acknowledged or a later
 one, bit for bit. The oracle, the acknowledged step, is the parent's alone. It prints one JSON document; its exit status
 is 1 if anything was lost.
+
+With a remote tier, a directory, the drain is a phase, too. After each kill the remote by itself must have the newest
+step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
+drained is then all that was acknowledged, and the next child fetches it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -25,12 +31,16 @@ import warnings
 import numpy as np
 
 import fastckpt
-from fastckpt._manager import manager, retention
+from fastckpt._manager import drain, fetch, manager, retention
 
 PHASES = ("restore", "save", "retention")
-#: What the child tells: a phase begins, or a step is durable.
+#: Those of a run with a remote tier: a drain begins, and a fetch.
+FAR = ("drain", "fetch")
+#: What the child tells: a phase begins, or a step is durable, or durable at the remote.
 MESSAGE = struct.Struct("=Bq")
-ACKNOWLEDGED = len(PHASES)
+KINDS = (*PHASES, *FAR, "acknowledged", "drained")
+#: In one round out of so many the local tier is lost.
+LOST = 8
 #: The longest time from the beginning of a phase to the kill, in seconds.
 LONGEST = 0.012
 
@@ -40,44 +50,75 @@ def state(step):
     return {"model": {f"w{index}": np.full(20_000, step + index) for index in range(4)}, "step": step}
 
 
-def train(directory, tell, asynchronous):
+def tell_of_copies(module, tell, before, after=None):
+    """Have the copies that a module asks for tell when they begin, and when they are durable."""
+    copy = module.copy_checkpoint
+
+    def told(sources, target, **options):
+        step = int(target.rpartition("-")[2])
+        tell(before, step)
+        copied = copy(sources, target, **options)
+        if after is not None:
+            tell(after, step)
+        return copied
+
+    module.copy_checkpoint = told
+
+
+def train(directory, remote, tell, asynchronous):
     """Restore, save and remove for ever."""
     clear = retention.Retention.clear
 
     def told(self, durable):
-        tell(PHASES.index("retention"), durable)
+        tell("retention", durable)
         clear(self, durable)
 
     retention.Retention.clear = told
-    run = manager.Manager(directory, keep=1, async_save=asynchronous, save_options={"shard_size": 160_000})
-    tell(PHASES.index("restore"), 0)
+    tell_of_copies(drain, tell, "drain", "drained")
+    tell_of_copies(fetch, tell, "fetch")
+    far = {} if remote is None else {"remote": remote, "remote_keep": 2}
+    run = manager.Manager(directory, keep=1, async_save=asynchronous, save_options={"shard_size": 160_000}, **far)
+    tell("restore", 0)
     found = run.restore()
     step = found.step if found else 0
     while True:
         step += 1
-        tell(PHASES.index("save"), step)
+        tell("save", step)
         run.save(step, state(step))
         if step % 2:
             run._pending and run._pending.result()
-            tell(ACKNOWLEDGED, step)
+            tell("acknowledged", step)
 
 
-def check(directory, acknowledged):
+def check(directory, remote, acknowledged, drained):
     """Restore; what is wrong, or nothing."""
     warnings.simplefilter("error")
-    found = fastckpt.Manager(directory, read_only=True).restore()
+    wrong = wrong_with(directory, acknowledged, {} if remote is None else {"remote": remote})
+    if remote is not None and not wrong:
+        # By itself, as for a node with an empty disk.
+        wrong = wrong_with(f"{directory}-none", drained, {"remote": remote})
+        wrong = wrong and f"{remote}: {wrong}"
+    return wrong
+
+
+def wrong_with(directory, least, far):
+    """Restore from a run that must have a step of at least ``least``."""
+    found = fastckpt.Manager(directory, read_only=True, **far).restore()
     if found is None:
-        return "" if acknowledged == 0 else f"step {acknowledged} was acknowledged, and nothing is there"
-    if found.step < acknowledged:
-        return f"step {acknowledged} was acknowledged, and the newest is {found.step}"
+        return "" if least == 0 else f"step {least} was acknowledged, and nothing is there"
+    if found.step < least:
+        return f"step {least} was acknowledged, and the newest is {found.step}"
     expected = state(found.step)
     if found.state["step"] != found.step or any(
         not np.array_equal(found.state["model"][name], value) for name, value in expected["model"].items()
     ):
         return f"step {found.step} is not what was saved"
     # What a kill leaves of the small files is swept after a minute.
-    entries = [name for name in os.listdir(directory) if not name.endswith(".new")]  # noqa: PTH208 - names are enough
-    return "" if len(entries) < 20 else f"leftovers pile up: {entries}"
+    for each in filter(os.path.isdir, [directory, *far.values()]):
+        entries = [name for name in os.listdir(each) if not name.endswith(".new")]  # noqa: PTH208 - names are enough
+        if len(entries) >= 20:
+            return f"leftovers pile up: {entries}"
+    return ""
 
 
 def in_child(work):
@@ -99,45 +140,60 @@ def in_child(work):
         os._exit(status)
 
 
-def one_round(directory, acknowledged, seed):
-    """Train and kill; the phase, and the newest step that was acknowledged."""
-    asynchronous, phase = seed.random() < 0.7, seed.choice(PHASES)
-    after, delay = seed.randrange(1, 4) if phase != "restore" else 1, seed.uniform(0, LONGEST)
+def one_round(directory, remote, known, phase, seed):
+    """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``."""
+    asynchronous = seed.random() < 0.7
+    after, delay = seed.randrange(1, 4) if phase not in {"restore", "fetch"} else 1, seed.uniform(0, LONGEST)
     pid, pipe = in_child(
-        lambda writing: train(directory, lambda *what: os.write(writing, MESSAGE.pack(*what)), asynchronous)
+        lambda writing: train(
+            directory,
+            remote,
+            lambda kind, step: os.write(writing, MESSAGE.pack(KINDS.index(kind), step)),
+            asynchronous,
+        )
     )
+
+    def heard():
+        message = os.read(pipe, MESSAGE.size)
+        if len(message) < MESSAGE.size:
+            return None
+        kind, step = MESSAGE.unpack(message)
+        if KINDS[kind] in known:
+            known[KINDS[kind]] = max(step, known[KINDS[kind]])
+        return KINDS[kind]
+
     try:
         while after:
-            message = os.read(pipe, MESSAGE.size)
-            if len(message) < MESSAGE.size:
+            kind = heard()
+            if kind is None:
                 raise RuntimeError("the child ended by itself")
-            kind, step = MESSAGE.unpack(message)
-            if kind == ACKNOWLEDGED:
-                acknowledged = step
-            elif PHASES[kind] == phase:
-                after -= 1
+            after -= kind == phase
         time.sleep(delay)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     # What it told before it died is acknowledged, too.
-    while len(message := os.read(pipe, MESSAGE.size)) == MESSAGE.size:
-        kind, step = MESSAGE.unpack(message)
-        if kind == ACKNOWLEDGED:
-            acknowledged = step
+    while heard() is not None:
+        pass
     os.close(pipe)
-    return phase, acknowledged
 
 
-def campaign(directory, kills, seed):
+def campaign(directory, remote, kills, seed):
     """All rounds; what came of them."""
-    counts, violations, acknowledged = dict.fromkeys(PHASES, 0), [], 0
+    phases = PHASES if remote is None else (*PHASES, *FAR)
+    counts, violations = dict.fromkeys(phases, 0), []
+    known = {"acknowledged": 0, "drained": 0}
     draw = random.Random(seed)
     for number in range(kills):
-        phase, acknowledged = one_round(directory, acknowledged, draw)
+        phase = draw.choice(PHASES if remote is None else (*PHASES, "drain"))
+        if remote is not None and draw.randrange(LOST) == 0 and known["drained"]:
+            shutil.rmtree(directory, ignore_errors=True)
+            known["acknowledged"], phase = known["drained"], "fetch"
+        one_round(directory, remote, known, phase, draw)
         counts[phase] += 1
-        before = acknowledged
-        pid, pipe = in_child(lambda writing, least=before: os.write(writing, check(directory, least).encode()))
+        pid, pipe = in_child(
+            lambda writing: os.write(writing, check(directory, remote, *known.values()).encode()),
+        )
         with os.fdopen(pipe, encoding="utf-8") as file:
             wrong = file.read()
         if os.waitpid(pid, 0)[1] != 0:
@@ -146,7 +202,13 @@ def campaign(directory, kills, seed):
             violations.append(f"kill {number} within {phase}: {wrong}")
             if len(violations) >= 10:
                 break
-    return {"kills": counts, "seed": seed, "newest_acknowledged": acknowledged, "violations": violations}
+    return {
+        "kills": counts,
+        "seed": seed,
+        "newest_acknowledged": known["acknowledged"],
+        "newest_drained": known["drained"],
+        "violations": violations,
+    }
 
 
 def main():
@@ -155,8 +217,9 @@ def main():
     parser.add_argument("directory")
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--remote", help="a directory: the remote tier")
     options = parser.parse_args()
-    done = campaign(options.directory, options.kills, options.seed)
+    done = campaign(options.directory, options.remote, options.kills, options.seed)
     print(json.dumps(done))
     return 1 if done["violations"] else 0
 

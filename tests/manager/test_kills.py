@@ -17,9 +17,25 @@ CAMPAIGN = Path(__file__).parent / "kill_campaign.py"
 @pytest.mark.timeout(300 + KILLS)
 def test_kills_within_saves_removals_and_restores_lose_nothing(tmp_path):
     """Mutants: a removal of what is newer than the durable one; a removal before the save; no rename first."""
+    result = campaign(KILLS, str(tmp_path / "run"))
+    assert min(result["kills"].values()) >= KILLS // 8
+    assert result["newest_acknowledged"] > 0
+
+
+@pytest.mark.timeout(300 + KILLS)
+def test_kills_within_drains_and_fetches_lose_nothing(tmp_path):
+    """Mutants: a copy that is not committed by a rename; a removal at the remote before the copy is whole."""
+    kills = KILLS // 2
+    result = campaign(kills, "--remote", str(tmp_path / "remote"), str(tmp_path / "run"))
+    assert min(result["kills"].values()) >= 1
+    assert result["newest_drained"] > 0
+
+
+def campaign(kills, *arguments):
+    """Run the campaign; its result."""
     seed = os.environ.get("FASTCKPT_TEST_SEED", "20260101")
     done = subprocess.run(
-        [sys.executable, str(CAMPAIGN), "--kills", str(KILLS), "--seed", seed, str(tmp_path / "run")],
+        [sys.executable, str(CAMPAIGN), "--kills", str(kills), "--seed", seed, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -28,6 +44,5 @@ def test_kills_within_saves_removals_and_restores_lose_nothing(tmp_path):
     result = json.loads(done.stdout)
     assert result["violations"] == []
     assert done.returncode == 0
-    assert sum(result["kills"].values()) == KILLS
-    assert min(result["kills"].values()) >= KILLS // 8
-    assert result["newest_acknowledged"] > 0
+    assert sum(result["kills"].values()) == kills
+    return result

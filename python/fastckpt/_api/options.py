@@ -54,11 +54,11 @@ def check_nice(operation: str, nice: Any) -> None:
         raise ValueError(f"{operation}: nice must be None or an int from 0 to {_MOST_NICE}, not {nice!r}")
 
 
-def check_bandwidth(operation: str, limit: Any) -> int | None:
-    """``bandwidth_limit=``, in bytes per second."""
+def check_bandwidth(operation: str, limit: Any, what: str = "bandwidth_limit") -> int | None:
+    """``bandwidth_limit=``, or another argument of that kind, in bytes per second."""
     if limit is None:
         return None
-    return bytes_of(f"{operation}: bandwidth_limit", limit.removesuffix("/s") if isinstance(limit, str) else limit)
+    return bytes_of(f"{operation}: {what}", limit.removesuffix("/s") if isinstance(limit, str) else limit)
 
 
 def check_pin(operation: str, pin: Any) -> int | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .cadence import Cadence
     from .catalogue import Catalogue
     from .directory import Directory
+    from .drain import Drain
     from .retention import Retention
 
 
@@ -48,6 +49,8 @@ class Aftermath:
         self._retention = retention
         self._cadence = cadence
         self._leads = leads
+        #: What copies checkpoints to the remote tier.
+        self.drain: Drain | None = None
         #: What is under way.
         self._open: list[Event] = []
         # Reentrant: a signal handler that saves may come in between.
@@ -65,6 +68,7 @@ class Aftermath:
                 if pending.progress().phase == "done":
                     report = pending.result()
                     self.note(about, began, report, report.stall)
+                    self._copy()
                     if self._leads:
                         self._retention.clear(about["step"])
                 else:
@@ -77,6 +81,7 @@ class Aftermath:
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
         """A save of the calling thread is durable: what follows, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
+        self._copy()
         if not self._leads:
             return
         done = self._begin()
@@ -93,8 +98,10 @@ class Aftermath:
             clear()
 
     def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
-        """All of it but the removals."""
+        """All of it but the removals, and the copies to the remote tier, which this only asks for."""
         step = about["step"]
+        if self.drain is not None:
+            self.drain.add(step)
         with self._lock:
             self._cadence.durable(began, stall)
             if not self._leads:
@@ -121,6 +128,10 @@ class Aftermath:
         """
         if not self.is_over(end):
             raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+
+    def _copy(self) -> None:
+        if self.drain is not None:
+            self.drain.start()
 
     def _begin(self) -> Event:
         done = Event()

@@ -35,13 +35,13 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
     return {**(more or {}), "step": step, "metrics": found}
 
 
-def keep_of(keep: Any) -> list[keeping.Policy]:
-    """``keep=``."""
+def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
+    """``keep=``, or another argument of that kind."""
     listed = [keep] if isinstance(keep, (int, str, keeping.Policy)) else list(keep)
     found: list[Any] = [keeping.Last(one) if isinstance(one, int) else one for one in listed]
     for one in found:
         if not isinstance(one, keeping.Policy) or isinstance(one, type):
-            raise TypeError(f"Manager: keep: {one!r} is not a policy: see fastckpt.keep")
+            raise TypeError(f"Manager: {what}: {one!r} is not a policy: see fastckpt.keep")
     return found
 
 

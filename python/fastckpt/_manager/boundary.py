@@ -78,10 +78,11 @@ class Boundary(Run):
         self._report: SaveReport | None = None
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and what is not kept is removed.
+        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
 
-        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up. Among
-        several ranks all of them call it, and it returns when that holds on all.
+        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
+        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
+        holds on all.
 
         Args:
             timeout: seconds; None for as long as it takes.
@@ -92,12 +93,12 @@ class Boundary(Run):
         Raises:
             TimeoutError: it is not done in time. It goes on.
             CancelledError: it was given up for a signal.
-            Exception: the last save failed.
+            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
         if self._is_shared:
-            self._wait_together(end)
+            self._wait_together(end, self._is_saved)
         if pending is not None:
             around, self._steady = self._steady, self._steady or self._settle
             try:
@@ -118,6 +119,7 @@ class Boundary(Run):
                 if pending.done():
                     self._pending = None
         self._aftermath.wait(end)
+        self._wait_for_copies(end)
         return self._report
 
     # What happens.
@@ -168,25 +170,51 @@ class Boundary(Run):
         if failure is not None:
             self._saved = None
 
-    def _wait_together(self, end: float) -> None:
-        """Wait until the save in flight, and what follows it, is over on all ranks, or given up on all for a signal.
+    def _is_saved(self, limit: float) -> bool:
+        """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""
+        pending = self._pending
+        return (pending is None or pending.finished.wait(left_until(limit))) and self._aftermath.is_over(limit)
+
+    def _wait_for_copies(self, end: float) -> None:
+        """Wait until all that waits is at the remote tier."""
+        if self._tier is None or self._read_only:
+            return
+        drain = self._drain
+        if not self._is_shared:
+            if drain is not None:
+                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
+            return
+        # The first rank commits, so that what it has done is done.
+        leading = drain if self._agree.leads else None
+        with leading.hurry() if leading else contextlib.nullcontext():
+            over = self._wait_together(end, leading.is_over if leading else lambda _: True)
+        if over:
+            self._agree.first(leading.tell if leading else lambda: None)
+
+    def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
+        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+
+        Args:
+            end: until when, by ``time.monotonic``.
+            is_over: whether it is over on this rank by such a time.
+
+        Returns:
+            Whether it is over.
 
         Raises:
             TimeoutError: not by ``end``. It goes on.
         """
         pause = _FIRST_LOOK
         while True:
-            pending = self._pending
-            limit = min(end, time.monotonic() + pause)
-            over = pending is None or pending.finished.wait(left_until(limit))
-            over = over and self._aftermath.is_over(limit)
+            over = is_over(min(end, time.monotonic() + pause))
             agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
             if agreed.signals:
                 self._settle()
             if agreed.signals or agreed.over:
-                return
+                return agreed.over
             if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
-                raise TimeoutError(f"wait: {self.directory}: the last save is not durable in time; it goes on")
+                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _given_up(self, what: str) -> None:

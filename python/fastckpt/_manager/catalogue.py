@@ -2,35 +2,29 @@
 
 The metrics lie in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,
-by the manifest's inode and the times when directory and manifest were changed. Without the file, or with a damaged one,
-all is read again from the checkpoints.
+by what :meth:`.directory.Directory.identity` says. Without the file, or with a damaged one, all is read again from the
+checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.checkpoint import Checkpoint
 from fastckpt.exceptions import CheckpointError
 from fastckpt.keep import Saved
 
-from .directory import MANIFEST
-
 if TYPE_CHECKING:
-    from .directory import Directory
+    from .directory import Identity
+    from .tier import Place
 
 
 FILE = ".fastckpt-run.json"
 _VERSION = 1
-
-#: Which directory an entry is of.
-_Identity = tuple[int, int, int]
 
 
 class Catalogue:
@@ -41,11 +35,11 @@ class Catalogue:
         keep: the policies in force, as text; None where one of them has no text, or where nobody says.
     """
 
-    def __init__(self, directory: Directory, keep: Sequence[str] | None = None) -> None:
+    def __init__(self, directory: Place, keep: Sequence[str] | None = None) -> None:
         self.directory = directory
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
-        self._known: dict[str, tuple[_Identity, Saved]] = {}
+        self._known: dict[str, tuple[Identity, Saved]] = {}
         self._changed = False
         found = self._read()
         #: The policies of whoever wrote the file last, or those given.
@@ -61,7 +55,7 @@ class Catalogue:
         """Note a checkpoint that has just been saved."""
         with self._lock:
             name = self.directory.names.name_of(saved.step)
-            identity = self._identity(name)
+            identity = self.directory.identity(name)
             if identity is not None:
                 self._known[name] = identity, saved
                 self._changed = True
@@ -89,7 +83,7 @@ class Catalogue:
 
     def _one(self, step: int) -> Saved | None:
         name = self.directory.names.name_of(step)
-        identity = self._identity(name)
+        identity = self.directory.identity(name)
         if identity is None:
             return None
         known = self._known.get(name)
@@ -103,19 +97,9 @@ class Catalogue:
         self._changed = True
         return saved
 
-    def _identity(self, name: str) -> _Identity | None:
-        path = f"{self.directory.path}{os.sep}{name}"
-        try:
-            # Strings, for this is done for every checkpoint of thousands.
-            changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
-            manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
-        except OSError:
-            return None
-        return changed, manifest.st_ino, manifest.st_mtime_ns
-
     def _read(self) -> list[str] | None:
         try:
-            document = json.loads(Path(self.directory.path, FILE).read_bytes())
+            document = json.loads(self.directory.read(FILE))
             if document["version"] != _VERSION:
                 return None
             for name, (changed, inode, written, created, metrics) in document["checkpoints"].items():

@@ -15,16 +15,22 @@ import re
 import secrets
 import string
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+from fastckpt._api.manage import leftovers, remove_leftover
 
 LATEST = "latest"
 #: A file of the run that is about to get its name.
 _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: Seconds after which such a file is one that a killed process left.
 _STALE = 60.0
-_PIN = ".pin"
+PIN = ".pin"
 MANIFEST = "fastckpt.json"
+
+#: What tells a checkpoint from another one under the same name.
+Identity: TypeAlias = tuple[int, int, int]
 
 
 class Names:
@@ -40,8 +46,8 @@ class Names:
         texts = "".join(part[0] for part in parts)
         if len(fields) != 1 or fields[0][1] != "step" or fields[0][3]:
             raise ValueError(f"{problem}: it must have {{step}} once")
-        if "/" in texts or "\0" in texts or os.sep in texts or form.startswith(".") or form.endswith(_PIN):
-            raise ValueError(f"{problem}: it must make one plain name, without a dot at the start or {_PIN} at the end")
+        if "/" in texts or "\0" in texts or os.sep in texts or form.startswith(".") or form.endswith(PIN):
+            raise ValueError(f"{problem}: it must make one plain name, without a dot at the start or {PIN} at the end")
         self._form = form
         first = parts.index(fields[0])
         before = "".join(part[0] for part in parts[: first + 1])
@@ -111,7 +117,7 @@ class Directory:
                     if step is not None:
                         if entry.is_dir(follow_symlinks=False):
                             steps.append(step)
-                    elif name.endswith(_PIN) and (step := step_of(name[: -len(_PIN)])) is not None:
+                    elif name.endswith(PIN) and (step := step_of(name[: -len(PIN)])) is not None:
                         pins.add(step)
         except FileNotFoundError:
             return Listing([], set())
@@ -127,23 +133,31 @@ class Directory:
 
     def pin(self, step: int) -> None:
         """Pin the checkpoint of a step, durably."""
-        with Path(self.path_of(step) + _PIN).open("ab") as file:
+        with Path(self.path_of(step) + PIN).open("ab") as file:
             os.fsync(file.fileno())
         self._sync()
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
-        return os.path.lexists(self.path_of(step) + _PIN)
+        return os.path.lexists(self.path_of(step) + PIN)
 
     def unpin(self, step: int) -> None:
         """Take the pin off."""
         with contextlib.suppress(FileNotFoundError):
-            Path(self.path_of(step) + _PIN).unlink()
+            Path(self.path_of(step) + PIN).unlink()
         self._sync()
 
     def write_latest(self, step: int) -> None:
         """Have ``latest`` name the checkpoint of a step."""
         self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file of the run.
+
+        Raises:
+            OSError: it cannot be read; FileNotFoundError where there is none.
+        """
+        return Path(self.path, name).read_bytes()
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:
         """Give a file of the run a new content in one step; what a reader finds is the old one or the new one.
@@ -163,6 +177,20 @@ class Directory:
                 new.unlink()
             raise
 
+    def identity(self, name: str) -> Identity | None:
+        """What another checkpoint under the same name would not have; None where there is none.
+
+        The times when directory and manifest were changed, and the manifest's inode.
+        """
+        path = f"{self.path}{os.sep}{name}"
+        try:
+            # Strings, for this is done for every checkpoint of thousands.
+            changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
+            manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
+        except OSError:
+            return None
+        return changed, manifest.st_ino, manifest.st_mtime_ns
+
     def sweep(self) -> None:
         """Remove files that a process left which was killed within :meth:`replace`."""
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
@@ -171,6 +199,22 @@ class Directory:
                     with contextlib.suppress(OSError):
                         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
                             Path(entry.path).unlink()
+
+    def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
+        """Sweep, and remove what killed copies left of steps for which ``is_over`` says that nobody goes on with them.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        self.sweep()
+        for one in leftovers(self.path):
+            step = self.names.step_of(one.checkpoint)
+            # What a copy leaves names no host.
+            if not one.host and one.state == "dead" and step is not None and is_over(step):
+                remove_leftover(self.path, one.name)
+
+    def forget(self, step: int) -> None:
+        """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""
 
     def _sync(self) -> None:
         if os.name != "posix":

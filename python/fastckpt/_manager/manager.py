@@ -10,6 +10,7 @@ from typing import Any
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
+from fastckpt._api.options import check_bandwidth
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
@@ -18,8 +19,11 @@ from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
+from .drain import Drain
+from .fetch import Fetch
 from .preemption import Preemption
 from .restore import Restored, Source
+from .tier import Tier, place_at
 from .when import When
 
 logger = logging.getLogger("fastckpt")
@@ -74,17 +78,23 @@ class Manager(Preemption):
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
             knows the policies of the one that does.
+        remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
+            background after it is durable here (docs/tiers.md).
+        remote_keep: as ``keep``, for the remote.
+        remote_bandwidth_limit: bytes per second for each process that copies, or a string such as ``"500MB/s"``; None
+            for no limit.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
+        ImportError: ``remote`` is a URL, and the package for those is not there.
         TypeError: an argument is of another type, or ``process_group`` is none.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in ``process_group``.
         RanksError: another rank has not made its manager, or has other arguments.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         directory: AnyPath,
         *,
@@ -98,6 +108,9 @@ class Manager(Preemption):
         overhead: float | str = 0.05,
         name: str = "step-{step:08d}",
         read_only: bool = False,
+        remote: AnyPath | None = None,
+        remote_keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
+        remote_bandwidth_limit: float | str | None = None,
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
@@ -108,7 +121,10 @@ class Manager(Preemption):
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
         calls = Calls(save_options, ranks, agree.rank, agree.size)
         super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
-        self._source = Source(self._directory, agree, calls)
+        self._tier = _tier(self._directory, remote, remote_keep)
+        bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
+        fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
+        self._source = Source(self._directory, agree, calls, fetch)
         self._async = bool(async_save)
         self._looked = False
         agree.begin(
@@ -118,10 +134,14 @@ class Manager(Preemption):
                 "async_save": str(self._async),
                 "name": name,
                 "read_only": str(self._read_only),
+                "remote": "None" if self._tier is None else self._tier.place.path,
+                "remote_keep": told(() if self._tier is None else self._tier.policies),
             }
         )
         if agree.leads and not self._read_only:
             self._directory.sweep()
+        if not self._read_only and self._tier is not None and agree.share is not None:
+            self._begin_drain(self._tier, bandwidth, agree.share)
 
     # Saving.
 
@@ -226,6 +246,9 @@ class Manager(Preemption):
         A newer one that cannot be loaded is skipped with a warning that says why; it stays where it is, and does not
         count as one that is kept. One of a format that this release does not read is not skipped but an error.
 
+        With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
+        then; from the remote itself where the directory cannot take it.
+
         Args:
             into: as for :func:`fastckpt.load`.
             step: load this one and no other.
@@ -238,16 +261,18 @@ class Manager(Preemption):
         Raises:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             FileNotFoundError: there is none of ``step``.
+            OSError: there is none in the directory, and the remote tier does not answer.
             RanksError: another rank could not load it.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
-            RuntimeWarning: a checkpoint was skipped.
+            RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
+                answer.
         """
         self._agree.check("restore")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.at(step_of("restore", step), how)
+            found = self._source.at(step_of("restore", step), how, stacklevel=3)
         else:
             newest = self._source.newest(how, stacklevel=3)
             if newest is None:
@@ -276,10 +301,30 @@ class Manager(Preemption):
                     self._signal_came()
                 self._end(error)
         finally:
-            self._steady = None
-            self._signals.uninstall()
+            try:
+                if self._drain is not None and os.getpid() == self._process:
+                    # Where nothing ended the block, all is done, or has failed.
+                    came = error is not None or self._signals.first is not None
+                    self._drain.leave(self._signals.end if came else 0.0)
+            finally:
+                self._steady = None
+                self._signals.uninstall()
 
     # What happens.
+
+    def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
+        """From here on this process copies to the remote tier, first what an earlier one has left."""
+        self._drain = self._aftermath.drain = Drain(
+            self._directory,
+            self._catalogue,
+            tier,
+            limit=limit,
+            share=share,
+            settled=self._retention.again,
+            deadline=lambda: self._signals.end,
+        )
+        self._retention.held = self._drain.holds
+        self._drain.resume()
 
     def _warn_of_later(self, step: int) -> None:
         """Say once that this run lies behind what is there, as after a restore of an older step."""
@@ -302,3 +347,16 @@ class Manager(Preemption):
                 self._saved = None
 
         self._aftermath.follow(about, began, pending, failed)
+
+
+def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | None:
+    """``remote=`` and ``remote_keep=``."""
+    policies = [] if keep is None else keep_of(keep, "remote_keep")
+    if remote is None:
+        if policies:
+            raise ValueError("Manager: remote_keep: give remote=, too")
+        return None
+    place = place_at("Manager", remote, directory.names)
+    if place.path == directory.path:
+        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
+    return Tier(place, policies)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .agreement import Alone
     from .calls import Calls
     from .directory import Directory
+    from .fetch import Fetch
 
 
 logger = logging.getLogger("fastckpt")
@@ -87,20 +88,40 @@ class Source:
         directory: the run.
         agree: the ranks.
         calls: what loads.
+        fetch: what the remote tier has.
     """
 
-    def __init__(self, directory: Directory, agree: Alone, calls: Calls) -> None:
+    def __init__(self, directory: Directory, agree: Alone, calls: Calls, fetch: Fetch | None) -> None:
         self._directory = directory
         self._agree = agree
         self._calls = calls
+        self._fetch = fetch
 
-    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
-        """Load the checkpoint of a step, on all ranks or on none; arguments for the load in ``how``."""
-        found, error = self._try(step, (), how)
+    def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
+        """Load the checkpoint of a step, on all ranks or on none.
+
+        Args:
+            step: its number.
+            how: arguments for the load.
+            stacklevel: as for ``warnings.warn``.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        found, error = self._try(step, (), how, far=False)
         failures = self._failures(error)
-        if found is None or failures:
-            raise error or _of_others(self._directory.path_of(step), failures)
-        return found
+        if found is not None and not failures:
+            return found
+        if self._fetch is not None and all(failure.skips for failure in failures):
+            if not failures[0].gone:
+                self._warn(step, failures[0], stacklevel + 1, last=False)
+            found, late = self._try(step, (), how, far=True)
+            further = self._failures(late, far=True)
+            if found is not None and not further:
+                return found
+            if not all(failure.gone for failure in further):
+                raise late or _of_others(self._fetch.path, further)
+        raise error or _of_others(self._directory.path_of(step), failures)
 
     def newest(self, how: Mapping[str, Any], *, stacklevel: int) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
@@ -111,58 +132,38 @@ class Source:
 
         Raises:
             CorruptCheckpointError: none can be.
+            OSError: there is none in the directory, and the remote tier does not answer.
         """
         skipped: dict[int, str] = {}
-        steps, looks = self._find(), 1
-        if not steps:
+        tries, looks = self._find(stacklevel + 1), 1
+        if not tries:
             return None
-        while steps:
-            step = steps.pop(0)
+        while tries:
+            step, far = tries.pop(0)
             path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how, first=True)
-            failures = self._failures(error)
+            found, error = self._try(step, tuple(skipped.items()), how, far=far, first=True)
+            failures = self._failures(error, far=far)
             if found is not None and not failures:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._agree.first(lambda path=path: not os.path.lexists(path)):  # type: ignore[misc]
+            if not far and looks < _LOOKS and self._agree.first(lambda path=path: not os.path.lexists(path)):  # type: ignore[misc]
                 # It was removed for one that became durable after the look.
-                steps, looks = [one for one in self._find() if one not in skipped], looks + 1
+                tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
                 continue
             if not all(failure.skips for failure in failures):
                 raise error or _of_others(path, failures)
-            first = failures[0]
-            skipped[step] = first.why
-            what = "is gone" if first.gone else "cannot be loaded"
-            if self._agree.leads:
-                text = f"fastckpt: restore: {path} {what} and is skipped: {first.why}"
-                warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+            # What the remote tier has of it comes next.
+            is_last = [step, True] not in tries
+            if is_last:
+                skipped[step] = failures[0].why
+            self._warn(step, failures[0], stacklevel + 1, last=is_last)
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         raise CorruptCheckpointError(
             f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
             "(to start anew, move them away, or give the manager another directory)"
         )
 
-    def _find(self) -> list[int]:
-        return self._agree.first(lambda: candidates(self._directory))
-
-    def _try(
-        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, first: bool = False
-    ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded; ``first`` of several that may be tried."""
-        try:
-            if first and how.get("into") is not None and not how.get("strict", True):
-                # What an older one lacks would keep what a damaged one has left in `into`.
-                self._agree.first(lambda: verified(self._directory.path_of(step)))
-            return self._load(step, skipped, how), None
-        except RanksError as error:
-            if not is_told(error):
-                raise
-            return None, error
-        except Exception as error:  # noqa: BLE001 - the ranks decide what it means
-            return None, error
-
-    def _load(self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
-        path = self._directory.path_of(step)
+    def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
         loaded = self._calls.load(path, how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
@@ -179,13 +180,61 @@ class Source:
         metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
         return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
 
-    def _failures(self, error: Exception | None) -> list[_Failure]:
-        """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count."""
+    def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
+        """Say on the first rank why the checkpoint of a step is not loaded as it is."""
+        if self._agree.leads:
+            what = "is gone" if failure.gone else "cannot be loaded"
+            then = "skipped" if last or self._fetch is None else f"fetched from {self._fetch.path}"
+            text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+
+    def _find(self, stacklevel: int) -> list[list[Any]]:
+        """What to try, the highest step first: each with whether it is the remote tier's, which comes second."""
+
+        def find() -> list[list[Any]]:
+            here = candidates(self._directory)
+            there: list[int] = []
+            if self._fetch is not None:
+                try:
+                    there = self._fetch.steps()
+                except OSError as error:
+                    if not here:
+                        raise
+                    text = f"fastckpt: restore: {self._fetch.path} does not answer, and is left out: {error}"
+                    warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 2)
+            tries = [*([step, False] for step in here), *([step, True] for step in there)]
+            return sorted(tries, key=lambda one: (-one[0], one[1]))
+
+        return self._agree.first(find)
+
+    def _try(
+        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, far: bool, first: bool = False
+    ) -> tuple[Restored | None, Exception | None]:
+        """Load the checkpoint of a step, or say why it cannot be loaded; ``first`` of several that may be tried."""
+        try:
+            fetch = self._fetch
+            path = self._agree.first(lambda: fetch.bring(step)) if far and fetch else self._directory.path_of(step)
+            if first and how.get("into") is not None and not how.get("strict", True):
+                # What an older one lacks would keep what a damaged one has left in `into`.
+                self._agree.first(lambda: verified(path))
+            return self._load(path, step, skipped, how), None
+        except RanksError as error:
+            if not is_told(error):
+                raise
+            return None, error
+        except Exception as error:  # noqa: BLE001 - the ranks decide what it means
+            return None, error
+
+    def _failures(self, error: Exception | None, *, far: bool = False) -> list[_Failure]:
+        """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
+
+        Whatever keeps one from reaching the remote tier, an older checkpoint may be loaded instead.
+        """
         own = None
         if error is not None:
             gone = isinstance(error, FileNotFoundError)
             damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
-            skips = damaged or (isinstance(error, OSError) and (gone or error.errno in _DAMAGE))
+            skips = damaged or (isinstance(error, OSError) and (far or gone or error.errno in _DAMAGE))
             own = [self._agree.host, type(error).__name__, str(error), skips, gone]
         said = self._agree.each(own)
         failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]

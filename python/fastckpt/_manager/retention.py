@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fastckpt._api.manage import remove
@@ -21,7 +21,7 @@ from fastckpt.keep import Policy, Saved
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
-    from .directory import Directory
+    from .tier import Place
 
 
 logger = logging.getLogger("fastckpt")
@@ -63,9 +63,9 @@ class Retention:
         policies: what is to stay; without one all stays.
     """
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, policies: Sequence[Policy]) -> None:
+    def __init__(self, directory: Place, catalogue: Catalogue, policies: Sequence[Policy]) -> None:
         self._directory = directory
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._policies = policies
         self._lock = threading.Lock()
         #: Held while one loses its name: who sets a pin waits.
@@ -73,15 +73,20 @@ class Retention:
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
+        #: The step that became durable last.
+        self._durable: int | None = None
+        #: Whether a step must stay for another reason: it is still to be copied.
+        self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     def clear(self, durable: int) -> None:
         """Remove what is older than the checkpoint of step ``durable`` and is not kept; failures are logged."""
         with self._lock:
+            self._durable = durable
             self.damaged.discard(durable)
             steps, pinned = self._directory.look()
             if self._policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
-                saved = self._catalogue.of(older)
+                saved = self.catalogue.of(older)
                 try:
                     kept = reasons(saved, self._policies, pinned, time.time())
                 except Exception:  # a policy of the caller's
@@ -91,9 +96,14 @@ class Retention:
                 if saved and saved[-1].step == durable:
                     steps = self._remove(steps, [step for step, why in kept.items() if not why])
             try:
-                self._catalogue.write(steps)
+                self.catalogue.write(steps)
             except OSError as error:
                 logger.warning("%s: what its checkpoints say is not cached: %s", self._directory.path, error)
+
+    def again(self) -> None:
+        """Remove what may go now that fewer are held."""
+        if self._durable is not None:
+            self.clear(self._durable)
 
     def _remove(self, steps: list[int], go: list[int]) -> list[int]:
         gone = set()
@@ -102,7 +112,7 @@ class Retention:
             try:
                 with self.removing:
                     # It may have been pinned meanwhile: removals take a while.
-                    if self._directory.is_pinned(step):
+                    if self._directory.is_pinned(step) or self.held(step):
                         continue
                     remove(path, everything=True)
             except FileNotFoundError:  # another manager was first

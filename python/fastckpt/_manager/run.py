@@ -17,6 +17,8 @@ from .retention import Retention, reasons
 if TYPE_CHECKING:
     from .agreement import Alone
     from .directory import Directory
+    from .drain import Drain
+    from .tier import Place, Tier
 
 
 class Run:
@@ -38,6 +40,9 @@ class Run:
         texts = None if read_only or not have_text(policies or ()) else [str(policy) for policy in policies or ()]
         self._catalogue = Catalogue(directory, texts)
         self._retention = Retention(directory, self._catalogue, policies or ())
+        #: The remote tier, and what copies checkpoints there.
+        self._tier: Tier | None = None
+        self._drain: Drain | None = None
         self._read_only = read_only
         self._process = os.getpid()
 
@@ -56,6 +61,17 @@ class Run:
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, rising; by the names of the directories, without a look inside."""
         return self._directory.look().steps
+
+    def remote_steps(self) -> list[int]:
+        """The steps that have a whole checkpoint at the remote tier, rising.
+
+        Raises:
+            OSError: the remote tier does not answer.
+            ValueError: the manager has none.
+        """
+        if self._tier is None:
+            raise ValueError(f"remote_steps: {self.directory}: the manager has no remote=")
+        return self._tier.place.look().steps
 
     def latest(self) -> int | None:
         """The newest step that has a checkpoint, or None. Whether it can be loaded :meth:`restore` finds out."""
@@ -83,7 +99,11 @@ class Run:
             ValueError: as for :attr:`policies`.
         """
         steps, pinned = self._directory.look()
-        return reasons(self._catalogue.of(steps), self.policies, pinned, time.time())
+        found = reasons(self._catalogue.of(steps), self.policies, pinned, time.time())
+        for step, why in found.items():
+            if not why and self._retention.held(step):
+                why.append("not yet at the remote")
+        return found
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step whose checkpoint has the best metric, or None where none has it.
@@ -114,21 +134,19 @@ class Run:
         return sorted(self._directory.look().pinned)
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably.
+        """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
+
+        One that is not at the remote tier yet is pinned there when it is.
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: the remote tier does not answer; what is on the local one is pinned.
             RuntimeError: the manager is read-only.
         """
         self._check("pin")
-        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
-        with self._retention.removing:
-            there = step in self.steps()
-            if there:
-                self._directory.pin(step)
-                there = step in self.steps()
-                if not there:
-                    self._directory.unpin(step)
+        there = self._pin(self._directory, self._retention, step)
+        if self._tier is not None:
+            there = self._pin(self._tier.place, self._tier.retention, step) or there
         if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
 
@@ -136,10 +154,25 @@ class Run:
         """Let the policies decide on the checkpoint of a step again, after the next save.
 
         Raises:
+            OSError: the remote tier does not answer; on the local one the pin is off.
             RuntimeError: the manager is read-only.
         """
         self._check("unpin")
         self._directory.unpin(step)
+        if self._tier is not None:
+            self._tier.place.unpin(step)
+
+    def _pin(self, place: Place, retention: Retention, step: int) -> bool:
+        """Pin a step in one place; whether it is there."""
+        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        with retention.removing:
+            if step not in place.look().steps:
+                return False
+            place.pin(step)
+            there = step in place.look().steps
+            if not there:
+                place.unpin(step)
+            return there
 
     def _check(self, operation: str) -> None:
         if self._read_only:

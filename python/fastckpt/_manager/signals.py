@@ -40,6 +40,8 @@ class Signals:
         self._deadline = math.inf
         #: Whether one of them has ended the run.
         self.exiting = False
+        #: What it was for those that were answered last.
+        self._end = math.inf
         #: The first signal that was answered.
         self.first: signal.Signals | None = None
 
@@ -81,6 +83,14 @@ class Signals:
         """When a save for the signals that have come must be done, by ``time.monotonic``."""
         return self._deadline if self._pending or self._called else math.inf
 
+    @property
+    def end(self) -> float:
+        """Until when there is time for more, after the signals that were answered; it never comes once all of the grace
+        period is over, and the process lives.
+        """  # noqa: D205 - two sentences that belong together
+        over = self._end + self.grace * (1 / _SHARE - 1)
+        return self._end if time.monotonic() < over else math.inf
+
     def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
         """These are to be answered on all ranks, wherever they have come; ``left`` seconds are left for a save."""
         if self._called is self._pending:
@@ -99,6 +109,8 @@ class Signals:
         Raises:
             SystemExit: nobody had a handler for one whose default is to end the process.
         """
+        if self._called:
+            self._end = self.deadline
         while self._called:
             number = self._called.pop(0)
             if number in self._pending and self._called is not self._pending:

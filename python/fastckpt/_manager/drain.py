@@ -1,0 +1,419 @@
+"""The drain: what is durable on the local tier is copied to the remote one, beside training.
+
+The last save goes first, for it is the one that a lost node would cost. What waits, or is being copied, is not removed
+from the local tier, and the queue is no file: at its next start a manager queues whatever lies on the local tier, finds
+out which of it the remote has, and goes on with the rest.
+
+The drain's thread copies until nothing waits, and ends. As those of saves it keeps the process alive; where the remote
+does not answer then, it leaves the rest to the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+from fastckpt._api.event import Event
+from fastckpt._copy.copy import copy_checkpoint
+from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
+
+from .retention import reasons
+
+if TYPE_CHECKING:
+    from .catalogue import Catalogue
+    from .directory import Directory
+    from .tier import Tier
+
+logger = logging.getLogger("fastckpt")
+
+#: Seconds until a failed copy is tried again, and the most they grow to.
+_FIRST, _MOST = 1.0, 60.0
+#: How often who waits looks whether something else is more urgent, in seconds.
+_LOOK = 0.1
+
+#: Those whose thread runs.
+_running: set[Drain] = set()
+_ending = False
+
+
+def _at_end() -> None:
+    """The main thread has ended: wait for the drains."""
+    global _ending  # noqa: PLW0603 - once a process
+    _ending = True
+    for drain in tuple(_running):
+        drain.end()
+
+
+# The pools of concurrent.futures, with which copies are made, end before the interpreter waits for other threads. What
+# is registered here is called before that, the last one first. Without it, what waits is left to the next run.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_running.clear)
+
+
+class Drain:
+    """Copies the checkpoints of a run from the local tier to the remote one.
+
+    Args:
+        directory: the local tier.
+        catalogue: what its checkpoints say of themselves.
+        tier: the remote one.
+        limit: the most bytes per second; None without limit.
+        share: which of how many processes this one is that copy each checkpoint together; the first commits.
+        settled: called in the drain's thread when local checkpoints no longer wait.
+        deadline: until when, by ``time.monotonic``, it may go on when the process ends.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        catalogue: Catalogue,
+        tier: Tier,
+        *,
+        limit: float | None,
+        share: tuple[int, int] = (0, 1),
+        settled: Callable[[], None],
+        deadline: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self._tier = tier
+        self._limit = limit
+        self._share = share
+        self._settled = settled
+        self._deadline = deadline
+        # Reentrant: a signal handler that saves may come in between.
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        #: For steps that are older than what is being saved.
+        self._late = itertools.count(0, -1)
+        #: The steps that wait, or are being copied; those with the highest numbers go first.
+        self._waiting: dict[int, int] = {}
+        #: All that ever waited: what a removal of the local tier finds here and not above may go.
+        self._seen: set[int] = set()
+        #: What the last attempt at a step raised. One that is not waiting any more is lost to the drain.
+        self._failed: dict[int, Exception] = {}
+        #: Set when the thread has ended.
+        self._idle = Event()
+        self._idle.set()
+        #: Ends the pause after a failure.
+        self._wake = Event()
+        self._delay = _FIRST
+        #: Which policies of the remote want is to be asked anew.
+        self._changed = False
+        #: Somebody waits: each step is tried once, without pauses.
+        self._hurry = False
+        self._stopped = False
+        #: The number of the step that the remote's ``latest`` names.
+        self._latest = -math.inf
+        #: The last step that this drain has made durable at the remote.
+        self._durable: int | None = None
+
+    # What others ask.
+
+    def resume(self) -> None:
+        """Queue what lies on the local tier: an earlier process may have ended before it was copied."""
+        with self._lock:
+            for step in self._directory.look().steps:
+                self._queue(step)
+            self._start()
+
+    def add(self, step: int) -> None:
+        """Queue a step that is durable on the local tier; in a signal handler, too."""
+        with self._lock:
+            self._queue(step)
+
+    def start(self) -> None:
+        """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
+        with self._lock:
+            self._start()
+
+    def holds(self, step: int) -> bool:
+        """Whether a step must stay on the local tier for now."""
+        with self._lock:
+            # Another process may have saved it, or a save that ended a moment ago.
+            if step not in self._seen:
+                self._queue(step, next(self._late))
+                self._start()
+            return step in self._waiting
+
+    @contextlib.contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Somebody waits: each step is tried once, without pauses, and then the thread ends."""
+        with self._lock:
+            self._hurry = True
+            self._forgive()
+            self._wake.set()
+            self._start()
+        try:
+            yield
+        finally:
+            self._hurry = False
+
+    def is_over(self, limit: float) -> bool:
+        """Whether the thread has ended, by ``limit`` of ``time.monotonic``."""
+        return self._idle.wait(max(0.0, limit - time.monotonic()))
+
+    def tell(self) -> None:
+        """Raise what the last attempts ended with; what waits is tried again.
+
+        Raises:
+            Exception: an attempt failed, and the step is not at the remote.
+        """
+        with self._lock:
+            failed = next(iter(self._failed), None)
+            error = None if failed is None else self._failed.pop(failed)
+            self._start()
+        if error is not None:
+            raise error
+
+    def wait(self, end: float, must_leave: Callable[[], bool]) -> None:
+        """Wait until nothing waits, or each step was tried once more.
+
+        Args:
+            end: until when, by ``time.monotonic``.
+            must_leave: whether something else is more urgent; then it goes on by itself.
+
+        Raises:
+            TimeoutError: not by then. It goes on.
+            Exception: the last attempt at a step failed, and it is not at the remote.
+        """
+        with self.hurry():
+            while not self.is_over(min(end, time.monotonic() + _LOOK)):
+                if must_leave():
+                    return
+                if time.monotonic() >= end:
+                    place = self._tier.place.path
+                    raise TimeoutError(
+                        f"wait: {self._directory.path}: checkpoints are still being copied to {place}; it goes on"
+                    )
+        self.tell()
+
+    def leave(self, end: float) -> None:
+        """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
+        try:
+            self.wait(math.inf, lambda: time.monotonic() >= end)
+        except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
+            logger.error("%s: not copied to %s: %s", self._directory.path, self._tier.place.path, error)  # noqa: TRY400
+        with self._lock:
+            self._stopped = True
+            self._wake.set()
+            idle, waiting = self._idle, sorted(self._waiting)
+        idle.wait()
+        with self._lock:
+            self._stopped = False
+        if waiting and not self._share[0]:
+            logger.warning(
+                "%s: not yet at %s, and left to the next run: %s",
+                *(self._directory.path, self._tier.place.path, ", ".join(map(str, waiting))),
+            )
+
+    def end(self) -> None:
+        """The process ends: wait for the thread."""
+        with self._lock:
+            self._wake.set()
+            idle = self._idle
+        idle.wait()
+
+    # The queue.
+
+    def _queue(self, step: int, number: int | None = None) -> None:
+        self._seen.add(step)
+        self._waiting[step] = next(self._numbers) if number is None else number
+        self._failed.pop(step, None)
+        self._changed = True
+        self._wake.set()
+
+    def _start(self) -> None:
+        if self._stopped or not self._waiting or not self._idle.is_set():
+            return
+        self._idle = Event()
+        _running.add(self)
+        try:
+            threading.Thread(target=self._run, name="fastckpt-drain").start()
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
+            _running.discard(self)
+            self._idle.set()
+            logger.warning("%s: nothing is copied to %s: %s", self._directory.path, self._tier.place.path, error)
+
+    def _next(self) -> int | None:
+        """The step to copy; None ends the thread."""
+        with self._lock:
+            fresh = [step for step in self._waiting if step not in self._failed]
+            if self._waiting and not fresh and not self._hurry:
+                # Each had its turn.
+                self._forgive()
+                fresh = list(self._waiting)
+            if self._stopped or not fresh:
+                _running.discard(self)
+                self._idle.set()
+                return None
+            return max(fresh, key=lambda step: self._waiting[step])
+
+    def _forgive(self) -> None:
+        """What waits may be tried again."""
+        self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
+
+    def _drop(self, step: int, number: int | None) -> None:
+        """It waits no longer, unless it was asked for again."""
+        with self._lock:
+            if self._waiting.get(step) == number:
+                del self._waiting[step]
+                self._failed.pop(step, None)
+
+    # The thread.
+
+    def _run(self) -> None:
+        idle = self._idle
+        try:
+            while (step := self._next()) is not None:
+                self._try(step)
+        except CancelledError:
+            logger.debug("%s: the copy to %s is given up", self._directory.path, self._tier.place.path)
+        finally:
+            if not idle.is_set():
+                _running.discard(self)
+                idle.set()
+
+    def _try(self, step: int) -> None:
+        """One attempt at a step.
+
+        Raises:
+            CancelledError: it was given up.
+        """
+        number = self._waiting.get(step)
+        name = self._directory.names.name_of(step)
+        before = self._directory.identity(name)
+        try:
+            if self._changed:
+                self._skip()
+            elif before is None:
+                self._gone(step, number)
+            else:
+                self._copy(step, number)
+        except CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, others are tried
+            # That it was replaced or removed beneath the copy is no failure.
+            if self._directory.identity(name) == before:
+                self._note(step, number, error)
+
+    def _copy(self, step: int, number: int | None) -> None:
+        source, target = self._directory.path_of(step), self._tier.place.path_of(step)
+        copied = copy_checkpoint(
+            [source],
+            target,
+            operation="drain",
+            overwrite=True,
+            limit=self._limit,
+            stop=self._must_stop,
+            share=self._share,
+        )
+        logger.info(
+            "%s: step %d is at %s: %.3f GB in %.2f s, %.2f GB/s, %.3f GB were there",
+            *(self._directory.path, step, target, copied.bytes / 1e9, copied.seconds),
+            *(copied.bytes / 1e9 / max(copied.seconds, 1e-9), copied.reused_bytes / 1e9),
+        )
+        if self._delay != _FIRST:
+            logger.info("%s: %s answers again", self._directory.path, self._tier.place.path)
+        self._delay = _FIRST
+        leads = self._share[0] == 0
+        if leads:
+            self._follow(step, number or 0)
+        self._drop(step, number)
+        if leads:
+            self._settled()
+
+    def _follow(self, step: int, number: int) -> None:
+        """What follows at the remote when a checkpoint is whole there."""
+        place = self._tier.place
+        try:
+            if number > self._latest:
+                place.write_latest(step)
+                self._latest, self._durable = number, step
+            if self._directory.is_pinned(step) and not place.is_pinned(step):
+                place.pin(step)
+            durable = step if self._durable is None else self._durable
+            self._tier.retention.clear(durable)
+            for each in (place, self._directory):
+                each.sweep_copies(lambda one: one < durable and one not in self._waiting)
+        except OSError as error:
+            logger.warning("%s: what follows the copy of step %d failed: %s", place.path, step, error)
+
+    def _skip(self) -> None:
+        """Drop the steps that the remote would not keep."""
+        with self._lock:
+            self._changed = False
+            waiting = dict(self._waiting)
+        if not self._tier.policies:
+            return
+        # What an earlier run saved beyond it counts for nothing, as for the local tier.
+        top = max(waiting, key=lambda step: waiting[step])
+        try:
+            there, pinned = self._tier.place.look()
+            known = {one.step: one for one in self._tier.retention.catalogue.of(step for step in there if step <= top)}
+        except OSError:
+            self._changed = True
+            raise
+        known.update((one.step, one) for one in self._catalogue.of(step for step in sorted(waiting) if step <= top))
+        saved = [known[step] for step in sorted(known)]
+        pinned = {*pinned, *self._directory.look().pinned}
+        try:
+            wanted = reasons(saved, self._tier.policies, pinned, time.time())
+        except Exception:  # a policy of the caller's
+            logger.exception("%s: a policy raised, and everything is copied", self._tier.place.path)
+            return
+        dropped = [step for step in waiting if step in wanted and not wanted[step]]
+        for step in dropped:
+            self._drop(step, waiting[step])
+            if not self._share[0]:
+                self._tier.place.forget(step)
+            logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._directory.path, step)
+        if dropped and self._share[0] == 0:
+            self._settled()
+
+    def _gone(self, step: int, number: int | None) -> None:
+        self._drop(step, number)
+        logger.info("%s: step %d was removed before it was copied", self._directory.path, step)
+
+    def _note(self, step: int, number: int | None, error: Exception) -> None:
+        """An attempt failed: what becomes of the step."""
+        where = self._directory.path, self._tier.place.path
+        if self._share[0]:
+            # The first brings what is missing.
+            logger.warning("%s: this process did not bring its share of step %d: %s", where[0], step, error)
+            self._drop(step, number)
+            return
+        if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
+            # It stays damaged.
+            logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
+            self._drop(step, number)
+            self._failed[step] = error
+            self._settled()
+            return
+        with self._lock:
+            if self._waiting.get(step) != number:
+                return
+            self._failed[step] = error
+            wake = self._wake = Event()
+            pause = 0.0 if self._hurry or self._stopped else self._delay
+        if self._delay == _FIRST:
+            logger.warning("%s: step %d is not at %s, and is tried again: %s", where[0], step, where[1], error)
+        self._delay = min(2 * self._delay, _MOST)
+        if not _ending:
+            wake.wait(pause)
+        if _ending and not self._hurry:
+            logger.error("%s: the process ends: the next run copies what waits to %s", *where)
+            self._hurry = True
+
+    def _must_stop(self) -> bool:
+        return self._stopped or (_ending and time.monotonic() > self._deadline())

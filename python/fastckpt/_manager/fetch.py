@@ -1,0 +1,73 @@
+"""What a restore gets from the remote tier: checkpoints that the local one lacks, or has damaged."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from fastckpt._copy.copy import copy_checkpoint
+
+if TYPE_CHECKING:
+    from .directory import Directory
+    from .tier import Tier
+
+logger = logging.getLogger("fastckpt")
+
+#: What a local tier answers that has no room for a checkpoint, or takes none.
+_NO_ROOM = {
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG") if hasattr(errno, name)
+}
+
+
+class Fetch:
+    """The remote tier as a restore sees it.
+
+    Args:
+        directory: the local tier.
+        tier: the remote one.
+        read_only: whether nothing may be written.
+    """
+
+    def __init__(self, directory: Directory, tier: Tier, *, read_only: bool) -> None:
+        self._directory = directory
+        self._tier = tier
+        self._read_only = read_only
+
+    @property
+    def path(self) -> str:
+        """Where the remote tier lies."""
+        return self._tier.place.path
+
+    def steps(self) -> list[int]:
+        """The steps that the remote tier has, rising.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        return self._tier.place.look().steps
+
+    def bring(self, step: int) -> str:
+        """Have the local tier hold what the remote one has of a step; where the checkpoint is to be loaded from.
+
+        What of it is good on the local tier is not fetched. Where the local tier has no room, or may not be written,
+        the remote one is read in its place.
+
+        Raises:
+            CorruptCheckpointError: what the tiers have of it together is not whole.
+            OSError: the remote tier does not answer, or has no such checkpoint.
+        """
+        here, there = self._directory.path_of(step), self._tier.place.path_of(step)
+        if self._read_only:
+            return there
+        sources = [here, there] if os.path.lexists(here) else [there]
+        try:
+            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            logger.warning("%s: it is loaded from %s: %s", here, there, error)
+            return there
+        logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
+        return here

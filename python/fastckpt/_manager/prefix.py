@@ -1,0 +1,127 @@
+"""The run below a URL of an object store: the same questions as to a :class:`.directory.Directory`.
+
+An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
+that of the checkpoint, and it is one as soon as its manifest is there, which is written last and removed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from .directory import LATEST, MANIFEST, PIN, Listing, Names
+
+if TYPE_CHECKING:
+    from fastckpt._stores.objects import Objects
+
+    from .directory import Identity
+
+#: How many manifests are asked for at a time: each costs a journey to the store and back.
+_AT_A_TIME = 32
+#: The most bytes of a small object of the run: a few hundred for each checkpoint.
+_SMALL = 256 << 20
+
+
+class Prefix:
+    """The run below a URL.
+
+    Args:
+        objects: what lies there.
+        names: the names of its checkpoints.
+    """
+
+    def __init__(self, objects: Objects, names: Names) -> None:
+        self._objects = objects
+        self.path = objects.url
+        self.names = names
+
+    def path_of(self, step: int) -> str:
+        """The URL of the checkpoint of a step."""
+        return f"{self.path}/{self.names.name_of(step)}"
+
+    def look(self) -> Listing:
+        """Which checkpoints there are: those that have a manifest.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        prefixes, objects = self._objects.children()
+        step_of = self.names.step_of
+        begun = sorted(step for step in map(step_of, prefixes) if step is not None)
+        pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
+        steps = self._whole(begun)
+        return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
+
+    def newest(self) -> int | None:
+        """The newest step that has a manifest."""
+        return max(self.look().steps, default=None)
+
+    def pin(self, step: int) -> None:
+        """Pin the checkpoint of a step."""
+        self._objects.write(self._pin(step), [], 0, None)
+
+    def is_pinned(self, step: int) -> bool:
+        """Whether there is a pin, as of now."""
+        return self._has(self._pin(step))
+
+    def unpin(self, step: int) -> None:
+        """Take the pin off."""
+        if self.is_pinned(step):
+            self._objects.remove([self._pin(step)])
+
+    def write_latest(self, step: int) -> None:
+        """Have ``latest`` name the checkpoint of a step."""
+        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
+
+    def read(self, name: str) -> bytes:
+        """The content of a small object of the run.
+
+        Raises:
+            OSError: it cannot be read; FileNotFoundError where there is none.
+        """
+        return self._objects.read_all(name, _SMALL)
+
+    def replace(self, name: str, content: bytes, *, durable: bool) -> None:  # noqa: ARG002 - a store knows no other way
+        """Give an object of the run a new content in one step."""
+        self._objects.write(name, [content], len(content), None)
+
+    def identity(self, name: str) -> Identity | None:
+        """What another checkpoint under the same name would not have; None where there is none."""
+        manifest = f"{name}/{MANIFEST}"
+        try:
+            noted = self._objects.sum_of(manifest)
+            return self._objects.size(manifest), 0 if noted is None else int(noted, 16), 0
+        except FileNotFoundError:
+            return None
+
+    def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
+        """A store does not tell whether somebody still writes to a name: nothing is removed by a look around."""
+
+    def forget(self, step: int) -> None:
+        """Remove what killed copies left of a step with which nobody goes on.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        name = self.names.name_of(step)
+        if not self._has(f"{name}/{MANIFEST}"):
+            below = self._objects.below(name)
+            below.remove(below.sizes())
+
+    def _whole(self, steps: Iterable[int]) -> list[int]:
+        """Those of these steps that have a manifest, in the same order."""
+        asked = [(step, f"{self.names.name_of(step)}/{MANIFEST}") for step in steps]
+        with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
+            there = threads.map(self._has, (name for _, name in asked))
+            return [step for (step, _), is_there in zip(asked, there, strict=True) if is_there]
+
+    def _has(self, name: str) -> bool:
+        try:
+            self._objects.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _pin(self, step: int) -> str:
+        return self.names.name_of(step) + PIN

@@ -1,0 +1,408 @@
+"""The drain: what it copies and when, what it holds, what becomes of failures, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _core, keep
+from fastckpt._manager import drain as draining
+from fastckpt._manager.catalogue import Catalogue
+from fastckpt._manager.directory import Directory, Names
+from fastckpt._manager.tier import Tier, place_at
+
+NAMES = Names("step-{step:08d}")
+#: A deadline of a test: reached only by what hangs.
+LONG = 60.0
+
+
+class Copier:
+    """Stands before the copy: tells what is asked for, may hold it or have it fail."""
+
+    def __init__(self, real):
+        self.real = real
+        self.asked = []
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail = {}
+        self.meanwhile = self.afterwards = lambda: None
+
+    def __call__(self, sources, target, **options):
+        step = NAMES.step_of(target.rpartition("/")[2])
+        self.asked.append(step)
+        self.begun.release()
+        while not self.gate.wait(0.01):
+            if options["stop"]():
+                raise CancelledError
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        error = self.fail.get(step, self.fail.get("all"))
+        if error is not None:
+            raise error
+        copied = self.real(sources, target, **options)
+        afterwards, self.afterwards = self.afterwards, lambda: None
+        afterwards()
+        return copied
+
+
+@pytest.fixture
+def copier(monkeypatch):
+    copier = Copier(draining.copy_checkpoint)
+    monkeypatch.setattr(draining, "copy_checkpoint", copier)
+    monkeypatch.setattr(draining, "_FIRST", 0.01)
+    monkeypatch.setattr(draining, "_MOST", 0.02)
+    return copier
+
+
+class Run:
+    """A local tier, a remote one, and the drain between them."""
+
+    def __init__(self, root, remote, policies=(), **options):
+        self.local = Directory(str(root / "local"), NAMES)
+        self.tier = Tier(place_at("test", remote, NAMES), policies)
+        self.settled = 0
+        self.drain = draining.Drain(
+            self.local,
+            Catalogue(self.local),
+            self.tier,
+            **{"limit": None, "settled": self._settle, "deadline": lambda: float("inf"), **options},
+        )
+
+    def _settle(self):
+        self.settled += 1
+
+    def save(self, *steps, add=True):
+        for step in steps:
+            fastckpt.save({"w": np.full(1000, step)}, self.local.path_of(step), metadata={"step": step})
+            if add:
+                self.drain.add(step)
+                self.drain.start()
+
+    def wait(self):
+        self.drain.wait(time.monotonic() + LONG, lambda: False)
+
+    def there(self):
+        return self.tier.place.look().steps
+
+
+@pytest.fixture(params=["path", "memory"])
+def run(tmp_path, request, copier):
+    remote = tmp_path / "remote" if request.param == "path" else f"memory://{tmp_path.name}/run"
+    made = Run(tmp_path, remote)
+    yield made
+    copier.gate.set()
+    made.drain.leave(0.0)
+
+
+def hold(copier):
+    """Have the next copy wait at the gate."""
+    copier.gate.clear()
+
+
+def until_begun(copier):
+    assert copier.begun.acquire(timeout=LONG)
+
+
+def test_the_last_step_goes_first(run, copier):
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.save(2, 3)
+    assert run.drain.holds(1)
+    assert run.drain.holds(2)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [1, 3, 2]
+    assert run.there() == [1, 2, 3]
+    assert not any(map(run.drain.holds, [1, 2, 3]))
+    assert run.tier.place.read("latest") == b"step-00000003\n"
+    assert fastckpt.load(run.tier.place.path_of(2))["w"][0] == 2
+    assert run.settled == 3
+
+
+def test_what_a_process_left_is_copied_by_the_next(run, copier):
+    run.save(1, 2, 3, add=False)
+    run.drain.resume()
+    run.wait()
+    assert copier.asked == [3, 2, 1]
+    assert run.there() == [1, 2, 3]
+
+
+def test_a_step_that_was_never_seen_is_held_and_copied(run):
+    run.save(1, add=False)
+    assert run.drain.holds(1)
+    run.wait()
+    assert run.there() == [1]
+    assert not run.drain.holds(1)
+
+
+def test_a_step_that_was_never_seen_goes_last(run, copier):
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.save(2, add=False)
+    run.save(3)
+    assert run.drain.holds(2)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [1, 3, 2]
+    assert run.tier.place.read("latest") == b"step-00000003\n"
+
+
+def test_a_failure_is_logged_once_and_tried_again(run, copier, caplog):
+    caplog.set_level(logging.INFO, "fastckpt")
+    copier.fail["all"] = OSError(5, "no route to the store")
+    run.save(1)
+    for _ in range(4):
+        until_begun(copier)
+    run.save(2)  # saves go on
+    del copier.fail["all"]
+    run.wait()
+    assert run.there() == [1, 2]
+    told = [one for one in caplog.records if "no route" in one.getMessage()]
+    assert [one.levelname for one in told] == ["WARNING"]
+    assert "step 1 is not at" in told[0].getMessage()
+    assert any("answers again" in one.getMessage() for one in caplog.records)
+
+
+def test_wait_raises_what_keeps_a_step_from_the_remote(run, copier):
+    copier.fail[1] = OSError(5, "no route to the store")
+    run.save(1, 2)
+    with pytest.raises(OSError, match="no route"):
+        run.wait()
+    assert run.there() == [2]
+    assert run.drain.holds(1)
+    del copier.fail[1]
+    run.wait()
+    assert run.there() == [1, 2]
+    run.wait()
+
+
+def test_wait_has_a_limit(run, copier):
+    hold(copier)
+    run.save(1)
+    with pytest.raises(TimeoutError, match="still being copied"):
+        run.drain.wait(time.monotonic(), lambda: False)
+    copier.gate.set()
+    run.wait()
+
+
+def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog):
+    run.save(1, 2, add=False)
+    file = run.local.path_of(1) + "/model.safetensors"
+    with open(file, "r+b") as changed:  # noqa: PTH123 - a path as text
+        changed.seek(-1, 2)
+        changed.write(b"\x55")
+    run.drain.resume()
+    with pytest.raises(fastckpt.exceptions.CorruptCheckpointError):
+        run.wait()
+    run.wait()
+    assert run.there() == [2]
+    assert not run.drain.holds(1)
+    assert [one.levelname for one in caplog.records] == ["ERROR"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_saved_again_while_it_is_copied_is_copied_again(run, copier, caplog, fails):
+    def again():
+        fastckpt.save({"w": np.full(1000, 77)}, run.local.path_of(1))
+        if fails:
+            raise fastckpt.exceptions.CorruptCheckpointError("it has changed")
+
+    hold(copier)
+    copier.meanwhile = again
+    run.save(1)
+    until_begun(copier)
+    copier.gate.set()
+    until_begun(copier) if fails else None
+    run.drain.add(1)
+    run.drain.start()
+    run.wait()
+    assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 77
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_step_saved_again_before_its_copy_is_noted_is_copied_again(run, copier):
+    def again():
+        fastckpt.save({"w": np.full(1000, 77)}, run.local.path_of(1))
+        run.drain.add(1)
+
+    copier.afterwards = again
+    run.save(1)
+    run.wait()
+    assert copier.asked == [1, 1]
+    assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 77
+
+
+def test_steps_of_an_earlier_run_beyond_the_last_save_count_for_nothing(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1), keep.Steps(8)])
+    run.save(8, 9, add=False)
+    hold(copier)
+    run.drain.resume()
+    until_begun(copier)
+    run.save(4)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [9, 4, 8]
+    assert run.there() == [4, 8, 9]
+
+
+def test_a_step_removed_while_it_waits_is_let_go(run, copier):
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.save(2, 3)
+    fastckpt.remove(run.local.path_of(2))
+    copier.gate.set()
+    run.wait()
+    assert run.there() == [1, 3]
+    assert not run.drain.holds(2)
+
+
+def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1), keep.Steps(2)])
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.save(2, 3, 4, 5)
+    run.local.pin(3)
+    copier.gate.set()
+    run.wait()
+    assert copier.asked == [1, 5, 3, 2]
+    assert run.there() == [2, 3, 5]  # the retention of the remote has taken 1
+    assert run.tier.place.look().pinned == {3}
+    # What an earlier run has beyond it counts for nothing.
+    run.save(4)
+    run.wait()
+    assert run.there() == [2, 3, 4, 5]
+
+
+def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
+    run = Run(tmp_path, tmp_path / "remote", [keep.Last(1)])
+    run.save(1, 2, 3, add=False)
+
+    (tmp_path / "remote").mkdir()
+    for place, step in ((run.tier.place, 1), (run.tier.place, 9), (run.local, 0)):
+        manifest = Path(run.local.path_of(1), "fastckpt.json").read_bytes()
+        _core.Gathering(place.path_of(step), manifest, True).close()
+    new = tmp_path / "remote" / ".latest.0123456789abcdef.new"
+    new.touch()
+    os.utime(new, (0, 0))
+    run.drain.resume()
+    run.wait()
+    assert run.there() == [3]
+    assert not new.exists()
+    # Something newer may be another manager's.
+    assert [one.checkpoint for one in fastckpt.leftovers(run.tier.place.path)] == ["step-00000009"]
+    assert fastckpt.leftovers(run.local.path) == []
+
+
+def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    run.save(1, 2, add=False)
+    place = run.tier.place
+    place.replace("step-00000001/model.safetensors", b"part", durable=True)
+    place.replace("step-00000009/model.safetensors", b"another's", durable=True)
+    run.drain.resume()
+    run.wait()
+    assert run.there() == [2]
+    with pytest.raises(FileNotFoundError):
+        place.read("step-00000001/model.safetensors")
+    assert place.read("step-00000009/model.safetensors") == b"another's"
+
+
+def test_what_is_whole_in_a_store_stays_until_something_newer_is(tmp_path, copier):
+    run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    run.save(1)
+    run.wait()
+    copier.fail[2] = OSError(5, "no route to the store")
+    run.save(2, 1, add=False)
+    run.drain.add(1)
+    run.drain.add(2)
+    with pytest.raises(OSError, match="no route"):
+        run.wait()
+    # It is not wanted beside the second, which is not there yet.
+    assert copier.asked == [1, 2]
+    assert run.there() == [1]
+
+
+def test_what_is_left_is_copied_with_the_next(run, copier, caplog):
+    hold(copier)
+    run.save(1)
+    until_begun(copier)
+    run.drain.leave(0.0)
+    assert "left to the next run: 1" in caplog.text
+    assert run.there() == []
+    assert run.drain.holds(1)
+    copier.gate.set()
+    run.save(2)
+    run.wait()
+    assert run.there() == [1, 2]
+
+
+def test_a_process_that_brings_a_share_tries_once(tmp_path, copier, caplog):
+    run = Run(tmp_path, tmp_path / "remote", share=(1, 2))
+    copier.fail["all"] = OSError(5, "no route to the store")
+    run.save(1)
+    run.wait()
+    assert copier.asked == [1]
+    assert "did not bring its share of step 1" in caplog.text
+    assert run.settled == 0
+    assert not (tmp_path / "remote" / "latest").exists()
+
+
+PROGRAM = """
+import sys, threading, time
+import numpy as np, fastckpt
+from fastckpt._manager import drain
+real = drain.copy_checkpoint
+def copy(sources, target, **options):
+    while not drain._ending:
+        time.sleep(0.001)
+    if sys.argv[2] == "fails":
+        raise OSError(5, "no route to the store")
+    while sys.argv[2] == "hangs":
+        if options["stop"]():
+            raise drain.CancelledError
+        time.sleep(0.001)
+    return real(sources, target, **options)
+drain.copy_checkpoint = copy
+from fastckpt._manager.catalogue import Catalogue
+from fastckpt._manager.directory import Directory, Names
+from fastckpt._manager.tier import Tier, place_at
+names = Names("step-{step:08d}")
+local = Directory(sys.argv[1] + "/local", names)
+fastckpt.save({"w": np.arange(10)}, local.path_of(1))
+made = drain.Drain(
+    local, Catalogue(local), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
+    limit=None, settled=lambda: None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
+)
+made.add(1)
+made.start()
+"""
+
+
+@pytest.mark.parametrize("case", ["works", "fails", "hangs"])
+def test_a_process_that_ends_finishes_the_drain_or_leaves_it(tmp_path, case):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), case],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONG,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "remote" / "step-00000001").exists() == (case == "works")
+    assert ("the process ends" in done.stderr) == (case == "fails")

@@ -1,0 +1,152 @@
+"""``Manager(local, remote=...)`` over a process group: each node brings a share, and all ranks restore the same."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import fastckpt
+from fastckpt._manager import drain as draining
+from fastckpt._manager import fetch as fetching
+from harness import groups
+
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def four(forge):
+    """Ranks for all tests that leave them alive."""
+    with forge.group(4) as group:
+        yield group
+
+
+def state(step):
+    return {"model": {f"w{index}": np.full(5000, step + index) for index in range(4)}, "step": step}
+
+
+def train(root, steps, options):
+    """Train from where the run is; what this rank restored, copied, and saw at the end."""
+    shares = []
+    real = draining.copy_checkpoint
+
+    def copy(sources, target, **more):
+        copied = real(sources, target, **more)
+        shares.append(more["share"])
+        return copied
+
+    draining.copy_checkpoint = copy
+    try:
+        with fastckpt.Manager(
+            root / "local",
+            remote=root / "remote",
+            timeout=TIMEOUT,
+            save_options={"shard_size": 40_000},
+            **options,
+        ) as manager:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                found = manager.restore()
+            first = found.step + 1 if found else 1
+            for step in range(first, first + steps):
+                manager.save(step, state(step), {"loss": float(step)})
+                manager.wait()
+            here = found and (found.step, found.state["step"], int(found.state["model"]["w3"].max()))
+            return here, sorted(set(shares)), manager.steps(), manager.remote_steps(), len(told)
+    finally:
+        draining.copy_checkpoint = real
+
+
+def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
+    first = four.run(train, tmp_path, 3, {"keep": 1, "remote_keep": 2})
+    assert first == [(None, [(0, 1)] if rank == 0 else [], [3], [2, 3], 0) for rank in range(4)]
+    assert (tmp_path / "remote" / "latest").read_text() == "step-00000003\n"
+    # The nodes are new.
+    shutil.rmtree(tmp_path / "local")
+    second = four.run(train, tmp_path, 1, {"keep": 1, "remote_keep": 2})
+    assert [(here, steps, there) for here, _, steps, there, _ in second] == [((3, 3, 6), [4], [3, 4])] * 4
+    # One file is damaged here, and another one there.
+    for place, index in (("local", 0), ("remote", 1)):
+        file = sorted((tmp_path / place / "step-00000004").glob("*.safetensors"))[index]
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.unlink()
+        file.write_bytes(content)
+    third = four.run(train, tmp_path, 0, {"keep": 1, "remote_keep": 2})
+    assert [here for here, *_ in third] == [(4, 4, 7)] * 4
+    assert [told for *_, told in third] == [1, 0, 0, 0]
+
+
+def train_on_nodes(root, steps):
+    socket.gethostname = lambda: f"node{dist.get_rank() // 2}"
+    return train(root, steps, {})
+
+
+def test_one_process_of_each_node_brings_a_share(forge, tmp_path):
+    with forge.group(4) as group:
+        seen = group.run(train_on_nodes, tmp_path, 2)
+    shares = [[(0, 2)], [], [(1, 2)], []]
+    assert [(here, steps, there) for here, _, steps, there, _ in seen] == [(None, [1, 2], [1, 2])] * 4
+    assert [share for _, share, *_ in seen if share] == [share for share in shares if share]
+    for step in (1, 2):
+        assert fastckpt.verify(tmp_path / "remote" / f"step-{step:08d}").ok
+    assert fastckpt.leftovers(tmp_path / "remote") == []
+
+
+def hung_up(*_arguments, **_options):
+    raise OSError(errno.ECONNRESET, "the store has hung up")
+
+
+def fail_to_copy(root):
+    real, draining.copy_checkpoint = draining.copy_checkpoint, hung_up
+    try:
+        with fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT) as manager:
+            manager.save(1, state(1))
+            try:
+                manager.wait()
+            except Exception as error:  # noqa: BLE001 - its kind is what the test looks at
+                told = type(error).__name__, "hung up" in str(error)
+            draining.copy_checkpoint = real
+            manager.wait()
+            return told, manager.remote_steps()
+    finally:
+        draining.copy_checkpoint = real
+
+
+def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
+    seen = four.run(fail_to_copy, tmp_path)
+    assert seen[0] == (("ConnectionResetError", True), [1])
+    assert seen[1:] == [(("RanksError", True), [1])] * 3
+
+
+def fail_to_fetch(root):
+    fetching.copy_checkpoint = hung_up
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT).restore().step
+
+
+def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(forge, tmp_path):
+    with fastckpt.Manager(tmp_path / "local", remote=tmp_path / "remote") as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+            manager.wait()
+    shutil.rmtree(Path(manager.path(2)))
+    with forge.group(2) as group:
+        assert group.run(fail_to_fetch, tmp_path) == [1, 1]
+
+
+def differ(root):
+    with pytest.raises(ValueError, match="remote: rank 0 has"):
+        fastckpt.Manager(root / "local", remote=root / f"remote-{dist.get_rank()}", timeout=TIMEOUT)
+
+
+def test_ranks_with_other_remotes_are_refused(four, tmp_path):
+    with pytest.raises(groups.FailedError, match="remote: rank 0 has"):
+        four.run(differ, tmp_path)
