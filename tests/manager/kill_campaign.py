@@ -2,6 +2,7 @@
 
     python tests/manager/kill_campaign.py --kills 2000 DIRECTORY
     python tests/manager/kill_campaign.py --kills 2000 --remote REMOTE DIRECTORY
+    python tests/manager/kill_campaign.py --kills 2000 --ranks 4 --remote REMOTE DIRECTORY
 
 A child forked for each round restores, saves and removes as fast as it can with ``keep=1``, and tells its parent when
 it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase. After
@@ -12,6 +13,9 @@ is 1 if anything was lost.
 With a remote tier, a directory, the drain is a phase, too. After each kill the remote by itself must have the newest
 step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
 drained is then all that was acknowledged, and the next child fetches it.
+
+With several ranks there is a child for each, in a group whose store is the parent's. They are killed in any order: all
+at once, as a job is, or one of them well before the others, as a node fails.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ MESSAGE = struct.Struct("=Bq")
 KINDS = (*PHASES, *FAR, "acknowledged", "drained")
 #: In one round out of so many the local tier is lost.
 LOST = 8
-#: The longest time from the beginning of a phase to the kill, in seconds.
-LONGEST = 0.012
+#: The longest time from the beginning of a phase to the kill, in seconds; of several ranks, and from the first kill to
+#: the next.
+LONGEST, LONGEST_OF_RANKS, APART = 0.012, 0.1, 0.1
 
 
 def state(step):
@@ -121,37 +126,83 @@ def wrong_with(directory, least, far):
     return ""
 
 
-def in_child(work):
-    """Fork; the child does ``work`` and ends. Returns its pid and what it writes."""
+def in_children(work, count=1):
+    """Fork so many times; each child does ``work`` and ends. Returns their pids, and what they write."""
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    status = 1
-    try:
-        os.close(reading)
-        work(writing)
-        status = 0
-    except BaseException:  # noqa: BLE001 - it ends here whatever it is
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    pids = []
+    for number in range(count):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        status = 1
+        try:
+            os.close(reading)
+            work(writing, number)
+            status = 0
+        except BaseException:  # noqa: BLE001 - it ends here whatever it is
+            # A rank that hears of the death of another one fails.
+            if count == 1:
+                traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(writing)
+    return pids, reading
 
 
-def one_round(directory, remote, known, phase, seed):
+class Ranks:
+    """Where the ranks of each round meet.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size):
+        self.size = size
+        self._rounds = 0
+        if size > 1:
+            # In the parent: it takes a second.
+            from torch import distributed
+
+            self._torch = distributed
+            self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meet(self, rank):
+        """Join the group of this round."""
+        if self.size > 1:
+            store = self._torch.TCPStore("127.0.0.1", self._store.port, is_master=False)
+            store = self._torch.PrefixStore(f"round {self._rounds}", store)
+            self._torch.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
+
+    def kill(self, pids, seed):
+        """Kill them all."""
+        self._rounds += 1
+        seed.shuffle(pids)
+        apart = seed.choice([0.0, 0.0, APART]) if self.size > 1 else 0.0
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(seed.uniform(0, apart))
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def one_round(directory, remote, known, phase, seed, ranks):
     """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``."""
     asynchronous = seed.random() < 0.7
-    after, delay = seed.randrange(1, 4) if phase not in {"restore", "fetch"} else 1, seed.uniform(0, LONGEST)
-    pid, pipe = in_child(
-        lambda writing: train(
+    after = seed.randrange(1, 4) if phase not in {"restore", "fetch"} else 1
+    delay = seed.uniform(0, LONGEST if ranks.size == 1 else LONGEST_OF_RANKS)
+
+    def work(writing, rank):
+        ranks.meet(rank)
+        train(
             directory,
             remote,
             lambda kind, step: os.write(writing, MESSAGE.pack(KINDS.index(kind), step)),
             asynchronous,
         )
-    )
+
+    pids, pipe = in_children(work, ranks.size)
 
     def heard():
         message = os.read(pipe, MESSAGE.size)
@@ -166,33 +217,32 @@ def one_round(directory, remote, known, phase, seed):
         while after:
             kind = heard()
             if kind is None:
-                raise RuntimeError("the child ended by itself")
+                raise RuntimeError("the children ended by themselves")
             after -= kind == phase
         time.sleep(delay)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    # What it told before it died is acknowledged, too.
+        ranks.kill(pids, seed)
+    # What they told before they died is acknowledged, too.
     while heard() is not None:
         pass
     os.close(pipe)
 
 
-def campaign(directory, remote, kills, seed):
+def campaign(directory, remote, kills, seed, size):
     """All rounds; what came of them."""
     phases = PHASES if remote is None else (*PHASES, *FAR)
     counts, violations = dict.fromkeys(phases, 0), []
     known = {"acknowledged": 0, "drained": 0}
-    draw = random.Random(seed)
+    draw, ranks = random.Random(seed), Ranks(size)
     for number in range(kills):
         phase = draw.choice(PHASES if remote is None else (*PHASES, "drain"))
         if remote is not None and draw.randrange(LOST) == 0 and known["drained"]:
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
-        one_round(directory, remote, known, phase, draw)
+        one_round(directory, remote, known, phase, draw, ranks)
         counts[phase] += 1
-        pid, pipe = in_child(
-            lambda writing: os.write(writing, check(directory, remote, *known.values()).encode()),
+        (pid,), pipe = in_children(
+            lambda writing, _: os.write(writing, check(directory, remote, *known.values()).encode()),
         )
         with os.fdopen(pipe, encoding="utf-8") as file:
             wrong = file.read()
@@ -203,6 +253,7 @@ def campaign(directory, remote, kills, seed):
             if len(violations) >= 10:
                 break
     return {
+        "ranks": size,
         "kills": counts,
         "seed": seed,
         "newest_acknowledged": known["acknowledged"],
@@ -218,8 +269,9 @@ def main():
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remote", help="a directory: the remote tier")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that save together")
     options = parser.parse_args()
-    done = campaign(options.directory, options.remote, options.kills, options.seed)
+    done = campaign(options.directory, options.remote, options.kills, options.seed, options.ranks)
     print(json.dumps(done))
     return 1 if done["violations"] else 0
 

@@ -31,6 +31,15 @@ def test_kills_within_drains_and_fetches_lose_nothing(tmp_path):
     assert result["newest_drained"] > 0
 
 
+@pytest.mark.timeout(300 + 4 * KILLS)
+def test_kills_of_several_ranks_lose_nothing(tmp_path):
+    """Mutant: the first rank removes the checkpoint that has become durable, and not the older ones."""
+    kills = KILLS // 8
+    result = campaign(kills, "--ranks", "3", "--remote", str(tmp_path / "remote"), str(tmp_path / "run"))
+    assert result["ranks"] == 3
+    assert result["newest_acknowledged"] > 0
+
+
 def campaign(kills, *arguments):
     """Run the campaign; its result."""
     seed = os.environ.get("FASTCKPT_TEST_SEED", "20260101")
