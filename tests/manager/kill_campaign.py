@@ -14,8 +14,8 @@ With a remote tier, a directory, the drain is a phase, too. After each kill the 
 step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
 drained is then all that was acknowledged, and the next child fetches it.
 
-With several ranks there is a child for each, in a group whose store is the parent's. They are killed in any order: all
-at once, as a job is, or one of them well before the others, as a node fails.
+With several ranks there is a child for each. They are killed in any order: all at once, as a job is, or one of them
+well before the others, as a node fails.
 """
 
 from __future__ import annotations
@@ -166,12 +166,23 @@ class Ranks:
             from torch import distributed
 
             self._torch = distributed
-            self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            # The store has threads, and a lock that one of them holds would be held in each fork.
+            _, pipe = in_children(lambda writing, _: self._keep_store(writing))
+            self._port = int.from_bytes(os.read(pipe, 4), "little")
+            os.close(pipe)
+
+    def _keep_store(self, writing):
+        """Keep the store that the ranks of all rounds meet in, as long as the parent lives."""
+        parent = os.getppid()
+        store = self._torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, store.port.to_bytes(4, "little"))
+        while os.getppid() == parent:
+            time.sleep(0.5)
 
     def meet(self, rank):
         """Join the group of this round."""
         if self.size > 1:
-            store = self._torch.TCPStore("127.0.0.1", self._store.port, is_master=False)
+            store = self._torch.TCPStore("127.0.0.1", self._port, is_master=False)
             store = self._torch.PrefixStore(f"round {self._rounds}", store)
             self._torch.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
 
