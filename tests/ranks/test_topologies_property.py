@@ -1,7 +1,8 @@
 """Drawn tensors under drawn topologies: the files are those of one process, and load into any other topology.
 
 Torch's own splitting decides what each rank holds; each trial saves from one topology, compares all bytes with a save
-of one process, and loads into another topology and into one process.
+of one process, and loads into another topology and into one process. It saves again with what one process wrote as the
+base, and with that but for one bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import shutil
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastckpt
 import fastckpt.distributed
 from harness import groups  # noqa: TC001
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORLD = 8
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex128", "bool", "int16", "float64", "uint8")
@@ -135,19 +139,21 @@ def _state(tensors: list[Drawn], which: str, fill: bool) -> tuple[dict[str, Any]
     return state, {name: pair[1] for name, pair in mine.items()}
 
 
-def _save(path: str, size: int, tensors: list[Drawn], shard_size: int, background: bool) -> None:
+def _save(
+    path: str, size: int, tensors: list[Drawn], shard_size: int, background: bool, base: str | None = None
+) -> tuple[int, int] | None:
+    """What was written and linked, in bytes; None on a rank that does not take part."""
     group = _group(size)
     state, _ = _state(tensors, "saved", True)
     if dist.get_rank() >= size:
-        return
+        return None
+    options: dict[str, Any] = {"process_group": group, "shard_size": shard_size, "timeout": 30, "base": base}
+    options["metadata"] = {"step": 7}
     if background:
-        fastckpt.distributed.save_async(
-            state, path, process_group=group, shard_size=shard_size, timeout=30, metadata={"step": 7}
-        ).result(60)
+        report = fastckpt.distributed.save_async(state, path, **options).result(60)
     else:
-        fastckpt.distributed.save(
-            state, path, process_group=group, shard_size=shard_size, timeout=30, metadata={"step": 7}
-        )
+        report = fastckpt.distributed.save(state, path, **options)
+    return report.bytes_total, report.linked_bytes
 
 
 def _load(path: str, size: int, tensors: list[Drawn]) -> list[str]:
@@ -213,6 +219,7 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
         "loaded": loaded,
         "shard_size": draw(st.sampled_from([5_000, 1 << 20, 1 << 30])),
         "background": draw(st.booleans()),
+        "place": draw(st.none() | st.floats(0, 1)),
     }
 
 
@@ -222,6 +229,17 @@ def _digests(path: Any) -> dict[str, str]:
         for each in sorted(path.iterdir())
         if each.name.endswith((".safetensors", ".index.json"))
     }
+
+
+def changed_in(model: dict[str, torch.Tensor], place: float) -> str | None:
+    """The tensor of which one bit is changed here, in this place of its bytes; None where none has bytes."""
+    names = sorted(name for name, tensor in model.items() if tensor.numel())
+    if not names:
+        return None
+    name = names[int(place * 97) % len(names)]
+    raw = model[name].reshape(-1).view(torch.uint8)
+    raw[min(int(place * raw.numel()), raw.numel() - 1)] ^= 1
+    return name
 
 
 class World:
@@ -267,4 +285,25 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
         assert _bits(alone["model"][name]) == _bits(tensor), name
         assert alone["model"][name].shape == tensor.shape
     assert world.run(_load, str(base / "many"), trial["loaded"], tensors) == [[]] * WORLD
+    if trial["place"] is not None:
+        check_bases(world, base, trial, state["model"], expected)
     shutil.rmtree(base)
+
+
+def check_bases(
+    world: World, base: Path, trial: dict[str, Any], model: dict[str, torch.Tensor], expected: dict[str, str]
+) -> None:
+    """What one process wrote is the base: nothing has changed, and then one bit of one tensor."""
+    tensors = trial["tensors"]
+    again = [trial["saved"], tensors, trial["shard_size"], trial["background"]]
+    total = sum(len(_bits(tensor)) for tensor in model.values())
+    assert set(world.run(_save, str(base / "same"), *again, str(base / "one"))) <= {(0, total), None}
+    assert _digests(base / "same") == expected
+    name = changed_in(model, trial["place"])
+    if name is not None:
+        fastckpt.save({"model": model, "step": 7, "note": ["a", None]}, base / "other", shard_size="1B")
+        changed = total - model[name].nbytes
+        for report in world.run(_save, str(base / "mended"), *again, str(base / "other")):
+            assert report is None or (sum(report) == total and report[1] <= changed)
+        mended = fastckpt.load(base / "mended")["model"]
+        assert [_bits(mended[each.name]) for each in tensors] == [_bits(whole(each)) for each in tensors]

@@ -1,5 +1,6 @@
 """``distributed.save(..., base=...)``: all ranks together link and write what one process would."""
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 import fastckpt
 from fastckpt import distributed
 from fastckpt._ranks.session import session
-from harness import mounts, parallel
+from harness import groups, mounts, parallel
 from harness.parallel import dist, torch
 
 SPREAD = [
@@ -272,3 +273,41 @@ def save_on_hosts(folder):
 def test_the_manifest_of_a_base_travels_between_hosts(forge, tmp_path):
     with forge.group(4) as group:
         assert group.run(save_on_hosts, tmp_path) == [(2, 0, ())] * 4
+
+
+def save_struck(folder, number, **options):
+    """One of the ranks of :func:`save_on_hosts`, which may be struck."""
+    made = session("save", None)
+    made.group = made.group._replace(host=f"node-{dist.get_rank()}")
+    state = parallel.state("tp", scale=4)
+    report = distributed.save(state, folder / str(number), timeout=20, **options)
+    return report.linked_files, report.warnings
+
+
+#: Where a rank fails while ranks compare. From rank 1 rank 3 gets the manifest, which it then waits for.
+BLOWS = [
+    (1, "fastckpt._ranks.reuse:passed_on", OSError(errno.EIO, "the blow")),
+    (3, "fastckpt._core:RankBase.know", OSError(errno.EIO, "the blow")),
+    (2, "fastckpt._core:RankBase.compare", OSError(errno.EIO, "the blow")),
+    (3, "fastckpt._core:RankBase.compare", KeyboardInterrupt("the blow")),
+    (0, "fastckpt._core:RankBase.take", OSError(errno.ENOSPC, "the blow")),
+    (1, "fastckpt._core:RankBase.follow", OSError(errno.EIO, "the blow")),
+]
+
+
+def test_a_rank_that_fails_while_ranks_compare_fails_the_save_on_all_and_the_next_one_works(forge, tmp_path):
+    with forge.group(4) as group:
+        group.run(save_struck, tmp_path, 0)
+        # The ranks have a gloo group already, which the failed save must not leave with half a broadcast.
+        assert group.run(save_struck, tmp_path, 1, base=tmp_path / "0") == [(2, ())] * 4
+        for rank, where, error in BLOWS:
+            strike = groups.Strike(rank, where, error)
+            group.start(save_struck, tmp_path, 2, base=tmp_path / "1", strike=strike)
+            ends = group.outcomes(timeout=60)
+            assert [end.kind for end in ends] == ["raised"] * 4
+            for end in ends:
+                assert end.raised.kind == (type(error).__name__ if end.rank == rank else "RanksError"), end
+                assert "the blow" in end.raised.text
+            assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
+            assert group.run(save_struck, tmp_path, 2, base=tmp_path / "1") == [(2, ())] * 4
+            fastckpt.remove(tmp_path / "2")

@@ -51,6 +51,8 @@ def take_over(
         with range_of("fastckpt.compare"):
             share = _share(session, operation, path, base, earlier, timeout)
     except BaseException:
+        # Here or at another rank, its broadcast may be left half done.
+        session.link.drop()
         earlier.close()
         raise
     return portion._replace(share=share or portion.share, base=earlier), time.perf_counter() - began
@@ -89,7 +91,6 @@ def _share(
             earlier.know(base, manifest)
         found = {"sums": earlier.compare(lambda *_: attention.meanwhile())}
     except LostError as error:
-        session.link.drop()
         found = lost_by(session.name(rank), error)
     told = operation.round(
         "compared", found, combine=_combine_sums, decide=lambda found: _take(found, path, earlier, operation)

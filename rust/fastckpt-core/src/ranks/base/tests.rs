@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::content::Content;
+use crate::format::checksum::Pair;
 use crate::format::groups;
 use crate::ranks::save::tests::{Job, LAYOUTS, RANKS, SHARD, options};
 use crate::save::{Contents, Request, save};
@@ -89,6 +90,27 @@ fn a_single_other_byte_is_found() {
             bytes[tensor][at] ^= 0x40;
             let expected: Vec<_> = [0, 1, 4, 6].into_iter().filter(|&other| other != tensor).collect();
             assert_eq!(unchanged(&job, &base_of(&job, &names, &bytes)), expected, "{layout:?} {tensor} {at}");
+        }
+    }
+}
+
+#[test]
+fn a_change_that_leaves_one_of_the_two_checksums_as_it_was_is_found() {
+    let (one, none) = (Pair::of(&[1]), Pair::zeros(1));
+    // A multiple of one polynomial: nothing but bytes that the checksum does not show.
+    for (unseen, rest) in [(0, one.crc ^ none.crc), (1, one.xz ^ none.xz)] {
+        let delta: Vec<u8> = [1].into_iter().chain(rest.to_le_bytes()).collect();
+        let changed = Pair::of(&delta) ^ Pair::zeros(9);
+        assert_eq!([changed.crc == 0, changed.xz == 0], [unseen == 0, unseen == 1]);
+        for layout in LAYOUTS {
+            let job = Job::new(layout);
+            for (tensor, at) in [(0, 300_000), (0, 0), (4, 70_000), (6, 4095)] {
+                let mut bytes = job.bytes.clone();
+                bytes[tensor][at..].iter_mut().zip(&delta).for_each(|(byte, delta)| *byte ^= delta);
+                let expected: Vec<_> = [0, 1, 4, 6].into_iter().filter(|&other| other != tensor).collect();
+                let base = base_of(&job, &["t.0", "t.1", "t.4", "t.6"], &bytes);
+                assert_eq!(unchanged(&job, &base), expected, "{layout:?} {tensor} {at}");
+            }
         }
     }
 }
