@@ -338,7 +338,7 @@ def test_the_command_line(run, url, saved, capsys, tmp_path):
     assert "is a URL" in said("clean", run, status=2)["error"]
     local = Path(saved[0])
     assert said("runs", f"file://{local.parent}", "--keep", "last=1")["path"] == str(local.parent)
-    assert said("copy", f"file://{local}", f"file://{tmp_path}/b")["path"] == f"{tmp_path}/b"
+    assert said("copy", f"file://{local}", f"file://{tmp_path}/b")["target"] == f"{tmp_path}/b"
     assert "another machine" in said("info", f"file://host{local}", status=2)["error"]
     changed(url, shards_of(url)[0], lambda content: content.__setitem__(-1, content[-1] ^ 1))
     assert not said("verify", url, status=1)["ok"]
