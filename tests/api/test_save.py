@@ -280,7 +280,7 @@ def test_files_come_with_the_checkpoint(tmp_path, save):
     assert (path / "config.json").read_text() == "new"
     assert (path / "raw.bin").read_bytes() == b"\x80bin"
     assert fastckpt.load(path)["w"].tolist() == [0, 0, 0]
-    with pytest.raises(OSError, match=r"holds `.*`, which is no part of the checkpoint"):
+    with pytest.raises(OSError, match=r"holds `.*`, which is not part of the checkpoint"):
         fastckpt.remove(path)
     fastckpt.remove(path, everything=True)
     assert not path.exists()

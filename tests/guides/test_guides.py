@@ -58,6 +58,17 @@ def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundarie
     return found, wanted
 
 
+def goes_on(forge, folder, name, boundaries, *, ranks):
+    """Take the last checkpoint away, run the program again on another number of ranks, and load what it leaves."""
+    run, steps = folder / "cut" / "runs" / name, boundaries[-1]
+    fastckpt.remove(run / f"step-{steps:08d}", everything=True)  # what `files` gave, too
+    left = fastckpt.Manager(run, read_only=True).latest()
+    assert 0 < left < steps
+    last = play(forge, f"{name}.md", folder / "cut", ranks=ranks)
+    assert [each.value for each in last] == [[step for step in boundaries if step > left]] * ranks, last
+    return fastckpt.load(run / f"step-{steps:08d}")
+
+
 def test_plain(forge, tmp_path):
     # In the middle of an epoch; then on the way to the end of one.
     found, wanted = resumes(forge, tmp_path, "plain", 120, killed=55, preempted=63)
@@ -67,19 +78,19 @@ def test_plain(forge, tmp_path):
     assert found["model"]["0.weight"].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_lightning(libraries, tmp_path, ranks):
-    epochs = [*range(1, 20), *range(21, 40), *range(41, 61)]  # no last batches
+def test_lightning(libraries, tmp_path):
+    boundaries = [*range(1, 20), *range(21, 40), *range(41, 61)]  # no last batches
     found, wanted = resumes(
-        libraries, tmp_path, "lightning", 60, killed=33, preempted=39, ranks=ranks, boundaries=epochs
+        libraries, tmp_path, "lightning", 60, killed=33, preempted=39, ranks=2, boundaries=boundaries
     )
     assert same(found, wanted)
+    goes_on(libraries, tmp_path, "lightning", boundaries, ranks=1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_trainer(libraries, tmp_path, ranks):
-    found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=39, ranks=ranks)
+def test_trainer(libraries, tmp_path):
+    found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=39, ranks=2)
     assert same(found, wanted)
+    goes_on(libraries, tmp_path, "trainer", range(1, 61), ranks=1)
 
 
 def test_accelerate(libraries, tmp_path):
@@ -91,15 +102,8 @@ def test_fsdp2(forge, tmp_path):
     found, wanted = resumes(forge, tmp_path, "fsdp2", 40, killed=13, preempted=25, ranks=2)
     assert same(found, wanted)
 
-    # On another number of ranks it goes on from the same state; only the numbers that dropout draws are others.
-    run = tmp_path / "cut" / "runs" / "fsdp2"
-    fastckpt.remove(run / "step-00000040")
-    with fastckpt.Manager(run, read_only=True, alone=True) as manager:
-        left = manager.latest()
-    assert 25 <= left < 40
-    resumed = play(forge, "fsdp2.md", tmp_path / "cut", ranks=3)
-    assert [each.value for each in resumed] == [list(range(left + 1, 41))] * 3, resumed
-    found = fastckpt.load(run / "step-00000040")
+    # Only the numbers that dropout draws are others on another number of ranks.
+    found = goes_on(forge, tmp_path, "fsdp2", range(1, 41), ranks=3)
     assert found["scheduler"] == wanted["scheduler"]
     for name, value in found["model"].items():
         torch.testing.assert_close(value, wanted["model"][name], rtol=0, atol=0.2)

@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,7 +316,7 @@ def test_the_states_of_ranks(run, tmp_path):
     same(fastckpt.distributed.load_per_rank(f"{run}/c", rank=0), {"rank": 0, "t": torch.arange(4)})
 
 
-def test_the_command_line(run, url, saved, capsys):
+def test_the_command_line(run, url, saved, capsys, tmp_path):
     def said(*arguments, status=0):
         assert cli.main([*arguments, "--json"]) == status
         return json.loads(capsys.readouterr().out)
@@ -333,5 +334,11 @@ def test_the_command_line(run, url, saved, capsys):
     assert "--keep" in said("runs", run, "--keep", "last=3", status=2)["error"]
     assert "format" in said("runs", run, "--name", "{nothing}", status=2)["error"]
     assert f"{run}/x" in said("info", f"{run}/x", status=2)["error"]
+    assert "is a URL" in said("prune", run, status=2)["error"]
+    assert "is a URL" in said("clean", run, status=2)["error"]
+    local = Path(saved[0])
+    assert said("runs", f"file://{local.parent}", "--keep", "last=1")["path"] == str(local.parent)
+    assert said("copy", f"file://{local}", f"file://{tmp_path}/b")["target"] == f"{tmp_path}/b"
+    assert "another machine" in said("info", f"file://host{local}", status=2)["error"]
     changed(url, shards_of(url)[0], lambda content: content.__setitem__(-1, content[-1] ^ 1))
     assert not said("verify", url, status=1)["ok"]

@@ -106,7 +106,7 @@ class Boundary(Run):
                     self._signal_came()
                 self._report = pending.result(left_until(end))
             except Exception as error:
-                # Once it is known to have failed, its step may be saved again, and is no base.
+                # Once it is known to have failed, its step may be saved again, and is not a base.
                 with contextlib.suppress(TimeoutError):
                     self._aftermath.wait(end)
                 if failed_of(error, CancelledError) and not isinstance(error, CancelledError):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fastckpt.save_when import Moment
 
-#: How many steps the usual duration is the median of: an evaluation in between is no step.
+#: How many steps the usual duration is the median of: an evaluation in between is not a step.
 _STEPS = 15
 #: What a new measurement of a save weighs against all earlier ones.
 _WEIGHT = 0.5

@@ -76,10 +76,10 @@ class Preemption(Boundary):
 
         A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
         saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
-        is half done. Give the state as :meth:`save` gets it, made at the begin.
+        is half done. Give the state as :meth:`save` gets it, made at its beginning.
 
-        Among several ranks no handler can act alone: there a signal is answered at the begin or the end of the stretch,
-        by all of them.
+        Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
+        the end of the stretch.
         """
         self._check("steady")
         about = metadata_of(step_of("steady", step), metrics, metadata)

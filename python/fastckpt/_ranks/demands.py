@@ -174,7 +174,7 @@ def demands(
 
     Raises:
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        StructureMismatchError: ``into`` does not fit. What only the checkpoint has is no reason: others may want it.
+        StructureMismatchError: ``into`` does not fit. What only the checkpoint has is not a reason: others may want it.
         Exception: whatever a load of one process raises before it reads.
     """
     spreads = Spreads(ranks, rank)

@@ -139,7 +139,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
-        TypeError: ``frozen`` is no pattern.
+        TypeError: ``frozen`` is not a pattern.
         ValueError: an argument is out of range.
     """
     check_engine(operation, io, threads, devices=True)

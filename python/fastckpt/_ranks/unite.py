@@ -285,7 +285,7 @@ class _Union:
                 todo.append(self.key_tokens(key, values[0]))
 
     def key_tokens(self, key: KeyText, value: tuple[int, int]) -> list[Any]:
-        """The tokens of a key that is no string."""
+        """The tokens of a key that is not a string."""
         tokens: list[Any] = json.loads(f"[{key.text}]")
         for token in tokens:
             if is_tensor(token):

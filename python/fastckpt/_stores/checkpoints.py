@@ -49,7 +49,7 @@ def remove(url: str, *, everything: bool) -> None:
 
     Raises:
         FileNotFoundError: there is nothing.
-        OSError: with ENOTEMPTY, it is no checkpoint, or holds what must stay; nothing was removed.
+        OSError: with ENOTEMPTY, it is not a checkpoint, or holds what must stay; nothing was removed.
     """
     objects = Objects.at("remove", url)
     names = objects.sizes()
@@ -62,7 +62,7 @@ def remove(url: str, *, everything: bool) -> None:
     if MANIFEST not in names and not (shards and all(objects.sum_of(name) for name in shards)):
         why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
     elif deep or (strange and not everything):
-        why = f"it holds `{(deep or strange)[0]}`, which is no part of the checkpoint: move that elsewhere"
+        why = f"it holds `{(deep or strange)[0]}`, which is not part of the checkpoint: move that elsewhere"
         why += "" if deep else ", or give everything=True"
     if why:
         raise OSError(errno.ENOTEMPTY, f"cannot remove `{url}`: {why}", url)

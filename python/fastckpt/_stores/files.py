@@ -31,7 +31,7 @@ class StoredFiles:
     span, gap = PART, 1 << 20
     why = "object store"
     fallback = "an object store is read over the network"
-    #: That the network fails is no damage.
+    #: A failing network is not damage.
     gone: type[OSError] = FileNotFoundError
 
     def __init__(self, objects: Objects) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._text import count, size, table, visible
+
+from .places import place
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +34,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
         "could not be removed.",
     )
-    parser.add_argument("path", metavar="DIR", type=Path, help="the directory that holds the checkpoints")
+    parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
     parser.add_argument("--remove", action="store_true", help="remove what is dead")
     parser.add_argument(
         "--older-than",
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     hours = options.older_than
     if hours is not None and (not options.remove or not hours >= 0):
         raise ValueError("clean: --older-than goes with --remove, and takes a number of hours from 0 on")
-    directory = os.fspath(options.path.absolute())
+    directory = options.path if isinstance(options.path, str) else os.fspath(options.path.absolute())
     found: list[dict[str, Any]] = []
     failures: list[str] = []
     for one in fastckpt.leftovers(directory):

@@ -37,6 +37,8 @@ from .places import place
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
+_PLACE = "the checkpoint: its directory or URL"
+
 #: What a screen has room for; the rest is counted.
 _LINES = 12
 _WIDTH = 100
@@ -86,14 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     info = command("info", "show what a checkpoint holds, and when and how it was written")
-    info.add_argument("path", metavar="PATH", type=place)
+    info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
     ls = command("ls", "list the tensors of a checkpoint")
-    ls.add_argument("path", metavar="PATH", type=place)
+    ls.add_argument("path", metavar="PATH", type=place, help=_PLACE)
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
-    verify.add_argument("path", metavar="PATH", type=place)
+    verify.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
     for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs):
         tool.register(command)

@@ -58,8 +58,8 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "Tensors are compared by name and value: +0 and -0 are equal, and nan equals nan. Every byte that is read is "
         "verified. Exits with 0 whether they differ or not.",
     )
-    parser.add_argument("path", metavar="A", type=place)
-    parser.add_argument("other", metavar="B", type=place)
+    parser.add_argument("path", metavar="A", type=place, help="a checkpoint: its directory or URL")
+    parser.add_argument("other", metavar="B", type=place, help="another one")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from fastckpt._paths import is_url
+from fastckpt._stores.urls import place_of
 
 
 def place(text: str) -> Path | str:
-    """A path; a URL as it is, since a Path would fold its slashes."""
-    return text if is_url(text) else Path(text)
+    """A path, also of ``file://``; another URL as it is, since a Path would fold its slashes."""
+    if not text.lower().startswith("file:/"):
+        return text if is_url(text) else Path(text)
+    try:
+        return Path(place_of("open", text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

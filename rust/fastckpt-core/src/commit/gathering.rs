@@ -63,7 +63,7 @@ impl Gathering {
     pub fn open(target: &Path, manifest: Vec<u8>, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let seal = manifest::seal_of(&manifest)
-            .ok_or_else(|| Error::Invalid("copy: this is no manifest of fastckpt".to_owned()))?;
+            .ok_or_else(|| Error::Invalid("copy: this is not a manifest of fastckpt".to_owned()))?;
         let name = (gathering_name(&name, seal), name);
         let parent = open_or_make(&parent_path)?;
         look(parent.as_fd(), &name.1, target, overwrite)?;

@@ -19,7 +19,7 @@ use crate::sys::file::open_directory;
 /// Durably removes the checkpoint at `path`, and what killed saves left of it under other names. It does not wait for
 /// readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Files that are no part of the checkpoint make this an error. With `everything`, plain ones are removed as well.
+/// Files that are not part of the checkpoint make this an error. With `everything`, plain ones are removed as well.
 pub fn remove(path: &Path, everything: bool) -> Result<()> {
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
@@ -108,7 +108,7 @@ fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<(
         }
         if !everything && !is_ours(file.to_bytes()) && !is_remnant(file.to_bytes()) {
             let why = format!(
-                "it holds `{what}`, which is no part of the checkpoint: move that elsewhere, or give everything=True"
+                "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give everything=True"
             );
             return Err(stays(path, &why));
         }

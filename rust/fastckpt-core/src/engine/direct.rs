@@ -111,7 +111,7 @@ pub fn path_of(directory: BorrowedFd<'_>, name: &str) -> String {
     format!("/proc/self/fd/{}/{name}", directory.as_raw_fd())
 }
 
-/// Has `mover` move `candidates`, which are in the order of their blocks. The first failure ends that, and is no error.
+/// Has `mover` move `candidates`, which are in the order of their blocks. The first failure ends that, and is not an error.
 pub fn run(
     mover: &Move,
     candidates: Vec<Candidate>,

@@ -103,7 +103,7 @@ impl RankBase {
         self.base.set(base).map_err(|_| Error::Misused(ORDER))
     }
 
-    /// For the coordinator: opens the base. Returns its manifest for the others, or `None` if it is no base, which
+    /// For the coordinator: opens the base. Returns its manifest for the others, or `None` if it is not a base, which
     /// becomes a warning of the save.
     pub fn open(&self, path: &Path) -> Result<Option<Vec<u8>>> {
         let beside = &mut self.taken().beside;

@@ -170,7 +170,7 @@ fn steps_come_in_order() {
     other.know(&path, std::fs::read(path.join("fastckpt.json")).unwrap()).unwrap();
     let taken = other.take(&job.path(), true, &Sums::default(), &mut |_, _| true);
     assert!(matches!(taken, Err(Error::Misused(_))));
-    // What is no base is a warning.
+    // What is not a base is a warning.
     let rank = bases(&job).remove(0);
     assert_eq!(rank.open(&path.join("none")).unwrap(), None);
     assert!(rank.taken().beside.warnings[0].contains("every tensor was written"));
