@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
+
+from .places import place
 
 if TYPE_CHECKING:
     import argparse
@@ -23,8 +24,8 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "short, the same command goes on with what is there. Does nothing if TARGET holds this checkpoint already. "
         "Exits with 1 if SOURCE is damaged.",
     )
-    parser.add_argument("path", metavar="SOURCE", type=Path, help="a checkpoint: its directory or URL")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="the directory or URL of the copy")
+    parser.add_argument("path", metavar="SOURCE", type=place, help="a checkpoint: its directory or URL")
+    parser.add_argument("target", metavar="TARGET", type=place, help="the directory or URL of the copy")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at TARGET")
     parser.add_argument("--limit", metavar="RATE", help="bytes per second to move at most, as in 500MB/s")
 
