@@ -16,6 +16,7 @@ from copies.conftest import value_at
 from fastckpt._copy import directory, moves, pace, shares, sources
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt._copy.pace import Pace
+from fastckpt._copy.plan import Plan
 from fastckpt._tools import cli
 
 
@@ -135,6 +136,25 @@ def test_what_is_no_checkpoint_or_no_place_is_refused(saved, tmp_path):
     with pytest.raises(ValueError, match="bandwidth_limit"):
         fastckpt.copy(source, tmp_path / "b", bandwidth_limit="fast")
     assert names(tmp_path) == ["a", "weights"]
+
+
+@pytest.mark.parametrize("to", ["c", "memory://changed/c"])
+def test_a_file_beside_the_shards_that_grows_meanwhile_is_no_damage(saved, tmp_path, monkeypatch, to):
+    """Mutant: only another manifest is a change."""
+    source, target = saved("a", 1), to if "://" in to else str(tmp_path / to)
+    real, calls = Plan.bring, []
+
+    def bring(*arguments):
+        if not calls:
+            Path(source, "config.json").write_text('{"value": 1, "more": 2}')
+        calls.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(Plan, "bring", bring)
+    fastckpt.copy(source, target)
+    assert len(calls) == 2
+    fastckpt.copy(target, tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_text() == '{"value": 1, "more": 2}'
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_copied_again(saved, tmp_path, monkeypatch):
@@ -495,3 +515,6 @@ def test_the_command(saved, tmp_path, capsys):
     assert SHARDS[0] in capsys.readouterr().err
     assert cli.main(["copy", str(tmp_path / "none"), target]) == 2
     assert cli.main(["copy", source, target, "--limit", "x"]) == 2
+    # Mutant: a pathlib.Path, which folds the slashes of a URL, so that the host becomes a part of the path.
+    assert cli.main(["copy", f"file://elsewhere{source}", str(tmp_path / "d")]) == 2
+    assert "another machine" in capsys.readouterr().err

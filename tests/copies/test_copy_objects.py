@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -130,6 +131,11 @@ def test_what_is_in_the_way_is_refused(saved, url):
         fastckpt.copy(source, f"{url}/notes")
     fastckpt.copy(source, f"{url}/notes", overwrite=True)
     assert Objects.at("test", f"{url}/notes").read_all("notes.txt", 9) == b"mine"
+    # The copy would bring one of that name, and no checkpoint is there to be replaced.
+    Objects.at("test", f"{url}/config").write("config.json", [b"mine"], 4, None)
+    with pytest.raises(FileExistsError, match=r"config\.json"):
+        fastckpt.copy(source, f"{url}/config", overwrite=True)
+    assert Objects.at("test", f"{url}/config").read_all("config.json", 9) == b"mine"
     assert value_at(f"{url}/b") == 2
     assert value_at(f"{url}/notes") == 1
 
@@ -248,6 +254,36 @@ def test_shards_of_the_one_before_go(saved, tmp_path, url):
     fastckpt.copy(tmp_path / "small", f"{url}/b", overwrite=True)
     assert sorted(Objects.at("test", f"{url}/b").sizes()) == ["config.json", "fastckpt.json", "model.safetensors"]
     assert fastckpt.verify(f"{url}/b").ok
+
+
+def test_several_files_are_sent_at_once(saved, url, monkeypatch):
+    """Mutant: one after another, so that a store that takes long to answer is waited for once for each file."""
+    real, all_of_them = Objects.write, threading.Barrier(len(SHARDS))
+
+    def write(objects, name, *arguments):
+        if name in SHARDS:
+            all_of_them.wait(60)
+        real(objects, name, *arguments)
+
+    monkeypatch.setattr(Objects, "write", write)
+    done = []
+    fastckpt.copy(saved("a", 1), f"{url}/b")
+    copy_checkpoint([f"{url}/b"], f"{url}/c", tick=lambda now, all_: done.append((now, all_)))
+    assert value_at(f"{url}/c") == 1
+    assert done[-1][0] <= done[-1][1]
+
+
+def test_a_half_copy_is_removed_whatever_of_it_is_there(saved, url):
+    """Mutant: only shards prove whose it is."""
+    fastckpt.copy(saved("a", 1), f"{url}/b")
+    objects = Objects.at("test", f"{url}/b")
+    objects.remove(["fastckpt.json", *SHARDS[:2]])
+    objects.write("notes.txt", [b"mine"], 4, None)
+    with pytest.raises(OSError, match="is no part of the checkpoint"):
+        fastckpt.remove(f"{url}/b")
+    objects.remove(["notes.txt", *SHARDS])
+    fastckpt.remove(f"{url}/b", everything=True)
+    assert objects.sizes() == {}
 
 
 def test_two_copies_at_once_to_one_url_are_seen(saved, url):

@@ -130,6 +130,7 @@ def test_an_upload_that_fails_leaves_no_parts(s3):
 
 def test_an_object_has_at_most_as_many_parts_as_s3_allows(monkeypatch):
     monkeypatch.setattr(module, "PART", 100)
+    monkeypatch.setattr(module, "WHOLE", 200)
     monkeypatch.setattr(module, "_MOST_PARTS", 7)
     made = []
     monkeypatch.setattr("obstore.put", lambda _, __, pieces, **options: made.append(([*pieces], options["chunk_size"])))
@@ -198,6 +199,27 @@ def test_nobody_answers(monkeypatch):
             Objects.at("test", "s3://bucket/a").sizes()
         # Nothing is said about how busy the machine is: a client that asks for minutes takes minutes.
         assert time.monotonic() - began < 60
+
+
+def test_the_environment_says_how_to_connect(s3, monkeypatch):
+    """Mutant: options of fastckpt's own, in whose presence the client reads none from the environment."""
+    monkeypatch.setenv("AWS_USER_AGENT", "a test")
+    Objects.at("test", "s3://bucket/a").sizes()
+    assert [headers["user-agent"] for _, _, headers in s3.requests] == ["a test"]
+    monkeypatch.setenv("AWS_PROXY_URL", "http://somebody:hidden@127.0.0.1:1")
+    with pytest.raises(OSError, match="error sending request") as caught:
+        Objects.at("test", "s3://bucket/a").sizes()
+    assert "hidden" not in str(caught.value)
+    monkeypatch.setenv("AWS_READ_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="soon"):
+        Objects.at("test", "s3://bucket/a")
+
+
+def test_the_password_of_an_endpoint_is_not_shown(monkeypatch):
+    harness.lead_to("http://somebody:hidden@127.0.0.1:1", monkeypatch)
+    with pytest.raises(OSError, match=r"http://127\.0\.0\.1:1/bucket") as caught:
+        Objects.at("test", "s3://bucket/a").read("x", 0, 1)
+    assert "hidden" not in str(caught.value)
 
 
 def test_the_environment_says_too_little(monkeypatch):

@@ -77,7 +77,8 @@ def copy_checkpoint(
     Raises:
         CancelledError: ``stop`` returned true, or this process must go on at another time: what is there stays.
         CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
-        ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile.
+        ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or a file beside it has another
+            length.
         FileNotFoundError: there is no checkpoint at any source.
         FileExistsError: there is something else at ``target``.
         OSError: storage failed.
@@ -98,7 +99,7 @@ def copy_checkpoint(
             raise
         raise ReplacedCheckpointError(
             errno.ENOENT,
-            f"`{visible(sources[0])}` was replaced or removed while it was copied: copy it again",
+            f"`{visible(sources[0])}` was replaced, changed or removed while it was copied: copy it again",
             sources[0],
         ) from error
     return Copied(max(0, pace.done - reused), reused, files, time.perf_counter() - began, tuple(warnings))

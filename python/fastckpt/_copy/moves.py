@@ -218,7 +218,6 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
                 if number == len(summed.blocks) - 1:
                     readable(summed.compare)
                 yield data
-                pace.moved(len(data))
                 following = number + len(memories)
                 if following < len(summed.blocks):
                     reading.append(pool.submit(read, following, memories[number % len(memories)]))

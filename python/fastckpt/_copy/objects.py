@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from fastckpt import _crc64
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
-from fastckpt._stores.objects import Objects
+from fastckpt._stores.objects import WHOLE, Objects
 from fastckpt._text import visible
 
 from .moves import UnreadableError, ahead, readable, sum_of, watched
@@ -17,14 +18,17 @@ from .shares import bring_share
 from .sources import is_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from .pace import Pace
     from .plan import Plan
-    from .sources import Item, Source
+    from .sources import Bytes, Item, Opened, Source
 
 #: Requests at the same time that look at objects.
-_LOOKS = 8
+_LOOKS = 32
+#: Files that are sent at the same time: those that go in parts, which keep the network busy but for their beginning and
+#: end, and those that do not.
+_LARGE, _SMALL = 4, 8
 #: Seconds between two looks at what others have brought.
 _EVERY = 1.0
 
@@ -50,7 +54,7 @@ class ToObjects:
         """
         before = self._manifest()
         is_other = before is not None and before != plan.manifest
-        self._refuse(is_checkpoint=before is not None, is_other=is_other)
+        self._refuse(plan, is_checkpoint=before is not None, is_other=is_other)
         if share[0] and is_other:
             # The first one has not yet taken its manifest away: what is brought now would be seen as damage.
             return 0, []
@@ -96,7 +100,7 @@ class ToObjects:
         except FileNotFoundError:
             return None
 
-    def _refuse(self, *, is_checkpoint: bool, is_other: bool) -> None:
+    def _refuse(self, plan: Plan, *, is_checkpoint: bool, is_other: bool) -> None:
         """Raise FileExistsError for what must not be replaced."""
         prefixes, objects = self._objects.children()
         if prefixes:
@@ -106,7 +110,8 @@ class ToObjects:
         if is_checkpoint:
             return
         # What an earlier copy brought has its sum.
-        names = [name for name in objects if not self._overwrite or is_ours(name)]
+        brought = {item.name for item in plan.items}
+        names = [name for name in objects if not self._overwrite or is_ours(name) or name in brought]
         with ThreadPoolExecutor(_LOOKS, "fastckpt") as pool:
             for name, crc in zip(names, pool.map(self._sum_of, names), strict=True):
                 if crc is None:
@@ -121,28 +126,43 @@ class ToObjects:
         keep = {MANIFEST, *(item.name for item in plan.items)}
         self._objects.remove([name for name in self._objects.children()[1] if is_ours(name) and name not in keep])
 
-    def _send_each(self, items: Iterable[Item], source: Source, pace: Pace) -> dict[str, Exception]:
+    def _send_each(self, items: Sequence[Item], source: Source, pace: Pace) -> dict[str, Exception]:
+        """Send files; return why which could not be read."""
         failed: dict[str, Exception] = {}
+        for in_parts, at_once in ((True, _LARGE), (False, _SMALL)):
+            left = deque(item for item in items if (item.nbytes > WHOLE) == in_parts)
 
-        def send() -> None:
-            for item in items:
-                error = self._send(item, source, pace)
-                if error is not None:
-                    failed[item.name] = error
+            def send(left: deque[Item] = left) -> None:
+                while left:
+                    try:
+                        item = left.popleft()
+                    except IndexError:
+                        return
+                    error = self._send(item, source, pace)
+                    if error is not None:
+                        failed[item.name] = error
 
-        watched([send], pace)
+            watched([send] * min(at_once, len(left)), pace)
         return failed
 
     def _send(self, item: Item, source: Source, pace: Pace) -> Exception | None:
         """Send a file; return why it could not be read."""
-        before = pace.done
+        moved = 0
+
+        def blocks(item: Item, opened: Opened) -> Iterator[Bytes]:
+            nonlocal moved
+            for data in ahead(item, source, opened, pace):
+                yield data
+                pace.moved(len(data))
+                moved += len(data)
+
         try:
             with closing(readable(lambda: source.open(item))) as opened:
                 crc = item.crc or sum_of(item, source, opened, pace)
                 item = item._replace(crc=crc)
-                self._objects.write(item.name, ahead(item, source, opened, pace), item.nbytes, crc)
+                self._objects.write(item.name, blocks(item, opened), item.nbytes, crc)
         except BaseException as error:
-            pace.moved(before - pace.done)
+            pace.moved(-moved)
             if isinstance(error, UnreadableError):
                 return error.error
             raise

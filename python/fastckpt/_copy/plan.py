@@ -51,9 +51,11 @@ class Plan:
         if found is None:
             raise self._lost[0]
         self.manifest, shards = found
+        self._shards = shards
+        self._beside = [source.beside(shards) for source in self._sources]
         beside: dict[str, Item] = {}
-        for source in self._sources:
-            for item in source.beside(shards):
+        for items in self._beside:
+            for item in items:
                 beside.setdefault(item.name, item)
         self.items = [*shards, *beside.values()]
         self.nbytes = len(self.manifest) + sum(item.nbytes for item in self.items)
@@ -63,12 +65,12 @@ class Plan:
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:
-        """Whether no source has the manifest any more."""
-        return not any(self._has_manifest(source) for source in self._sources)
+        """Whether no source has the manifest, and the files beside it with their lengths, any more."""
+        return not any(map(self._is_as_it_was, self._sources, self._beside))
 
-    def _has_manifest(self, source: Source) -> bool:
+    def _is_as_it_was(self, source: Source, beside: list[Item]) -> bool:
         try:
-            return source.manifest()[0] == self.manifest
+            return source.manifest()[0] == self.manifest and source.beside(self._shards) == beside
         except CorruptCheckpointError:
             return True
         except (CheckpointError, OSError):

@@ -44,7 +44,7 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
 def remove(url: str, *, everything: bool) -> None:
     """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
 
-    What a removal or a copy that was killed left has no manifest, and is removed as well: its shards are known by the
+    What a removal or a copy that was killed left has no manifest, and is removed as well: its objects are known by the
     sums that fastckpt notes with them.
 
     Raises:
@@ -57,9 +57,8 @@ def remove(url: str, *, everything: bool) -> None:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
     strange = [name for name in names if not is_ours(name)]
     deep = [name for name in strange if "/" in name]
-    shards = [name for name in names if name.endswith(".safetensors")]
     why = None
-    if MANIFEST not in names and not (shards and all(objects.sum_of(name) for name in shards)):
+    if MANIFEST not in names and not _are_ours(objects, [name for name in names if is_ours(name)] or list(names)):
         why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
     elif deep or (strange and not everything):
         why = f"it holds `{(deep or strange)[0]}`, which is not part of the checkpoint: move that elsewhere"
@@ -68,3 +67,9 @@ def remove(url: str, *, everything: bool) -> None:
         raise OSError(errno.ENOTEMPTY, f"cannot remove `{url}`: {why}", url)
     objects.remove([MANIFEST])
     objects.remove([name for name in names if name != MANIFEST])
+
+
+def _are_ours(objects: Objects, names: list[str]) -> bool:
+    """Whether fastckpt has noted its sum with each of the objects."""
+    with ThreadPoolExecutor(_AT_ONCE, "fastckpt") as pool:
+        return all(pool.map(objects.sum_of, names))

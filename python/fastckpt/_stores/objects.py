@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 
 #: Bytes of one request: enough that its latency is small beside its transfer, and little to send again.
 PART = 8 << 20
+#: Up to this size an object is written by one request.
+WHOLE = 2 * PART
 #: Parts of one object that are on their way at the same time.
 _AT_ONCE = 8
 #: Parts that an object may have: S3 allows 10,000.
@@ -29,10 +31,31 @@ _CLIENT = {"connect_timeout": "5 seconds", "read_timeout": "120 seconds", "timeo
 _RETRY = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 #: The environment of each store begins so.
 _PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-_TRUE = {"1", "true", "on", "yes", "y"}
+#: What the environment may say of the connections, behind that prefix and in capitals.
+_OPTIONS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_max_frame_size",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "read_timeout",
+    "timeout",
+    "user_agent",
+)
 
-# What a URL in a message has behind its path may be a signature.
+# What a URL in a message has behind its path may be a signature, and what it has before an @ a password.
 _query = re.compile(r"(\bhttps?://[^\s?]*)\?\S*")
+_user = re.compile(r"(\bhttps?://)[^\s/]*@")
 
 _refused = re.compile(r"status code: 40[13]\b")
 
@@ -87,10 +110,9 @@ class Objects:
         if scheme == "memory":
             with _lock:
                 return cls(url, _memories.setdefault(root, stores.MemoryStore()))
-        client = dict(_CLIENT)
-        if os.environ.get(f"{_PREFIX[scheme]}_ALLOW_HTTP", "").lower() in _TRUE:
-            # The client reads its options from the environment, or takes given ones.
-            client["allow_http"] = True  # type: ignore[assignment]
+        # Where the client is given options, it reads none from the environment.
+        said = {name: os.environ.get(f"{_PREFIX[scheme]}_{name.upper()}") for name in _OPTIONS}
+        client = {**_CLIENT, **{name: text for name, text in said.items() if text}}
         more = {}
         if scheme == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
             more["checksum_algorithm"] = "CRC64NVME"
@@ -224,7 +246,7 @@ class Objects:
 
         attributes: Any = None if crc is None else {self._note: crc}
         raised: list[BaseException] = []
-        part = max(PART, -(-size // _MOST_PARTS))
+        part = size if size <= WHOLE else max(PART, -(-size // _MOST_PARTS))
         pieces = _repacked(chunks, size, part, f"write {self.url}/{name}", raised)
         key = self._key(name)
 
@@ -307,11 +329,11 @@ class Objects:
 
 
 def _said(error: BaseException) -> str:
-    """What an error of the client says, in one line, without what it looks like inside and without signatures."""
+    """What an error of the client says, in one line, without what it looks like inside, signatures and passwords."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     if "builder error" in text:
         text += " (for an http:// endpoint set AWS_ALLOW_HTTP=true)"
-    return _query.sub(r"\1", text)
+    return _user.sub(r"\1", _query.sub(r"\1", text))
 
 
 def _number(said: str) -> int:
