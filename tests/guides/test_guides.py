@@ -97,8 +97,8 @@ def test_fsdp2(forge, tmp_path):
     with fastckpt.Manager(run, read_only=True, alone=True) as manager:
         left = manager.latest()
     assert 25 <= left < 40
-    resumed = play(forge, "fsdp2.md", tmp_path / "cut", ranks=3)
-    assert [each.value for each in resumed] == [list(range(left + 1, 41))] * 3, resumed
+    resumed = play(forge, "fsdp2.md", tmp_path / "cut", ranks=1)
+    assert [each.value for each in resumed] == [list(range(left + 1, 41))], resumed
     found = fastckpt.load(run / "step-00000040")
     assert found["scheduler"] == wanted["scheduler"]
     for name, value in found["model"].items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastckpt
@@ -163,6 +164,45 @@ def restore(out):
     with fastckpt.Manager(out, timeout=TIMEOUT, read_only=True) as manager:
         found = manager.restore(into=state(0))
         return found.step, [step for step, _ in found.skipped], float(found.state["w"].to_local().min())
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_one_rank_goes_on_where_several_have_saved(forge, tmp_path, default):
+    """A group of one is a group: what it restores into may be DTensors, and so may what it saves."""
+    with forge.group(2) as group:
+        group.run(fill, tmp_path / "run", 1)
+    if default:
+        with forge.group(1) as group:
+            assert group.run(go_on, tmp_path / "run") == [(1, 1.0, 1.0, [1, 2, 3])]
+    else:
+        with forge.group(2) as group:
+            assert group.run(go_on_apart, tmp_path / "run") == [(1, 1.0, 1.0, [1, 2, 3])] * 2
+
+
+def go_on(out, mesh=None):
+    group = None if mesh is None else mesh.get_group()
+    mesh = init_device_mesh("cpu", (1,)) if mesh is None else mesh
+    into = {"w": parallel.distributed(torch.zeros(64, 1000), mesh, [Shard(0)]), "step": 0}
+    with fastckpt.Manager(out, timeout=TIMEOUT, process_group=group) as manager:
+        manager.save_on_signal(signal.SIGUSR1, exit=False)
+        found = manager.restore(into=into)
+        least, most = (float(bound()) for bound in (into["w"].to_local().min, into["w"].to_local().max))
+        assert manager.save(2, into)
+        with manager.steady(3, into):
+            # From the handler: one process needs nobody for it.
+            signal.raise_signal(signal.SIGUSR1)
+            steps = manager.steps()
+        return found.step, least, most, steps
+
+
+def go_on_apart(out):
+    rank = dist.get_rank()
+    # All ranks make all groups.
+    mine = [DeviceMesh("cpu", [each]) for each in range(2)][rank]
+    if rank:
+        shutil.copytree(out, f"{out}-{rank}")
+    dist.barrier()
+    return go_on(f"{out}-{rank}" if rank else out, mine)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt._ranks.peers import LAST
 from fastckpt._ranks.session import session
+from fastckpt._ranks.torch_distributed import is_initialised
 from fastckpt.exceptions import RanksError
 
 if TYPE_CHECKING:
@@ -76,8 +77,10 @@ class Alone:
 
     Args:
         watches: whether a process group that appears later is an error.
+        grouped: whether there is a process group, if only of one.
 
     Attributes:
+        grouped: likewise.
         host: the name of this rank's host, for errors.
         rank: the index of this rank.
         size: the number of ranks.
@@ -91,8 +94,9 @@ class Alone:
     leads = True
     share: tuple[int, int] | None = (0, 1)
 
-    def __init__(self, *, watches: bool = False) -> None:
+    def __init__(self, *, watches: bool = False, grouped: bool = False) -> None:
         self._watches = watches
+        self.grouped = grouped
 
     def check(self, operation: str) -> None:
         """Look whether the ranks are still those that there were.
@@ -143,7 +147,7 @@ class Together(Alone):
     """
 
     def __init__(self, ranks: Session, directory: str, timeout: float) -> None:
-        super().__init__()
+        super().__init__(grouped=True)
         self._peers: Peers = ranks.apart()
         # At the latest when the interpreter ends, and before the group itself goes.
         weakref.finalize(self, ranks.end, self._peers)
@@ -289,7 +293,7 @@ def agreement(operation: str, process_group: Any, directory: str, timeout: float
         return Alone()
     ranks = session(operation, process_group)
     if ranks.group.size == 1:
-        return Alone(watches=process_group is None)
+        return Alone(watches=process_group is None, grouped=is_initialised())
     return Together(ranks, directory, timeout)
 
 

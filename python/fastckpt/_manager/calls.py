@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
+    from .agreement import Alone
+
 #: What the manager gives to a save itself.
 _OWN = {"state", "path", "metadata", "overwrite", "on_error", "process_group", "per_rank", "timeout"}
 
@@ -33,46 +35,44 @@ class Calls:
         options: ``save_options=``.
         ranks: arguments by which ``fastckpt.distributed`` finds the ranks; None for a process that is alone whatever
             there is.
-        rank: the index of this rank.
-        size: the number of ranks.
+        agree: those ranks.
 
     Attributes:
         options: further arguments for each save.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any] | None, ranks: Mapping[str, Any] | None, rank: int, size: int
-    ) -> None:
-        known = _options(save_async if size == 1 else distributed.save_async)
+    def __init__(self, options: Mapping[str, Any] | None, ranks: Mapping[str, Any] | None, agree: Alone) -> None:
+        known = _options(distributed.save_async if agree.grouped else save_async)
         unknown = sorted(set(options or {}) - known)
         if unknown:
             raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
         self.options = dict(options or {})
         self._ranks = ranks
-        self._rank, self._size = rank, size
+        self._agree = agree
 
     def save(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> SaveReport:
         """Save at once; ``how`` may have arguments that only a save in the background takes."""
-        if self._size == 1 and per_rank is None:
+        if not self._agree.grouped and per_rank is None:
             return save(state, path, **_accepted(save, save_async, how))
         given = _accepted(distributed.save, distributed.save_async, self._given(how))
         return distributed.save(state, path, per_rank=per_rank, **self._to_ranks(), **given)
 
     def save_async(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> PendingSave:
         """Save in the background."""
-        if self._size == 1 and per_rank is None:
+        if not self._agree.grouped and per_rank is None:
             return save_async(state, path, **how)
         return distributed.save_async(state, path, per_rank=per_rank, **self._to_ranks(), **self._given(how))
 
     def load(self, path: str, how: Mapping[str, Any]) -> Any:
         """Load; the state and a report."""
-        if self._size == 1:
+        if not self._agree.grouped:
             return load(path, **{**how, "report": True})
         return distributed.load(path, **self._to_ranks(), **{**how, "report": True})
 
     def load_own(self, path: str, ranks: int) -> Any:
         """What this rank saved for itself, of so many ranks; None where there were not as many."""
-        return load_state_of(path, None, (self._rank, self._size)) if ranks == self._size else None
+        size = self._agree.size
+        return load_state_of(path, None, (self._agree.rank, size)) if ranks == size else None
 
     def _to_ranks(self) -> Mapping[str, Any]:
         if self._ranks is None:

@@ -106,7 +106,7 @@ class Manager(Preemption):
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
-        calls = Calls(save_options, ranks, agree.rank, agree.size)
+        calls = Calls(save_options, ranks, agree)
         super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
         self._source = Source(self._directory, agree, calls)
         self._async = bool(async_save)
