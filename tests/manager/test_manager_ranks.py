@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -158,6 +159,56 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
         assert told.startswith("OSError" if each.rank == 1 else "RanksError")
         assert "No space left" in told
         assert after == [None, True, [1, 2], 2]
+
+
+def miss(out, late, where):
+    """One rank fails between the agreement and the save; what this rank saw, and the steps that were saved."""
+    mine, told = dist.get_rank() == 2 - late, []
+    last = 2 if late else 1
+
+    def take(manager, step):
+        assert manager.should_save(step)
+        fails = mine and step == last
+        if fails and where == "outside":
+            raise KeyError("no such state")
+        manager.save(step, state(step), {"loss": "low" if fails else 1.0})
+
+    try:
+        with fastckpt.Manager(out, timeout=TIMEOUT, async_save=False) as manager:
+            for step in range(1, last + 2):
+                with contextlib.nullcontext() if where == "outside" else noted(told):
+                    take(manager, step)
+    except (KeyError, fastckpt.RanksError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    return told, manager.steps()
+
+
+@contextlib.contextmanager
+def noted(told):
+    try:
+        yield
+    except (TypeError, fastckpt.RanksError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["save", "outside"])
+def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(forge, tmp_path, late, where):
+    """Its arguments are bad, or the program fails; it may be the first save, before which nobody knows the others."""
+    with forge.group(3) as group:
+        found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
+    if where == "outside":
+        steps, own, why = [1] * late, "KeyError: ", "its block has ended with KeyError: 'no such state'"
+    else:
+        steps, own, why = [1, 3] if late else [2], "TypeError: save: metrics: 'loss'", "its save has ended with TypeErr"
+    for rank, ((told,), left) in enumerate(found):
+        assert left == steps
+        if rank == 2 - late:
+            assert told.startswith(own)
+        else:
+            assert told.startswith("RanksError: ")
+            assert f"rank {2 - late} on {socket.gethostname()} failed: " in told
+            assert why in told
 
 
 def restore(out):

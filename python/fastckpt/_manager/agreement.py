@@ -133,8 +133,8 @@ class Alone:
         """What each rank says, by rank."""
         return [said]
 
-    def leave(self, why: BaseException) -> None:
-        """This rank ends without the others, which hear of it when they next ask."""
+    def leave(self, why: str) -> None:
+        """This rank goes on or ends without the others, which hear of it when they next ask."""
 
 
 class Together(Alone):
@@ -248,10 +248,10 @@ class Together(Alone):
         listed = self._round("restore", [self.rank, said], None, None)
         return [said for _, said in sorted(listed)]
 
-    def leave(self, why: BaseException) -> None:
-        """This rank ends without the others, which hear of it when they next ask."""
+    def leave(self, why: str) -> None:
+        """This rank goes on or ends without the others, which hear of it when they next ask."""
         with contextlib.suppress(RanksError, Ended), self._peers.operation("Manager", self._directory, self._timeout):
-            raise Ended(f"its block has ended with {type(why).__name__}: {why}")
+            raise Ended(why)
 
     def _round(
         self,
@@ -277,7 +277,7 @@ class Together(Alone):
 
 
 class Ended(BaseException):
-    """A rank has ended without the others. No ``Exception``: it leaves without waiting for an answer."""
+    """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
 
 
 def agreement(operation: str, process_group: Any, directory: str, timeout: float, *, alone: bool) -> Alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,10 @@ from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.save import save
 from fastckpt._background.save_async import save_async
+from fastckpt._ranks.calls import Call
+from fastckpt._ranks.session import session
+
+from .agreement import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 
     from .agreement import Alone
 
+#: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
+_MEETING = 10.0
 #: What the manager gives to a save itself.
 _OWN = {"state", "path", "metadata", "overwrite", "on_error", "process_group", "per_rank", "timeout"}
 
@@ -62,6 +69,18 @@ class Calls:
         if not self._agree.grouped and per_rank is None:
             return save_async(state, path, **how)
         return distributed.save_async(state, path, per_rank=per_rank, **self._to_ranks(), **self._given(how))
+
+    def miss(self, path: str, why: str) -> None:
+        """Tell the others, which save together now, that this rank does not; it hardly waits for them."""
+        ranks = self._to_ranks()
+        found = session("save", ranks["process_group"])
+        # Before the first save nobody knows who the others are: who leaves at once would not be heard.
+        known = found.peers.has_met
+        call = Call("save", found, path, ranks["timeout"] if known else min(_MEETING, ranks["timeout"]))
+        error = Ended(why) if known else RuntimeError(why)
+        # What this rank does with its own error, the caller decides.
+        with contextlib.suppress(Exception, Ended), call.operation:
+            raise error
 
     def load(self, path: str, how: Mapping[str, Any]) -> Any:
         """Load; the state and a report."""
