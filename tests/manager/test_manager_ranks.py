@@ -377,6 +377,30 @@ def test_a_process_group_that_comes_after_the_manager_is_told(forge, tmp_path):
         assert group.run(come_late, tmp_path / "run", timeout=2 * TIMEOUT) == [3, 3]
 
 
+def outlive(out, default):
+    """Use a manager whose group is gone; ``default``: another default group is there meanwhile."""
+    group = None if default else dist.new_group(backend="gloo")
+    with fastckpt.Manager(out, timeout=TIMEOUT, process_group=group) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        dist.destroy_process_group(group)
+        del group
+        if default:
+            store = dist.FileStore(f"{out}-store", 2)
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+        for call in (lambda: manager.should_save(2), lambda: manager.save(2, {}), manager.restore):
+            with pytest.raises(RuntimeError, match="process group that the manager was made for is gone"):
+                call()
+    return manager.steps()
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_manager_whose_process_group_is_gone_saves_nothing(forge, tmp_path, default):
+    """Each rank would save for itself, all to the same path."""
+    with forge.group(2) as group:
+        assert group.run(outlive, tmp_path / "run", default) == [[1], [1]]
+
+
 def step_on(out, raises):
     with fastckpt.Manager(out, timeout=SHORT, save_when=save_when.Every(time="1h")) as manager:
         for step in range(1, 10**9):

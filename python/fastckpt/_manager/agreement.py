@@ -142,12 +142,14 @@ class Together(Alone):
 
     Args:
         ranks: the process group.
+        group: the caller's ``process_group=``.
         directory: the run, the same on all ranks.
         timeout: seconds of silence after which a rank is taken to be gone.
     """
 
-    def __init__(self, ranks: Session, directory: str, timeout: float) -> None:
+    def __init__(self, ranks: Session, group: Any, directory: str, timeout: float) -> None:
         super().__init__(grouped=True)
+        self._ranks, self._group = ranks, None if group is None else weakref.ref(group)
         self._peers: Peers = ranks.apart()
         # At the latest when the interpreter ends, and before the group itself goes.
         weakref.finalize(self, ranks.end, self._peers)
@@ -160,6 +162,23 @@ class Together(Alone):
         #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
         self._skip = self._passed = 0
         self._asked: float | None = None
+
+    def check(self, operation: str) -> None:
+        """Look whether the ranks are still those that there were.
+
+        Raises:
+            RuntimeError: the process group has been destroyed, or there is another default one.
+        """
+        try:
+            there = session(operation, self._group and self._group()) is self._ranks
+        except ValueError:
+            there = False
+        if not there:
+            # Each rank would save for itself, all to the same path.
+            raise RuntimeError(
+                f"{operation}: the process group that the manager was made for is gone: end the manager's block before "
+                "destroy_process_group"
+            )
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -294,7 +313,7 @@ def agreement(operation: str, process_group: Any, directory: str, timeout: float
     ranks = session(operation, process_group)
     if ranks.group.size == 1:
         return Alone(watches=process_group is None, grouped=is_initialised())
-    return Together(ranks, directory, timeout)
+    return Together(ranks, process_group, directory, timeout)
 
 
 @contextlib.contextmanager
