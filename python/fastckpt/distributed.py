@@ -350,8 +350,9 @@ def load(  # noqa: PLR0913 - all by name
     Args:
         path: the checkpoint's directory, the same on all ranks.
         into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them. Objects may stand in
-            it, too: modules, and optimizers, whose state comes spread as their parameters are. Ranks may want different
-            tensors, as the stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
+            it, too: modules, and optimizers, whose state comes spread as their parameters are; to any other object
+            its state is given with whole tensors. Ranks may want different tensors, as the stages of a pipeline do.
+            With None every rank gets the whole state, in plain tensors.
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
         keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.

@@ -103,7 +103,7 @@ def test_fsdp2(forge, tmp_path):
     assert same(found, wanted)
 
     # Only the numbers that dropout draws are others on another number of ranks.
-    found = goes_on(forge, tmp_path, "fsdp2", range(1, 41), ranks=3)
+    found = goes_on(forge, tmp_path, "fsdp2", range(1, 41), ranks=1)
     assert found["scheduler"] == wanted["scheduler"]
     for name, value in found["model"].items():
         torch.testing.assert_close(value, wanted["model"][name], rtol=0, atol=0.2)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import shutil
 import signal
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastckpt
@@ -159,10 +161,99 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
         assert after == [None, True, [1, 2], 2]
 
 
+def miss(out, late, where):
+    """One rank fails between the agreement and the save; what this rank saw, and the steps that were saved."""
+    mine, told = dist.get_rank() == 2 - late, []
+    last = 2 if late else 1
+
+    def take(manager, step):
+        assert manager.should_save(step)
+        fails = mine and step == last
+        if fails and where == "outside":
+            raise KeyError("no such state")
+        manager.save(step, state(step), {"loss": "low" if fails else 1.0})
+
+    try:
+        with fastckpt.Manager(out, timeout=TIMEOUT, async_save=False) as manager:
+            for step in range(1, last + 2):
+                with contextlib.nullcontext() if where == "outside" else noted(told):
+                    take(manager, step)
+    except (KeyError, fastckpt.RanksError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    return told, manager.steps()
+
+
+@contextlib.contextmanager
+def noted(told):
+    try:
+        yield
+    except (TypeError, fastckpt.RanksError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["save", "outside"])
+def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(forge, tmp_path, late, where):
+    """Its arguments are bad, or the program fails; it may be the first save, before which nobody knows the others."""
+    with forge.group(3) as group:
+        found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
+    if where == "outside":
+        steps, own, why = [1] * late, "KeyError: ", "its block has ended with KeyError: 'no such state'"
+    else:
+        steps, own, why = [1, 3] if late else [2], "TypeError: save: metrics: 'loss'", "its save has ended with TypeErr"
+    for rank, ((told,), left) in enumerate(found):
+        assert left == steps
+        if rank == 2 - late:
+            assert told.startswith(own)
+        else:
+            assert told.startswith("RanksError: ")
+            assert f"rank {2 - late} on {socket.gethostname()} failed: " in told
+            assert why in told
+
+
 def restore(out):
     with fastckpt.Manager(out, timeout=TIMEOUT, read_only=True) as manager:
         found = manager.restore(into=state(0))
         return found.step, [step for step, _ in found.skipped], float(found.state["w"].to_local().min())
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_one_rank_goes_on_where_several_have_saved(forge, tmp_path, default):
+    """A group of one is a group: what it restores into may be DTensors, and so may what it saves."""
+    with forge.group(2) as group:
+        group.run(fill, tmp_path / "run", 1)
+    if default:
+        with forge.group(1) as group:
+            assert group.run(go_on, tmp_path / "run") == [(1, 1.0, 1.0, [1, 2, 3])]
+    else:
+        with forge.group(2) as group:
+            assert group.run(go_on_apart, tmp_path / "run") == [(1, 1.0, 1.0, [1, 2, 3])] * 2
+
+
+def go_on(out, mesh=None):
+    group = None if mesh is None else mesh.get_group()
+    mesh = init_device_mesh("cpu", (1,)) if mesh is None else mesh
+    into = {"w": parallel.distributed(torch.zeros(64, 1000), mesh, [Shard(0)]), "step": 0}
+    with fastckpt.Manager(out, timeout=TIMEOUT, process_group=group) as manager:
+        manager.save_on_signal(signal.SIGUSR1, exit=False)
+        found = manager.restore(into=into)
+        least, most = (float(bound()) for bound in (into["w"].to_local().min, into["w"].to_local().max))
+        assert manager.save(2, into)
+        with manager.steady(3, into):
+            # From the handler: one process needs nobody for it.
+            signal.raise_signal(signal.SIGUSR1)
+            steps = manager.steps()
+        return found.step, least, most, steps
+
+
+def go_on_apart(out):
+    rank = dist.get_rank()
+    # All ranks make all groups.
+    mine = [DeviceMesh("cpu", [each]) for each in range(2)][rank]
+    if rank:
+        shutil.copytree(out, f"{out}-{rank}")
+    dist.barrier()
+    return go_on(f"{out}-{rank}" if rank else out, mine)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -284,6 +375,30 @@ def come_late(out):
 def test_a_process_group_that_comes_after_the_manager_is_told(forge, tmp_path):
     with forge.group(2, backend="") as group:
         assert group.run(come_late, tmp_path / "run", timeout=2 * TIMEOUT) == [3, 3]
+
+
+def outlive(out, default):
+    """Use a manager whose group is gone; ``default``: another default group is there meanwhile."""
+    group = None if default else dist.new_group(backend="gloo")
+    with fastckpt.Manager(out, timeout=TIMEOUT, process_group=group) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        dist.destroy_process_group(group)
+        del group
+        if default:
+            store = dist.FileStore(f"{out}-store", 2)
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+        for call in (lambda: manager.should_save(2), lambda: manager.save(2, {}), manager.restore):
+            with pytest.raises(RuntimeError, match="process group that the manager was made for is gone"):
+                call()
+    return manager.steps()
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_manager_whose_process_group_is_gone_saves_nothing(forge, tmp_path, default):
+    """Each rank would save for itself, all to the same path."""
+    with forge.group(2) as group:
+        assert group.run(outlive, tmp_path / "run", default) == [[1], [1]]
 
 
 def step_on(out, raises):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt._ranks.peers import LAST
 from fastckpt._ranks.session import session
+from fastckpt._ranks.torch_distributed import is_initialised
 from fastckpt.exceptions import RanksError
 
 if TYPE_CHECKING:
@@ -76,8 +77,10 @@ class Alone:
 
     Args:
         watches: whether a process group that appears later is an error.
+        grouped: whether there is a process group, if only of one.
 
     Attributes:
+        grouped: likewise.
         host: the name of this rank's host, for errors.
         rank: the index of this rank.
         size: the number of ranks.
@@ -91,8 +94,9 @@ class Alone:
     leads = True
     share: tuple[int, int] | None = (0, 1)
 
-    def __init__(self, *, watches: bool = False) -> None:
+    def __init__(self, *, watches: bool = False, grouped: bool = False) -> None:
         self._watches = watches
+        self.grouped = grouped
 
     def check(self, operation: str) -> None:
         """Look whether the ranks are still those that there were.
@@ -129,8 +133,8 @@ class Alone:
         """What each rank says, by rank."""
         return [said]
 
-    def leave(self, why: BaseException) -> None:
-        """This rank ends without the others, which hear of it when they next ask."""
+    def leave(self, why: str) -> None:
+        """This rank goes on or ends without the others, which hear of it when they next ask."""
 
 
 class Together(Alone):
@@ -138,12 +142,14 @@ class Together(Alone):
 
     Args:
         ranks: the process group.
+        group: the caller's ``process_group=``.
         directory: the run, the same on all ranks.
         timeout: seconds of silence after which a rank is taken to be gone.
     """
 
-    def __init__(self, ranks: Session, directory: str, timeout: float) -> None:
-        super().__init__()
+    def __init__(self, ranks: Session, group: Any, directory: str, timeout: float) -> None:
+        super().__init__(grouped=True)
+        self._ranks, self._group = ranks, None if group is None else weakref.ref(group)
         self._peers: Peers = ranks.apart()
         # At the latest when the interpreter ends, and before the group itself goes.
         weakref.finalize(self, ranks.end, self._peers)
@@ -156,6 +162,23 @@ class Together(Alone):
         #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
         self._skip = self._passed = 0
         self._asked: float | None = None
+
+    def check(self, operation: str) -> None:
+        """Look whether the ranks are still those that there were.
+
+        Raises:
+            RuntimeError: the process group has been destroyed, or there is another default one.
+        """
+        try:
+            there = session(operation, self._group and self._group()) is self._ranks
+        except ValueError:
+            there = False
+        if not there:
+            # Each rank would save for itself, all to the same path.
+            raise RuntimeError(
+                f"{operation}: the process group that the manager was made for is gone: end the manager's block before "
+                "destroy_process_group"
+            )
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -244,10 +267,10 @@ class Together(Alone):
         listed = self._round("restore", [self.rank, said], None, None)
         return [said for _, said in sorted(listed)]
 
-    def leave(self, why: BaseException) -> None:
-        """This rank ends without the others, which hear of it when they next ask."""
+    def leave(self, why: str) -> None:
+        """This rank goes on or ends without the others, which hear of it when they next ask."""
         with contextlib.suppress(RanksError, Ended), self._peers.operation("Manager", self._directory, self._timeout):
-            raise Ended(f"its block has ended with {type(why).__name__}: {why}")
+            raise Ended(why)
 
     def _round(
         self,
@@ -273,7 +296,7 @@ class Together(Alone):
 
 
 class Ended(BaseException):
-    """A rank has ended without the others. No ``Exception``: it leaves without waiting for an answer."""
+    """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
 
 
 def agreement(operation: str, process_group: Any, directory: str, timeout: float, *, alone: bool) -> Alone:
@@ -289,8 +312,8 @@ def agreement(operation: str, process_group: Any, directory: str, timeout: float
         return Alone()
     ranks = session(operation, process_group)
     if ranks.group.size == 1:
-        return Alone(watches=process_group is None)
-    return Together(ranks, directory, timeout)
+        return Alone(watches=process_group is None, grouped=is_initialised())
+    return Together(ranks, process_group, directory, timeout)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,10 @@ from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.save import save
 from fastckpt._background.save_async import save_async
+from fastckpt._ranks.calls import Call
+from fastckpt._ranks.session import session
+
+from .agreement import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +23,10 @@ if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
+    from .agreement import Alone
+
+#: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
+_MEETING = 10.0
 #: What the manager gives to a save itself.
 _OWN = {"state", "path", "metadata", "overwrite", "on_error", "process_group", "per_rank", "timeout"}
 
@@ -33,46 +42,56 @@ class Calls:
         options: ``save_options=``.
         ranks: arguments by which ``fastckpt.distributed`` finds the ranks; None for a process that is alone whatever
             there is.
-        rank: the index of this rank.
-        size: the number of ranks.
+        agree: those ranks.
 
     Attributes:
         options: further arguments for each save.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any] | None, ranks: Mapping[str, Any] | None, rank: int, size: int
-    ) -> None:
-        known = _options(save_async if size == 1 else distributed.save_async)
+    def __init__(self, options: Mapping[str, Any] | None, ranks: Mapping[str, Any] | None, agree: Alone) -> None:
+        known = _options(distributed.save_async if agree.grouped else save_async)
         unknown = sorted(set(options or {}) - known)
         if unknown:
             raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
         self.options = dict(options or {})
         self._ranks = ranks
-        self._rank, self._size = rank, size
+        self._agree = agree
 
     def save(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> SaveReport:
         """Save at once; ``how`` may have arguments that only a save in the background takes."""
-        if self._size == 1 and per_rank is None:
+        if not self._agree.grouped and per_rank is None:
             return save(state, path, **_accepted(save, save_async, how))
         given = _accepted(distributed.save, distributed.save_async, self._given(how))
         return distributed.save(state, path, per_rank=per_rank, **self._to_ranks(), **given)
 
     def save_async(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> PendingSave:
         """Save in the background."""
-        if self._size == 1 and per_rank is None:
+        if not self._agree.grouped and per_rank is None:
             return save_async(state, path, **how)
         return distributed.save_async(state, path, per_rank=per_rank, **self._to_ranks(), **self._given(how))
 
+    def miss(self, path: str, why: str) -> None:
+        """Tell the others, which save together now, that this rank does not; it hardly waits for them."""
+        ranks = self._to_ranks()
+        found = session("save", ranks["process_group"])
+        # Before the first save nobody knows who the others are: who leaves at once would not be heard.
+        known = found.peers.has_met
+        call = Call("save", found, path, ranks["timeout"] if known else min(_MEETING, ranks["timeout"]))
+        error = Ended(why) if known else RuntimeError(why)
+        # What this rank does with its own error, the caller decides.
+        with contextlib.suppress(Exception, Ended), call.operation:
+            raise error
+
     def load(self, path: str, how: Mapping[str, Any]) -> Any:
         """Load; the state and a report."""
-        if self._size == 1:
+        if not self._agree.grouped:
             return load(path, **{**how, "report": True})
         return distributed.load(path, **self._to_ranks(), **{**how, "report": True})
 
     def load_own(self, path: str, ranks: int) -> Any:
         """What this rank saved for itself, of so many ranks; None where there were not as many."""
-        return load_state_of(path, None, (self._rank, self._size)) if ranks == self._size else None
+        size = self._agree.size
+        return load_state_of(path, None, (self._agree.rank, size)) if ranks == size else None
 
     def _to_ranks(self) -> Mapping[str, Any]:
         if self._ranks is None:

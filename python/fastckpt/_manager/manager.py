@@ -119,7 +119,7 @@ class Manager(Preemption):
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
-        calls = Calls(save_options, ranks, agree.rank, agree.size)
+        calls = Calls(save_options, ranks, agree)
         super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
@@ -205,36 +205,11 @@ class Manager(Preemption):
                 then goes on.
         """
         self._check("save")
-        about = metadata_of(step_of("save", step), metrics, metadata)
-        # Ranks ask each other once about a step that is to be saved; one process looks again.
-        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
-            return False
-        self._wanted = None
-        if self._signals.called:
-            return self._answer(step, state, about, per_rank)
-        if self._agree.leads:
-            self._warn_of_later(step)
-        how = self._how(about, self._base)
-        path = self.path(step)
-        began = self._cadence.begin()
         try:
-            if not self._async:
-                report = self._calls.save(state, path, per_rank, how)
-                self._pending, self._report, self._saved = None, report, step
-                self._aftermath.after(about, began, report)
-                return True
-            try:
-                pending = self._calls.save_async(state, path, per_rank, how)
-            except BaseException as error:
-                # An earlier save has failed, and this one has begun.
-                begun = getattr(error, "pending_save", None)
-                if begun is not None:
-                    self._begun(about, began, begun)
-                raise
-            self._begun(about, began, pending)
-            return True
-        finally:
-            self._cadence.leave()
+            return self._save(step, state, metrics, force=force, metadata=metadata, per_rank=per_rank)
+        except BaseException as error:
+            self._miss(f"its save has ended with {type(error).__name__}: {error}")
+            raise
 
     # Coming back.
 
@@ -311,6 +286,49 @@ class Manager(Preemption):
                 self._signals.uninstall()
 
     # What happens.
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        *,
+        force: bool,
+        metadata: Mapping[str, Any] | None,
+        per_rank: Any,
+    ) -> bool:
+        about = metadata_of(step_of("save", step), metrics, metadata)
+        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
+            return False
+        if self._signals.called:
+            self._wanted = None
+            return self._answer(step, state, about, per_rank)
+        if self._agree.leads:
+            self._warn_of_later(step)
+        how = self._how(about, self._base)
+        path = self.path(step)
+        began = self._cadence.begin()
+        # Whatever happens from here on, the others hear of it from the save.
+        self._wanted = None
+        try:
+            if not self._async:
+                report = self._calls.save(state, path, per_rank, how)
+                self._pending, self._report, self._saved = None, report, step
+                self._aftermath.after(about, began, report)
+                return True
+            try:
+                pending = self._calls.save_async(state, path, per_rank, how)
+            except BaseException as error:
+                # An earlier save has failed, and this one has begun.
+                begun = getattr(error, "pending_save", None)
+                if begun is not None:
+                    self._begun(about, began, begun)
+                raise
+            self._begun(about, began, pending)
+            return True
+        finally:
+            self._cadence.leave()
 
     def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
         """From here on this process copies to the remote tier, first what an earlier one has left."""

@@ -120,6 +120,17 @@ class Preemption(Boundary):
         self._wanted = step if agreed.due else None
         return agreed.due
 
+    def _miss(self, why: str) -> None:
+        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
+        step, self._wanted = self._wanted, None
+        if step is None or not self._is_shared:
+            return
+        if self._signals.called:
+            # Before they save for a signal they ask once more.
+            self._agree.leave(why)
+        else:
+            self._calls.miss(self.path(step), why)
+
     def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
         """Answer what has come to any rank, at a place to which all of them come."""
         if not self._agree.skips() and self._ask("steady", step, lambda: False, APART).signals:
@@ -164,7 +175,9 @@ class Preemption(Boundary):
         if not self._is_shared or signals.exiting:
             return
         if failure is not None:
-            self._agree.leave(failure)
+            why = f"its block has ended with {type(failure).__name__}: {failure}"
+            self._agree.leave(why)
+            self._miss(why)
         # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
         signals.pass_on()
         signals.agree(signals.pending, None)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 #: A rank that waits for bytes of others has not failed itself, and says that it lives. But not for ever: after so many
 #: timeouts without a message it is silent, for all might wait for each other.
 _PATIENCE = 4
+#: Bytes that a rank may have taken on and not written, because it holds itself back to a bandwidth limit.
+_HELD_BACK = 256 << 20
 
 
 class Attention:
@@ -20,22 +22,24 @@ class Attention:
     Args:
         operation: the operation.
         timeout: its timeout, in seconds.
+        bandwidth: bytes per second to which this rank holds itself back; None for no limit.
 
     Attributes:
         exchange: the messages that travel, once they do.
         limit: seconds after which a single message is given up, whatever the other ranks say.
     """
 
-    def __init__(self, operation: Operation, timeout: float) -> None:
+    def __init__(self, operation: Operation, timeout: float, bandwidth: float | None = None) -> None:
         self.operation = operation
         self.timeout = timeout
+        self.bandwidth = bandwidth
         self.exchange: Exchange | None = None
         self.limit = (_PATIENCE + 1) * timeout
         self._progress = (-1, 0)
         self._moved = time.monotonic()
 
-    def __call__(self, done: int = 0) -> None:
-        """``done`` counts what this rank has done.
+    def __call__(self, done: int = 0, total: int = 0) -> None:
+        """``done`` counts the bytes that this rank has written or read, of ``total``.
 
         Raises:
             RanksError: the operation has failed at another rank.
@@ -47,9 +51,13 @@ class Attention:
         if progress != self._progress:
             self._progress, self._moved = progress, now
             self.operation.alive()
-        elif waits and now - self._moved < _PATIENCE * self.timeout:
+        elif now - self._moved < (_PATIENCE * self.timeout if waits else self._held_back(total - done)):
             self.operation.alive()
         self.operation.check()
+
+    def _held_back(self, left: int) -> float:
+        """Seconds for which the limit may let nothing through, with so many bytes left."""
+        return min(left, _HELD_BACK) / self.bandwidth if self.bandwidth else 0.0
 
     def meanwhile(self) -> None:
         """Called while this rank waits for others outside of the exchange, for a time that the wait itself limits.

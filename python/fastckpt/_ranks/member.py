@@ -56,6 +56,11 @@ class Member:
         if self.rank == 0:
             self.session = self.word
 
+    @property
+    def has_met(self) -> bool:
+        """Whether it knows the ranks above and below it, and they know it."""
+        return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
+
     def failure(self, message: str) -> RankFailure:
         """Return a failure of this rank."""
         return RankFailure(self.rank, self.host, message)

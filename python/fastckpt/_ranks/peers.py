@@ -58,6 +58,11 @@ class Peers:
         """A word that all ranks of this group have, and no other group in this store; known after the first round."""
         return self._member.session
 
+    @property
+    def has_met(self) -> bool:
+        """Whether the others hear of it where this rank leaves an operation without waiting for them."""
+        return self._member.has_met
+
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host; empty where this rank has not heard of it."""
         return self._member.hosts.get(rank, "")

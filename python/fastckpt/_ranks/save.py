@@ -219,7 +219,15 @@ def save_order(
             portion, compared = take_over(session, operation, path, order.base, portion, timeout)
         try:
             written = write_checkpoint(
-                session, operation, path, portion, lambda _: said, early=said, timeout=timeout, tick=tick
+                session,
+                operation,
+                path,
+                portion,
+                lambda _: said,
+                early=said,
+                timeout=timeout,
+                bandwidth=order.settings["bandwidth_limit"],
+                tick=tick,
             )
         finally:
             if portion.base is not None:
@@ -277,6 +285,7 @@ def write_checkpoint(
     timeout: float,
     value: Any = None,
     early: Texts | None = None,
+    bandwidth: float | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write a checkpoint together: the rounds ``created``, ``joined`` and ``done``. Every rank calls it.
@@ -295,6 +304,7 @@ def write_checkpoint(
         value: what this rank gives ``texts``; anything that a round of the protocol takes.
         early: the texts, where the coordinator has them now: a checkpoint that would be too large is refused before a
             byte is written.
+        bandwidth: bytes per second to which the options of this rank limit it.
         tick: called with bytes written and bytes to write by this rank.
 
     Raises:
@@ -318,7 +328,7 @@ def write_checkpoint(
         if session.group.rank:
             _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
-        attention = Attention(operation, timeout)
+        attention = Attention(operation, timeout, bandwidth)
         group = session.link.meet(meeting, timeout, attention.meanwhile)
         if group is not None:
             exchange = Exchange(group, mail, session.name, attention.limit)
@@ -368,7 +378,7 @@ def _write(
     """Write what belongs to this rank, and see all messages off."""
 
     def each(done: int, total: int) -> None:
-        attention(done)
+        attention(done, total)
         if tick is not None:
             tick(done, total)
 

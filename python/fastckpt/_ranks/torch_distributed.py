@@ -63,6 +63,12 @@ _alone: list[Any] = []
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
+def is_initialised() -> bool:
+    """Whether torch has a default process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     """What ``make`` returns for a process group: made once, and kept as long as torch has the group.
 
@@ -77,8 +83,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
         ValueError: this process is not in the group.
         RuntimeError: another process has used the group, and this one was forked from it.
     """
-    distributed = sys.modules.get("torch.distributed")
-    ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    ready = is_initialised()
     if process_group is None and not ready:
         if not _alone:
             _alone.append(make(Group(0, 1, (0,), socket.gethostname(), None)))

@@ -33,6 +33,7 @@ class Wishes(NamedTuple):
         label: of this save, the same on all ranks.
         group: the process group.
         timeout: seconds of silence that are waited for.
+        bandwidth: bytes per second to which the options limit this rank; None for no limit.
         model_key: see :func:`fastckpt.save`.
         options: how a state is saved whose model has the names that begin with a prefix, with staging memory.
         metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
@@ -42,6 +43,7 @@ class Wishes(NamedTuple):
     label: str
     group: Any
     timeout: float
+    bandwidth: float | None
     model_key: str | None
     options: Callable[[str, _core.Memory | None], _core.SaveOptions]
     metadata: Callable[[], str]
@@ -79,6 +81,7 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
                     Portion(share, held, sources.fill if movers else None, options),
                     lambda _: texts,
                     timeout=wishes.timeout,
+                    bandwidth=wishes.bandwidth,
                     tick=tick,
                 )
             return staging.noted(written.own)

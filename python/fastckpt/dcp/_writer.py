@@ -205,7 +205,9 @@ class Writer(_torch.StorageWriter):
                 def metadata() -> str:
                     return self._about(types).structure()
 
-                wishes = Wishes(path, label, self._group, self._timeout, self._model_key, self._options, metadata)
+                wishes = Wishes(
+                    path, label, self._group, self._timeout, self._limit, self._model_key, self._options, metadata
+                )
                 report = save_together(wishes, plan, planner, types)
                 self.report = conclude(RankSaveReport, path, began, report, step=step_of(self._metadata))
         self._now.written = True
