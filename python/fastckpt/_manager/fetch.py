@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fastckpt._copy.copy import copy_checkpoint
+from fastckpt.exceptions import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from .directory import Directory
@@ -55,7 +56,7 @@ class Fetch:
         the remote one is read in its place.
 
         Raises:
-            CorruptCheckpointError: what the tiers have of it together is not whole.
+            CorruptCheckpointError: the remote tier has it damaged, and the local one nothing of it.
             OSError: the remote tier does not answer, or has no such checkpoint.
         """
         here, there = self._directory.path_of(step), self._tier.place.path_of(step)
@@ -64,6 +65,11 @@ class Fetch:
         sources = [here, there] if os.path.lexists(here) else [there]
         try:
             copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+        except CorruptCheckpointError:
+            if len(sources) == 1:
+                raise
+            # The two are not the same: the step was saved again, and not copied again.
+            return there
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
