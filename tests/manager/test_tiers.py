@@ -123,13 +123,36 @@ def test_a_reader_loads_from_the_remote_and_writes_nothing(local, remote, quiet)
     assert not local.exists()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("name", ["fastckpt.json", "model-00001-of-00003.safetensors"])
+@pytest.mark.parametrize("how", ["garbage", "missing", "link", "directory"])
+def test_whatever_became_of_a_file_here_the_remote_has_it(local, tmp_path, name, how):
+    remote = tmp_path / "remote"
+    fill(local, remote, [1, 2])
+    file = local / "step-00000002" / name
+    content = file.read_bytes()
+    file.unlink()
+    if how == "garbage":
+        file.write_bytes(b"x" * len(content))
+    elif how == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        file.symlink_to(tmp_path / "elsewhere")
+    elif how == "directory":
+        file.mkdir()
+    with pytest.warns(RuntimeWarning, match="fetched"):
+        found = fastckpt.Manager(local, remote=remote).restore()
+    assert is_of(found, 2)
+    assert found.skipped == ()
+    healed = name != "fastckpt.json" and how in {"garbage", "missing"}
+    assert found.path == str((local if healed else remote) / "step-00000002")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, caplog):
     fill(local, remote, [1, 2])
     shutil.rmtree(local)
 
     def full(*_arguments, **_options):
-        raise OSError(number, os.strerror(number), str(local))
+        raise OSError(number, os.strerror(number), str(local / "step-00000002"))
 
     monkeypatch.setattr(fetching, "copy_checkpoint", full)
     manager = fastckpt.Manager(local, remote=remote)
