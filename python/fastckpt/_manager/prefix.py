@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: How many manifests are asked for at a time: each costs a journey to the store and back.
 _AT_A_TIME = 32
+#: How often it is looked again while checkpoints come and go.
+_LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
 
@@ -50,11 +52,18 @@ class Prefix:
         Raises:
             OSError: the store does not answer, or refuses.
         """
-        prefixes, objects = self._objects.children()
         step_of = self.names.step_of
-        begun = sorted(step for step in map(step_of, prefixes) if step is not None)
+        before: list[int] | None = None
+        for _ in range(_LOOKS):
+            prefixes, objects = self._objects.children()
+            begun = sorted(step for step in map(step_of, prefixes) if step is not None)
+            steps = self._whole(begun)
+            # What has lost its manifest since it was listed may have gone for a newer one, which was not there then.
+            missing = sorted({*begun} - {*steps})
+            if not missing or missing == before:
+                break
+            before = missing
         pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
-        steps = self._whole(begun)
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
     def newest(self) -> int | None:
