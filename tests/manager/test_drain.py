@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -106,6 +107,12 @@ def run(tmp_path, request, copier):
     made.drain.leave(0.0)
 
 
+def damage(run, step):
+    with Path(run.local.path_of(step), "model.safetensors").open("r+b") as changed:
+        changed.seek(-1, 2)
+        changed.write(b"\x55")
+
+
 def hold(copier):
     """Have the next copy wait at the gate."""
     copier.gate.clear()
@@ -199,14 +206,15 @@ def test_wait_has_a_limit(run, copier):
     run.wait()
 
 
-def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog):
+@pytest.mark.parametrize("own", [True, False])
+def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog, own):
     run.save(1, 2, add=False)
-    file = run.local.path_of(1) + "/model.safetensors"
-    with open(file, "r+b") as changed:  # noqa: PTH123 - a path as text
-        changed.seek(-1, 2)
-        changed.write(b"\x55")
+    damage(run, 1)
+    if own:
+        run.drain.add(1)
     run.drain.resume()
-    with pytest.raises(fastckpt.exceptions.CorruptCheckpointError):
+    # What an earlier run has left damaged fails no later one.
+    with pytest.raises(fastckpt.exceptions.CorruptCheckpointError) if own else contextlib.nullcontext():
         run.wait()
     run.wait()
     assert run.there() == [2]
@@ -269,6 +277,56 @@ def test_a_step_removed_while_it_waits_is_let_go(run, copier):
     run.wait()
     assert run.there() == [1, 3]
     assert not run.drain.holds(2)
+
+
+def test_a_step_that_cannot_be_looked_at_is_not_gone(run, monkeypatch):
+    monkeypatch.setattr(run.local, "identity", lambda _name: None)
+    run.save(1)
+    run.wait()
+    assert run.there() == [1]
+
+
+def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_path, monkeypatch):
+    place = place_at("test", f"memory://{tmp_path.name}/run", NAMES)
+    place.replace("step-00000001/fastckpt.json", b"{}", durable=True)
+    children, turns = place._objects.children, []
+
+    def listed():
+        found = children()
+        if not turns:
+            turns.append(found)
+            place.replace("step-00000002/fastckpt.json", b"{}", durable=True)
+            place._objects.remove(["step-00000001/fastckpt.json"])
+        return found
+
+    monkeypatch.setattr(place._objects, "children", listed)
+    assert place.look().steps == [2]
+
+
+def test_what_was_there_takes_one_look_at_what_follows(tmp_path, copier, monkeypatch):
+    run = Run(tmp_path, tmp_path / "remote", [keep.Last(9)])
+    run.save(1, 2, 3)
+    run.wait()
+    other = Run(tmp_path, tmp_path / "remote", [keep.Last(9)])
+    followed, clear = [], other.tier.retention.clear
+    monkeypatch.setattr(other.tier.retention, "clear", lambda step: followed.append(step) or clear(step))
+    other.local.pin(1)
+    other.drain.resume()
+    other.wait()
+    assert copier.asked[-3:] == [3, 2, 1]
+    assert followed == [3]
+    assert other.tier.place.look().pinned == {1}
+
+
+def test_what_is_damaged_replaces_nothing_at_the_remote(run):
+    run.save(1)
+    run.wait()
+    fastckpt.save({"w": np.full(1000, 77)}, run.local.path_of(1))
+    damage(run, 1)
+    run.drain.add(1)
+    with pytest.raises(fastckpt.exceptions.CorruptCheckpointError):
+        run.wait()
+    assert fastckpt.load(run.tier.place.path_of(1))["w"][0] == 1
 
 
 def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):

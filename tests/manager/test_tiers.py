@@ -123,13 +123,36 @@ def test_a_reader_loads_from_the_remote_and_writes_nothing(local, remote, quiet)
     assert not local.exists()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("name", ["fastckpt.json", "model-00001-of-00003.safetensors"])
+@pytest.mark.parametrize("how", ["garbage", "missing", "link", "directory"])
+def test_whatever_became_of_a_file_here_the_remote_has_it(local, tmp_path, name, how):
+    remote = tmp_path / "remote"
+    fill(local, remote, [1, 2])
+    file = local / "step-00000002" / name
+    content = file.read_bytes()
+    file.unlink()
+    if how == "garbage":
+        file.write_bytes(b"x" * len(content))
+    elif how == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        file.symlink_to(tmp_path / "elsewhere")
+    elif how == "directory":
+        file.mkdir()
+    with pytest.warns(RuntimeWarning, match="fetched"):
+        found = fastckpt.Manager(local, remote=remote).restore()
+    assert is_of(found, 2)
+    assert found.skipped == ()
+    healed = name != "fastckpt.json" and how in {"garbage", "missing"}
+    assert found.path == str((local if healed else remote) / "step-00000002")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, caplog):
     fill(local, remote, [1, 2])
     shutil.rmtree(local)
 
     def full(*_arguments, **_options):
-        raise OSError(number, os.strerror(number), str(local))
+        raise OSError(number, os.strerror(number), str(local / "step-00000002"))
 
     monkeypatch.setattr(fetching, "copy_checkpoint", full)
     manager = fastckpt.Manager(local, remote=remote)
@@ -175,6 +198,34 @@ def test_a_checkpoint_comes_back_if_each_file_is_good_somewhere(local, tmp_path)
     assert is_of(found, 1)
     assert [step for step, _ in found.skipped] == [2]
     assert [str(one.message).count("is skipped") for one in told] == [0, 1]
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(local, remote, read_only):
+    fill(local, remote, [1, 2])
+    fastckpt.save(state(9), local / "step-00000002", shard_size=40_000)
+    damage(shards(local / "step-00000002")[0])
+    with pytest.warns(RuntimeWarning, match="fetched"):
+        found = fastckpt.Manager(local, remote=remote, read_only=read_only).restore()
+    assert is_of(found, 2)
+    assert found.path == f"{remote}/step-00000002"
+    # What is left of it stays.
+    assert len(shards(local / "step-00000002")) == 3
+
+
+def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
+    fill(local, remote, [1], remote_keep=1)
+    bring = fetching.Fetch.bring
+
+    def slow(self, step):
+        if step == 1:
+            fill(local, remote, [2], remote_keep=1)
+        return bring(self, step)
+
+    monkeypatch.setattr(fetching.Fetch, "bring", slow)
+    found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
+    assert is_of(found, 2)
+    assert found.skipped == ()
 
 
 def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
@@ -277,6 +328,19 @@ def test_a_pin_holds_on_both_tiers(local, remote):
         assert manager.remote_steps() == [4, 5]
 
 
+def test_what_is_pinned_later_is_copied_after_all(local, remote):
+    fill(local, remote, [1, 2], remote_keep=1)
+    with fastckpt.Manager(local, remote=remote, remote_keep=1, **OPTIONS) as manager:
+        manager.wait()
+        assert manager.remote_steps() == [2]
+        manager.pin(1)
+        manager.wait()
+        assert manager.remote_steps() == [1, 2]
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.remote_steps() == [1, 3]
+
+
 def test_a_forced_save_replaces_the_copy(local, remote):
     with fastckpt.Manager(local, remote=remote, **OPTIONS) as manager:
         manager.save(1, state(1))
@@ -338,6 +402,13 @@ def test_arguments_are_checked(tmp_path, monkeypatch, options, error):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, TypeError), match=error):
         fastckpt.Manager("local", **options)
+
+
+def test_a_link_to_the_directory_is_no_second_tier(local, tmp_path):
+    local.mkdir()
+    (tmp_path / "link").symlink_to(local)
+    with pytest.raises(ValueError, match="is the manager's directory"):
+        fastckpt.Manager(local, remote=tmp_path / "link")
 
 
 def test_remote_steps_needs_a_remote(tmp_path):

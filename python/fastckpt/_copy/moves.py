@@ -13,7 +13,7 @@ import numpy as np
 from fastckpt import _crc64
 from fastckpt.exceptions import CorruptCheckpointError
 
-from .pace import INTERVAL
+from .pace import INTERVAL, THREADS
 from .sources import Summed, where
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .sources import Bytes, Item, Opened, Source
 
 _T = TypeVar("_T")
-
-#: Threads that move blocks. One or two keep a disk busy; a store takes more.
-THREADS = 4
 
 
 def memory_of(nbytes: int) -> Bytes:
@@ -154,7 +151,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
     """
     files = [_File(item, source, make, pace.block) for item in items]
     blocks = deque((file, number) for file in files for number in range(len(file.summed.blocks)))
-    threads = min(THREADS, len(blocks))
+    threads = min(pace.threads, len(blocks))
 
     def work() -> None:
         memory = memory_of(min(pace.block, max(item.nbytes for item in items)))

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from fastckpt import _crc64
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
+from fastckpt._portable.manifest import corrupt
 from fastckpt._stores.objects import WHOLE, Objects
 from fastckpt._text import visible
 
 from .moves import UnreadableError, ahead, readable, sum_of, watched
 from .shares import bring_share
-from .sources import is_ours
+from .sources import is_ours, where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .pace import Pace
     from .plan import Plan
@@ -59,6 +60,9 @@ class ToObjects:
             # The first one has not yet taken its manifest away: what is brought now would be seen as damage.
             return 0, []
         if not share[0]:
+            if is_other:
+                # What is there goes before the new one is whole, so it has to be known that it can be.
+                plan.bring(plan.items, lambda items, source: self._read_each(items, source, pace))
             self._make_way(plan, is_other=is_other)
 
         def bring(items: Sequence[Item]) -> None:
@@ -143,6 +147,25 @@ class ToObjects:
                         failed[item.name] = error
 
             watched([send] * min(at_once, len(left)), pace)
+        return failed
+
+    def _read_each(self, items: Iterable[Item], source: Source, pace: Pace) -> dict[str, Exception]:
+        """Read files and compare their sums."""
+        failed: dict[str, Exception] = {}
+
+        def read() -> None:
+            for item in items:
+                try:
+                    with closing(readable(lambda: source.open(item))) as opened:  # noqa: B023 - called at once
+                        found = sum_of(item, source, opened, pace)
+                except UnreadableError as error:
+                    failed[item.name] = error.error
+                    continue
+                if item.crc is not None and found != item.crc:
+                    place = where(source.place, item.name)
+                    failed[item.name] = corrupt(place, f"checksum is {found}, written was {item.crc}")
+
+        watched([read], pace)
         return failed
 
     def _send(self, item: Item, source: Source, pace: Pace) -> Exception | None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 #: Bytes that are moved at a time: enough for any disk, and a part of an object.
 BLOCK = 8 << 20
+#: Threads that move blocks. One or two keep a disk busy; a store takes more.
+THREADS = 4
+#: Bytes per second for which one thread is enough where there is a limit: fewer threads disturb others less.
+_PER_THREAD = 500e6
 _PAGE = 4096
 #: A block takes this long at most where there is a limit, so that no burst is longer.
 _BURST = 0.1
@@ -37,13 +41,16 @@ class Pace:
 
     Attributes:
         block: bytes to move at a time.
+        threads: the most threads that move blocks to or from a disk.
         done: bytes that have been moved, or need not be.
         total: bytes in all.
     """
 
     def __init__(self, limit: float | None, stop: Stop | None, tick: Tick | None) -> None:
         self.block = BLOCK
+        self.threads = THREADS
         if limit is not None:
+            self.threads = min(THREADS, 1 + int(min(limit / _PER_THREAD, THREADS)))
             self.block = min(BLOCK, max(_LEAST, int(limit * _BURST) // _PAGE * _PAGE))
         self.done = 0
         self.total = 0

@@ -211,7 +211,8 @@ class Directory:
             step = self.names.step_of(one.checkpoint)
             # What a copy leaves names no host.
             if not one.host and one.state == "dead" and step is not None and is_over(step):
-                remove_leftover(self.path, one.name)
+                with contextlib.suppress(FileNotFoundError):  # another manager was first
+                    remove_leftover(self.path, one.name)
 
     def forget(self, step: int) -> None:
         """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""

@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastckpt._api.event import Event
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
+from .directory import MANIFEST
 from .retention import reasons
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class Drain:
         self._waiting: dict[int, int] = {}
         #: All that ever waited: what a removal of the local tier finds here and not above may go.
         self._seen: set[int] = set()
+        #: Those that this process has saved.
+        self._own: set[int] = set()
         #: What the last attempt at a step raised. One that is not waiting any more is lost to the drain.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
@@ -130,6 +134,7 @@ class Drain:
     def add(self, step: int) -> None:
         """Queue a step that is durable on the local tier; in a signal handler, too."""
         with self._lock:
+            self._own.add(step)
             self._queue(step)
 
     def start(self) -> None:
@@ -145,6 +150,13 @@ class Drain:
                 self._queue(step, next(self._late))
                 self._start()
             return step in self._waiting
+
+    def again(self, step: int) -> None:
+        """Queue a step behind the others: the remote is to have it now."""
+        with self._lock:
+            if step not in self._waiting:
+                self._queue(step, next(self._late))
+            self._start()
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
@@ -296,8 +308,9 @@ class Drain:
         try:
             if self._changed:
                 self._skip()
-            elif before is None:
-                self._gone(step, number)
+            elif before is None and self._is_gone(step):
+                self._drop(step, number)
+                logger.info("%s: step %d was removed before it was copied", self._directory.path, step)
             else:
                 self._copy(step, number)
         except CancelledError:
@@ -328,22 +341,27 @@ class Drain:
         self._delay = _FIRST
         leads = self._share[0] == 0
         if leads:
-            self._follow(step, number or 0)
+            self._follow(step, number or 0, was_there=copied.was_there)
         self._drop(step, number)
         if leads:
             self._settled()
 
-    def _follow(self, step: int, number: int) -> None:
+    def _follow(self, step: int, number: int, *, was_there: bool) -> None:
         """What follows at the remote when a checkpoint is whole there."""
         place = self._tier.place
         try:
-            if number > self._latest:
+            is_latest = number > self._latest
+            if is_latest:
                 place.write_latest(step)
                 self._latest, self._durable = number, step
             if self._directory.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
+            if was_there and not is_latest:
+                # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
+                return
             durable = step if self._durable is None else self._durable
-            self._tier.retention.clear(durable)
+            if self._tier.policies:
+                self._tier.retention.clear(durable)
             for each in (place, self._directory):
                 each.sweep_copies(lambda one: one < durable and one not in self._waiting)
         except OSError as error:
@@ -381,9 +399,15 @@ class Drain:
         if dropped and self._share[0] == 0:
             self._settled()
 
-    def _gone(self, step: int, number: int | None) -> None:
-        self._drop(step, number)
-        logger.info("%s: step %d was removed before it was copied", self._directory.path, step)
+    def _is_gone(self, step: int) -> bool:
+        """Whether the local tier has no such checkpoint. One that cannot be looked at is not gone."""
+        try:
+            Path(self._directory.path_of(step), MANIFEST).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def _note(self, step: int, number: int | None, error: Exception) -> None:
         """An attempt failed: what becomes of the step."""
@@ -394,10 +418,11 @@ class Drain:
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
-            # It stays damaged.
+            # It stays damaged. One of an earlier run does not make each run after it fail.
             logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
             self._drop(step, number)
-            self._failed[step] = error
+            if step in self._own:
+                self._failed[step] = error
             self._settled()
             return
         with self._lock:

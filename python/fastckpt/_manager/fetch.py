@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fastckpt._copy.copy import copy_checkpoint
+from fastckpt.exceptions import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from .directory import Directory
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: What a local tier answers that has no room for a checkpoint, or takes none.
+#: What a local tier answers that has no room for a checkpoint, or takes none, or not in place of what lies there.
 _NO_ROOM = {
-    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG") if hasattr(errno, name)
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
+    if hasattr(errno, name)
 }
 
 
@@ -51,11 +54,11 @@ class Fetch:
     def bring(self, step: int) -> str:
         """Have the local tier hold what the remote one has of a step; where the checkpoint is to be loaded from.
 
-        What of it is good on the local tier is not fetched. Where the local tier has no room, or may not be written,
-        the remote one is read in its place.
+        What of it is good on the local tier is not fetched. Where the local tier has no room, or cannot be written, the
+        remote one is read in its place.
 
         Raises:
-            CorruptCheckpointError: what the tiers have of it together is not whole.
+            CorruptCheckpointError: the remote tier has it damaged, and the local one nothing of it.
             OSError: the remote tier does not answer, or has no such checkpoint.
         """
         here, there = self._directory.path_of(step), self._tier.place.path_of(step)
@@ -64,10 +67,23 @@ class Fetch:
         sources = [here, there] if os.path.lexists(here) else [there]
         try:
             copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+        except CorruptCheckpointError:
+            if len(sources) == 1:
+                raise
+            # The two are not the same: the step was saved again, and not copied again.
+            return there
+        except ValueError as error:
+            # What lies there cannot be copied.
+            logger.warning("%s: it is loaded from %s: %s", here, there, error)
+            return there
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in _NO_ROOM and not self._is_here(error):
                 raise
             logger.warning("%s: it is loaded from %s: %s", here, there, error)
             return there
         logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
         return here
+
+    def _is_here(self, error: OSError) -> bool:
+        """Whether it is the local tier that fails."""
+        return str(error.filename).startswith(self._directory.path + os.sep)

@@ -375,6 +375,6 @@ def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | Non
             raise ValueError("Manager: remote_keep: give remote=, too")
         return None
     place = place_at("Manager", remote, directory.names)
-    if place.path == directory.path:
+    if os.path.realpath(place.path) == os.path.realpath(directory.path):
         raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
     return Tier(place, policies)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from fastckpt import _crc64
+
 from .directory import LATEST, MANIFEST, PIN, Listing, Names
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 #: How many manifests are asked for at a time: each costs a journey to the store and back.
 _AT_A_TIME = 32
+#: How often it is looked again while checkpoints come and go.
+_LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
 
@@ -35,6 +39,8 @@ class Prefix:
         self._objects = objects
         self.path = objects.url
         self.names = names
+        #: What the last look found, by name, until somebody has asked for it: one journey less for each.
+        self._looked: dict[str, Identity] = {}
 
     def path_of(self, step: int) -> str:
         """The URL of the checkpoint of a step."""
@@ -46,11 +52,18 @@ class Prefix:
         Raises:
             OSError: the store does not answer, or refuses.
         """
-        prefixes, objects = self._objects.children()
         step_of = self.names.step_of
-        begun = sorted(step for step in map(step_of, prefixes) if step is not None)
+        before: list[int] | None = None
+        for _ in range(_LOOKS):
+            prefixes, objects = self._objects.children()
+            begun = sorted(step for step in map(step_of, prefixes) if step is not None)
+            steps = self._whole(begun)
+            # What has lost its manifest since it was listed may have gone for a newer one, which was not there then.
+            missing = sorted({*begun} - {*steps})
+            if not missing or missing == before:
+                break
+            before = missing
         pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
-        steps = self._whole(begun)
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
     def newest(self) -> int | None:
@@ -88,10 +101,16 @@ class Prefix:
 
     def identity(self, name: str) -> Identity | None:
         """What another checkpoint under the same name would not have; None where there is none."""
+        return self._looked.pop(name, None) or self._identity(name)
+
+    def _identity(self, name: str) -> Identity | None:
         manifest = f"{name}/{MANIFEST}"
         try:
             noted = self._objects.sum_of(manifest)
-            return self._objects.size(manifest), 0 if noted is None else int(noted, 16), 0
+            if noted is not None and _crc64.are_digits(noted, 1):
+                return 0, int(noted, 16), 0
+            # Another program has brought it.
+            return self._objects.size(manifest), 0, 0
         except FileNotFoundError:
             return None
 
@@ -111,10 +130,11 @@ class Prefix:
 
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""
-        asked = [(step, f"{self.names.name_of(step)}/{MANIFEST}") for step in steps]
+        names = {step: self.names.name_of(step) for step in steps}
         with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
-            there = threads.map(self._has, (name for _, name in asked))
-            return [step for (step, _), is_there in zip(asked, there, strict=True) if is_there]
+            found = dict(zip(names, threads.map(self._identity, names.values()), strict=True))
+        self._looked = {names[step]: identity for step, identity in found.items() if identity is not None}
+        return [step for step, identity in found.items() if identity is not None]
 
     def _has(self, name: str) -> bool:
         try:

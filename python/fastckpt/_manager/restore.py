@@ -146,7 +146,7 @@ class Source:
             if found is not None and not failures:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if not far and looks < _LOOKS and self._agree.first(lambda path=path: not os.path.lexists(path)):  # type: ignore[misc]
+            if looks < _LOOKS and self._agree.first(lambda step=step, far=far: self._is_gone(step, far=far)):  # type: ignore[misc]
                 # It was removed for one that became durable after the look.
                 tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
                 continue
@@ -206,6 +206,15 @@ class Source:
             return sorted(tries, key=lambda one: (-one[0], one[1]))
 
         return self._agree.first(find)
+
+    def _is_gone(self, step: int, *, far: bool) -> bool:
+        """Whether there is nothing of a step any more."""
+        if not far:
+            return not os.path.lexists(self._directory.path_of(step))
+        try:
+            return self._fetch is not None and step not in self._fetch.steps()
+        except OSError:
+            return False
 
     def _try(
         self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, far: bool, first: bool = False

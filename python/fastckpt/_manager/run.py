@@ -101,7 +101,7 @@ class Run:
         steps, pinned = self._directory.look()
         found = reasons(self._catalogue.of(steps), self.policies, pinned, time.time())
         for step, why in found.items():
-            if not why and self._retention.held(step):
+            if not why and os.getpid() == self._process and self._retention.held(step):
                 why.append("not yet at the remote")
         return found
 
@@ -147,6 +147,9 @@ class Run:
         there = self._pin(self._directory, self._retention, step)
         if self._tier is not None:
             there = self._pin(self._tier.place, self._tier.retention, step) or there
+        if self._drain is not None and self._directory.is_pinned(step):
+            # The remote may have let it go, or not have wanted it.
+            self._drain.again(step)
         if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
 
@@ -165,11 +168,12 @@ class Run:
     def _pin(self, place: Place, retention: Retention, step: int) -> bool:
         """Pin a step in one place; whether it is there."""
         # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        name = place.names.name_of(step)
         with retention.removing:
-            if step not in place.look().steps:
+            if place.identity(name) is None:
                 return False
             place.pin(step)
-            there = step in place.look().steps
+            there = place.identity(name) is not None
             if not there:
                 place.unpin(step)
             return there
