@@ -54,9 +54,9 @@ def test_killed_at_any_call_it_is_old_or_new_and_the_next_one_goes_on(children, 
     # Nothing is left but what a copy that was killed right after its commit left, which the next save sweeps.
     fastckpt.save({}, tmp_path / "last")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "before", "c", "last", "log"]
-    # Some were killed with no shard whole, and some with one, two and three.
+    # Some were killed with no shard whole, some with all three, and others as the threads had it.
     (size,) = {path.stat().st_size for path in Path(source).glob("*.safetensors")}
-    assert reused == {0, size, 2 * size, 3 * size}
+    assert {0, 3 * size} <= reused <= {0, size, 2 * size, 3 * size}
 
 
 def _check_order(calls: list[strace.Call], target: str) -> None:
