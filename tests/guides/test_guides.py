@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -90,12 +91,17 @@ def test_lightning(libraries, tmp_path):
 def test_trainer(libraries, tmp_path):
     found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=39, ranks=2)
     assert same(found, wanted)
+    # Each rank took half of the rows: they trained together.
+    about = tmp_path / "whole" / "runs" / "trainer" / "step-00000060" / "trainer_state.json"
+    assert json.loads(about.read_text())["epoch"] == 6
     goes_on(libraries, tmp_path, "trainer", range(1, 61), ranks=1)
 
 
 def test_accelerate(libraries, tmp_path):
     found, wanted = resumes(libraries, tmp_path, "accelerate", 40, killed=13, preempted=25, ranks=2)
     assert same(found, wanted)
+    # The schedule went on by both ranks' steps: they trained together.
+    assert found["scheduler"]["last_epoch"] == 80
 
 
 def test_fsdp2(forge, tmp_path):
