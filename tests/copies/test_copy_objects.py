@@ -303,3 +303,23 @@ def test_two_copies_at_once_to_one_url_are_seen(saved, url):
         with pytest.raises(OSError, match="another copy"):
             copy_checkpoint([source], target)
     assert visible(target) is None
+
+
+def test_a_copy_that_another_one_spoils_at_the_last_moment_is_not_visible(saved, url, monkeypatch):
+    """Mutant: no look at all objects after the manifest."""
+    source, other, target = saved("a", 1), saved("c", 2), f"{url}/b"
+    content = Path(other, SHARDS[0]).read_bytes()
+    real = Objects.write
+
+    def write(objects, name, *arguments):
+        if name == "fastckpt.json":
+            real(objects, SHARDS[0], [content], len(content), "0" * 16)
+        real(objects, name, *arguments)
+
+    monkeypatch.setattr(Objects, "write", write)
+    with pytest.raises(OSError, match="another copy"):
+        copy_checkpoint([source], target)
+    assert visible(target) is None
+    monkeypatch.setattr(Objects, "write", real)
+    assert copy_checkpoint([source], target).bytes < total(source)
+    assert value_at(target) == 1

@@ -71,12 +71,18 @@ class ToObjects:
         reused = bring_share(plan.items, share, pace, lambda: self._missing(plan), bring, _EVERY)
         if share[0]:
             return reused, []
+        # There are no locks: only one copy to a URL may run at a time.
+        busy = self._error(errno.EBUSY, "another copy to it runs: copy again when it has ended")
         if self._missing(plan):
-            # There are no locks: only one copy to a URL may run at a time.
-            raise self._error(errno.EBUSY, "another copy to it runs: copy again when it has ended")
+            raise busy
         if is_other or before is None:
             crc = _crc64.to_hex(_crc64.of(plan.manifest))
             self._objects.write(MANIFEST, [plan.manifest], len(plan.manifest), crc)
+            # The other one may have begun since the look.
+            if self._missing(plan):
+                if self._manifest() == plan.manifest:
+                    self._objects.remove([MANIFEST])
+                raise busy
         return reused, []
 
     def _manifest(self) -> bytes | None:
