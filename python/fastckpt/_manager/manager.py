@@ -161,7 +161,7 @@ class Manager(Preemption):
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
             RanksError: a rank has ended, does not answer, or is at another step.
-            RuntimeError: a process group was initialised after the manager was made.
+            RuntimeError: a process group was initialised after the manager was made, or that of the manager is gone.
         """
         step = step_of("should_save", step)
         if self._read_only:
@@ -198,7 +198,8 @@ class Manager(Preemption):
             Whether the save was begun.
 
         Raises:
-            RuntimeError: the manager is read-only, or belongs to the process that this one was forked from.
+            RuntimeError: the manager is read-only, belongs to the process that this one was forked from, or its process
+                group is gone.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
             Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
                 :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
