@@ -136,7 +136,7 @@ class Run:
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
 
-        One that is not at the remote tier yet is pinned there when it is.
+        What only the local tier has is copied to the remote one, and pinned there then.
 
         Raises:
             FileNotFoundError: there is none.
