@@ -116,7 +116,7 @@ def save(  # noqa: PLR0913 - all by name
             process is not in ``process_group``.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
-        TypeError: ``process_group`` is none.
+        TypeError: ``process_group`` is not a process group.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
 
@@ -228,7 +228,7 @@ def save_async(  # noqa: PLR0913 - all by name
             fails the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never asked for, as for
             :func:`fastckpt.save_async`.
-        TypeError: ``process_group`` is none.
+        TypeError: ``process_group`` is not a process group.
         RuntimeError: this process was forked from a rank.
         ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
 
@@ -383,7 +383,7 @@ def load(  # noqa: PLR0913 - all by name
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         Exception: whatever :func:`fastckpt.load` raises, on this rank.
-        TypeError: ``process_group`` is none.
+        TypeError: ``process_group`` is not a process group.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
         ValueError: an argument is out of range, or this process is not in ``process_group``.

@@ -57,7 +57,12 @@ class ToDirectory:
         Returns:
             Bytes that this process needed not move, and warnings.
         """
-        gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
+        try:
+            gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
+        except FileExistsError as error:
+            # The core speaks of saves.
+            why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
+            raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close
         try:
             if not plan.heals(self._target) and self.has(plan):

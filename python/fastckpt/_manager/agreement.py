@@ -303,7 +303,7 @@ def agreement(operation: str, process_group: Any, directory: str, timeout: float
     """The ranks for which a manager acts.
 
     Raises:
-        TypeError: ``process_group`` is none.
+        TypeError: ``process_group`` is not a process group.
         ValueError: this process is not in it, or ``alone`` is given beside it.
     """
     if alone:

@@ -88,7 +88,7 @@ class Manager(Preemption):
 
     Raises:
         ImportError: ``remote`` is a URL, and the package for those is not there.
-        TypeError: an argument is of another type, or ``process_group`` is none.
+        TypeError: an argument is of another type, or ``process_group`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in ``process_group``.
         RanksError: another rank has not made its manager, or has other arguments.
