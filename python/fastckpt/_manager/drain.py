@@ -1,7 +1,7 @@
 """The drain: what is durable on the local tier is copied to the remote one, beside training.
 
 The last save goes first, for it is the one that a lost node would cost. What waits, or is being copied, is not removed
-from the local tier, and the queue is no file: at its next start a manager queues whatever lies on the local tier, finds
+from the local tier. The queue is not a file: at its next start a manager queues whatever lies on the local tier, finds
 out which of it the remote has, and goes on with the rest.
 
 The drain's thread copies until nothing waits, and ends. As those of saves it keeps the process alive; where the remote
@@ -316,7 +316,7 @@ class Drain:
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, others are tried
-            # That it was replaced or removed beneath the copy is no failure.
+            # That it was replaced or removed beneath the copy is not a failure.
             if self._directory.identity(name) == before:
                 self._note(step, number, error)
 
