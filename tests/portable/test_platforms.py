@@ -85,6 +85,10 @@ with fastckpt.open(path) as checkpoint:
 report = fastckpt.verify(path)
 assert report.ok and report.engine == "buffered" and report.bytes > 12_000_000
 assert [one.name for one in fastckpt.list(parent)] == ["step-7"]
+with fastckpt.Manager(parent, name="step-{step}", read_only=True) as manager:
+    assert manager.steps() == [7] and manager.latest() == 7
+    found = manager.restore()
+assert found.step == 7 and torch.equal(found.state["model"]["w"], state["model"]["w"])
 for command in ("info", "ls", "verify"):
     assert cli.main([command, path]) == 0, command
 assert cli.main(["convert", path, path + ".safetensors", "--keys", "model.*"]) == 0

@@ -67,7 +67,7 @@ class Restored:
 def candidates(directory: Directory) -> list[int]:
     """The steps to try, the newest first.
 
-    Also those whose directory a killed save took aside to replace it: a load puts it back.
+    Also those whose directory a killed save took aside to replace it: a load puts it back, where the compiled core is.
     """
     steps = set(directory.look().steps)
     step_of = directory.names.step_of
@@ -75,7 +75,7 @@ def candidates(directory: Directory) -> list[int]:
         left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
         # A full list opens every manifest, so only where something lies under a temporary name and not under its own.
         aside = [one.name for one in listed(directory.path) if one.aside] if left else []
-    except FileNotFoundError:
+    except (FileNotFoundError, NotImplementedError):
         aside = []
     steps.update(step for step in map(step_of, aside) if step is not None)
     return sorted(steps, reverse=True)
