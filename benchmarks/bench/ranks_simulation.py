@@ -41,7 +41,7 @@ PEER_ITEMS = 600_000
 #: The bars: CPU seconds and bytes of memory of the coordinator, with up to so many tensors.
 SECONDS, MEMORY, TENSORS = 2.0, 1 << 30, 500
 PAGE = 4096
-PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<u8")])
+PIECE = np.dtype([("shard", "<u4"), ("start", "<u8"), ("len", "<u8"), ("crc", "<u8"), ("xz", "<u8")])
 
 
 @dataclass
@@ -181,7 +181,7 @@ class State:
             start = np.maximum(first[tensor], (first[tensor] // block + number) * block)
             found["start"] = start
             found["len"] = np.minimum(last[tensor], (start // block + 1) * block) - start
-            found["crc"] = start * 0x9E3779B1
+            found["crc"] = found["xz"] = start * 0x9E3779B1
             return found.tobytes()
 
         return of

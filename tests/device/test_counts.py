@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
@@ -26,14 +27,17 @@ SPARE = THREADS + 1
 def calls_into_python():
     """Counts calls of the core's into Python, by kind, and the bytes that they hand over."""
     counts = Counter()
+    # Workers call at the same time.
+    lock = threading.Lock()
 
     def counted(kind, name):
         usual = getattr(kind, name)
 
         def call(self, ranges):
             ranges = list(ranges)
-            counts[name] += 1
-            counts[f"{name} bytes"] += sum(nbytes for *_, nbytes in ranges)
+            with lock:
+                counts[name] += 1
+                counts[f"{name} bytes"] += sum(nbytes for *_, nbytes in ranges)
             return usual(self, ranges)
 
         return mock.patch.object(kind, name, call)
