@@ -388,6 +388,40 @@ def test_ranks_that_share_blocks_read_their_parts_and_send_checksums(large, layo
         job.share.compare(job.reader, job.share.merge(pieces[1:]))
 
 
+#: Shapes without bytes, and of few rows: ranks have some of them whole, in part or not at all.
+EMPTY = [(0,), (0, 4), (4, 0), (0, 0), (2, 0, 3), (0, 1 << 20)]
+UNEVEN = [(1, 7), (2, 5), (3, 1), (4, 3), (5, 2), (7, 1), (1, 300_001)]
+#: Ranks share blocks of these.
+SHARED = [(3, 200_003), (5, 90_001), (8, 100_003), (235_611, 2)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
+    """Of as many ranks as a tensor has rows, and of fewer and more; what begins where an empty tensor lies is found."""
+    dice = random.Random(seed)
+    drawn = dice.sample(EMPTY, dice.randint(1, len(EMPTY))) + dice.sample(UNEVEN, dice.randint(1, len(UNEVEN)))
+    drawn.append(dice.choice(SHARED))
+    dice.shuffle(drawn)
+    state = {f"{dice.choice('amz')}{at}": numbered(shape, at) for at, shape in enumerate(drawn)}
+    fastckpt.save(state, tmp_path / "c", shard_size=dice.choice([1, 300_000, 5_000_000]))
+    for ranks in (2, 3, 5, 8):
+
+        def draw(shape, ranks=ranks):
+            rows, columns = mesh([ranks], ("shard", 0, 0)), mesh([ranks], ("shard", 1, 0))
+            return dice.choice([rows, rows, columns, whole()] if len(shape) > 1 else [rows, rows, whole()])
+
+        job = Job(tmp_path / "c", state, (ranks, draw), apart=True, drain=dice.choice([False, True]))
+        outcomes = job.run()
+        assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        job.check()
+        job.share.compare(job.reader, job.share.merge([outcome["pieces"] for outcome in outcomes]))
+
+
+def numbered(shape, number):
+    """An array of int16 that no other number has."""
+    return (np.arange(np.prod(shape)) * 7 + number).astype(np.int16).reshape(shape)
+
+
 def test_damage_in_a_block_that_ranks_share_is_found_when_they_compare(large, tmp_path):
     path, state = large
     copy = tmp_path / "c"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import _core, distributed
@@ -230,6 +230,23 @@ def test_ranks_want_different_tensors(forge, tmp_path, io):
         group.start(load_parts, tmp_path / "c", ["abc", "bcd"])
         told = [each.raised.kind for each in group.outcomes()]
         assert told == ["RanksError", "StructureMismatchError"]
+
+
+def load_rows(path):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = {"m": torch.arange(235_611).to(torch.bfloat16), "z": torch.empty(0, 4), "a": torch.empty(3, 0)}
+    placed = {name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) for name, tensor in full.items()}
+    distributed.load(path, into=placed)
+    mine = {name: distribute_tensor(tensor, mesh, [Shard(0)]).to_local() for name, tensor in full.items()}
+    return [name for name, tensor in placed.items() if not torch.equal(tensor.to_local(), mine[name])]
+
+
+def test_an_empty_tensor_that_begins_where_another_does_hinders_nobody(forge, tmp_path):
+    state = {"m": torch.arange(235_611).to(torch.bfloat16), "z": torch.empty(0, 4), "a": torch.empty(3, 0)}
+    fastckpt.save(state, tmp_path / "c")
+    for ranks in (2, 3, 4):
+        with forge.group(ranks) as group:
+            assert group.run(load_rows, tmp_path / "c") == [[]] * ranks
 
 
 def load_nothing(path):

@@ -37,11 +37,15 @@ pub struct Loaded {
 /// Compares the checksums that all ranks found of extents that they read in parts with what was written.
 pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
     let tensors = &checkpoint.body().tensors;
-    let mut places: Vec<(usize, u64, usize)> =
-        tensors.iter().enumerate().map(|(index, tensor)| (tensor.shard, tensor.offset, index)).collect();
+    // An empty tensor may begin at the same byte as the one whose bytes lie there.
+    let mut places: Vec<(usize, u64, usize)> = tensors
+        .iter()
+        .enumerate()
+        .filter(|(_, tensor)| tensor.bytes() > 0)
+        .map(|(index, tensor)| (tensor.shard, tensor.offset, index))
+        .collect();
     places.sort_unstable();
     let sum = |piece: Piece| {
-        // The last tensor that begins there: an empty one may begin at the same byte, before it.
         let after = places.partition_point(|place| (place.0, place.1) <= (piece.shard as usize, piece.start));
         let tensor = after.checked_sub(1).map_or(usize::MAX, |last| places[last].2);
         Sum { tensor, offset: piece.start, len: piece.len, crc: piece.sum.crc }
