@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import math
 
@@ -133,3 +135,79 @@ def test_damage_is_found(tmp_path, capsys):
         file.write(bytes([byte[0] ^ 1]))
     assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "checksum" in capsys.readouterr().err
+
+
+@dataclasses.dataclass
+class Schedule:
+    name: str
+    lr: float
+    steps: list[int]
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    COLD = 2
+
+
+def test_a_changed_dataclass_shows_what_changed(compared):
+    before = {"s": Schedule("a name that is longer than the sixty columns that a value has", 0.1, [1, 2])}
+    after = {"s": dataclasses.replace(before["s"], lr=0.2, steps=[1, 3])}
+    document, screen = compared(before, after)
+    shown = {one["name"]: (one["before"], one["after"]) for one in document["values"]}
+    assert shown == {"s.lr": ("0.1", "0.2"), "s.steps.1": ("2", "3")}
+    assert "s.lr: 0.1 -> 0.2\n" in screen
+
+
+def test_long_values_show_where_they_differ(compared):
+    document, _ = compared({"text": "x" * 500 + "a"}, {"text": "x" * 500 + "b"})
+    (found,) = document["values"]
+    assert (found["before"][-2:], found["after"][-2:]) == ("a'", "b'")
+    assert len(found["before"]) < 70
+
+
+def test_equal_values_that_are_made_of_others(compared):
+    def state():
+        return {
+            "coo": torch.eye(3).to_sparse(),
+            "csr": torch.eye(3).to_sparse_csr(),
+            "expanded": torch.ones(1, 3).expand(4, 3),
+            "by": {Phase.WARM: 1, (1, Phase.COLD): 2, 1: 3},
+            "set": {Phase.WARM, Phase.COLD, "x"},
+            "slice": slice(1, Phase.WARM),
+            "s": Schedule("n", math.nan, [1]),
+        }
+
+    # Tensors before them, so that theirs have other numbers and places in the second.
+    document, _ = compared(state(), {"more": torch.ones(7), **state()})
+    assert document["values"] == []
+    assert document["changed"] == []
+    other = state() | {"coo": torch.eye(4).to_sparse(), "set": {Phase.WARM, "x"}, "by": {Phase.WARM: 2, 1: 3}}
+    document, _ = compared(state(), other)
+    names = [one["name"] for one in document["values"]]
+    assert names[0] == "coo"
+    assert names[-1] == "set"
+    assert len(names) == 4
+
+
+def test_deep_states_are_compared_to_their_end(compared):
+    def nested(leaf, levels=1500):
+        for _ in range(levels):
+            leaf = [leaf]
+        return leaf
+
+    document, _ = compared({"x": nested(1), "gone": nested(1)}, {"x": nested(2)})
+    by_name = {one["name"]: (one["before"], one["after"]) for one in document["values"]}
+    assert by_name["x" + ".0" * 1500] == ("1", "2")
+    assert by_name["gone"][1] == "-"
+    assert len(by_name) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "status"), [({"w": [1.0], "n": 1}, 0), ({"w": [2.0], "n": 1}, 1), ({"w": [1.0], "n": 2}, 1)]
+)
+def test_the_exit_code_tells_of_differences_if_it_is_asked_to(tmp_path, other, status):
+    fastckpt.save({"w": np.ones(1), "n": 1}, tmp_path / "a")
+    fastckpt.save({"w": np.array(other["w"]), "n": other["n"]}, tmp_path / "b")
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert cli.main(command) == 0
+    assert cli.main([*command, "--exit-code"]) == status

@@ -16,7 +16,7 @@ from .places import place
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 #: Bytes of a tensor that are held of each checkpoint at a time; float64 of both takes up to sixteen times as much.
 _PIECE = 16 << 20
@@ -56,10 +56,13 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "diff",
         "show which tensors of two checkpoints differ, and by how much",
         "Tensors are compared by name and value: +0 and -0 are equal, and nan equals nan. Every byte that is read is "
-        "verified. Exits with 0 whether they differ or not.",
+        "verified.",
     )
     parser.add_argument("path", metavar="A", type=place, help="a checkpoint: its directory or URL")
     parser.add_argument("other", metavar="B", type=place, help="another one")
+    parser.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 if they differ, as diff does; else with 0"
+    )
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -81,7 +84,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 for name, before, after in _values(first.structure, second.structure)
             ],
         }
-    return 0, document, _lines(document)
+    differ = any(document[key] for key in ("changed", "removed", "added", "values"))
+    return int(options.exit_code and differ), document, _lines(document)
 
 
 def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) -> Difference | None:
@@ -155,34 +159,129 @@ def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
 
 
-def _values(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, former and present text of each value that differs and is not a tensor."""
-    if isinstance(a, fastckpt.TensorInfo) or isinstance(b, fastckpt.TensorInfo):
-        return
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in [*a, *(key for key in b if key not in a)]:
-            name = f"{at}.{key}" if at else str(key)
-            if key in a and key in b:
-                yield from _values(a[key], b[key], name)
-            else:
-                yield from _one_sided(a, b, key, name)
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            yield from _values(x, y, f"{at}.{index}" if at else str(index))
-    elif repr(a) != repr(b):
-        yield at, _shown(a), _shown(b)
+def _values(a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
+    """Name, former and present text of each value that differs and is not a tensor.
+
+    A loop, because states nest deeper than Python recurses; names are joined where one is shown.
+    """
+    rest: list[tuple[Any, Any, _Name | None]] = [(a, b, None)]
+    while rest:
+        x, y, at = rest.pop()
+        # A tensor is listed by itself.
+        if isinstance(x, fastckpt.TensorInfo) or isinstance(y, fastckpt.TensorInfo):
+            continue
+        if x is _NOTHING or y is _NOTHING:
+            before, after = ("-" if one is _NOTHING else _cut(_text(one)) for one in (x, y))
+            yield _joined(at), before, after
+            continue
+        left, right = _children(x), _children(y)
+        if left is not None and right is not None and left[0] == right[0]:
+            of_x, of_y = left[1], right[1]
+            keys = dict.fromkeys((*of_x, *of_y))
+            pairs = [(of_x.get(key, _NOTHING), of_y.get(key, _NOTHING), _Name(at, key)) for key in keys]
+            rest.extend(reversed(pairs))
+            continue
+        texts = _text(x), _text(y)
+        if texts[0] != texts[1]:
+            yield (_joined(at), *_contrasted(*texts))
 
 
-def _one_sided(a: Mapping[Any, Any], b: Mapping[Any, Any], key: Any, name: str) -> Iterator[tuple[str, str, str]]:
-    """A key that only one has, unless a tensor is all that it names: those are listed themselves."""
-    value = a[key] if key in a else b[key]
-    if not isinstance(value, fastckpt.TensorInfo):
-        yield (name, _shown(value), "-") if key in a else (name, "-", _shown(value))
+class _Name:
+    """A step of a name, after the steps that lead to it."""
+
+    __slots__ = ("before", "step")
+
+    def __init__(self, before: _Name | None, step: str) -> None:
+        self.before = before
+        self.step = step
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _joined(name: _Name | None) -> str:
+    steps = []
+    while name is not None:
+        steps.append(name.step)
+        name = name.before
+    return ".".join(filter(None, reversed(steps)))
+
+
+#: Stands where only one of two mappings has a key.
+_NOTHING: Any = object()
+#: What the parts of tensors that are made of several are called.
+_PARTS = {
+    "coo": ("indices", "values"),
+    "compressed": ("compressed_indices", "plain_indices", "values"),
+    "quantized": ("stored", "scale", "zero_point", "axis"),
+}
+
+
+def _children(value: Any) -> tuple[Any, dict[str, Any]] | None:
+    """What two values must have in common to be compared by their parts, and these by name; None for a leaf."""
+    if isinstance(value, fastckpt.Composed):
+        # The value of an object has the name of the object, and so has the base of an expanded tensor.
+        names = _PARTS.get(value.kind, ("", "__dict__"))
+        return (value.kind, value.about), dict(zip(names, value.parts, strict=False))
+    if isinstance(value, Mapping):
+        return "mapping", {key if isinstance(key, str) else _text(key): item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return ("sequence", len(value)), {str(index): item for index, item in enumerate(value)}
+    return None
+
+
+def _text(value: Any) -> str:
+    """A value as text in which equal values are equal, wherever their tensors are stored."""
+    out: list[str] = []
+    rest: list[Any] = [value]
+    while rest:
+        item = rest.pop()
+        if type(item) is _Literal:
+            out.append(item)
+        elif isinstance(item, fastckpt.TensorInfo):
+            out.append(f"<{item.dtype} {list(item.shape)}>")
+        elif isinstance(item, fastckpt.Composed):
+            head = item.about[0] if item.kind == "type" else f"{item.kind} {item.about}"
+            rest.extend(_enclosed(f"{head}(", item.parts, ")"))
+        elif isinstance(item, Mapping):
+            pairs = [part for key, one in item.items() for part in (key, _Literal(": "), one, _COMMA)]
+            rest.extend(reversed([_Literal("{"), *pairs[:-1], _Literal("}")]))
+        elif isinstance(item, (list, tuple)):
+            rest.extend(_enclosed(*(("[", item, "]") if isinstance(item, list) else ("(", item, ")"))))
+        elif isinstance(item, (set, frozenset)):
+            # Members are no deeper than what can be hashed.
+            rest.extend(_enclosed("{", [_Literal(text) for text in sorted(map(_text, item))], "}"))
+        elif isinstance(item, slice):
+            rest.extend(_enclosed("slice(", (item.start, item.stop, item.step), ")"))
+        else:
+            out.append(repr(item))
+    return "".join(out)
+
+
+class _Literal(str):
+    """A piece of the text itself."""
+
+    __slots__ = ()
+
+
+_COMMA = _Literal(", ")
+
+
+def _enclosed(before: str, parts: Iterable[Any], after: str) -> list[Any]:
+    """Parts with commas between them, the last one first."""
+    inner = [piece for part in parts for piece in (part, _COMMA)]
+    return [_Literal(after), *reversed(inner[:-1]), _Literal(before)]
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _WORD else f"{text[: _WORD - 3]}..."
+
+
+def _contrasted(before: str, after: str) -> tuple[str, str]:
+    """Two texts that differ, cut so that it can be seen where."""
+    pairs = enumerate(zip(before, after, strict=False))
+    same = next((at for at, (x, y) in pairs if x != y), min(len(before), len(after)))
+    if same < _WORD // 2:
+        return _cut(before), _cut(after)
+    begin = same - _WORD // 4
+    return tuple(f"...{_cut(text[begin:])}" for text in (before, after))  # type: ignore[return-value]
 
 
 def _order(one: Difference) -> tuple[bool, float, str]:
