@@ -666,3 +666,10 @@ def test_a_path_is_named_whatever_it_is_called(
     (tmp_path / "d" / ".metadata").touch()
     assert cli.main(["convert", "d", "new"]) == 1
     assert "cannot convert d: .metadata is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["info", "PATH", "--js"], ["verify", "--jso", "PATH"], ["--vers"]])
+def test_options_have_their_whole_names(tmp_path, capsys, arguments):
+    fastckpt.save({"w": np.zeros(1)}, tmp_path / "c")
+    assert cli.main([str(tmp_path / "c") if one == "PATH" else one for one in arguments]) == 2
+    assert "arguments" in capsys.readouterr().err

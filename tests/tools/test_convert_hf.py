@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -86,6 +87,8 @@ def test_what_is_chosen_and_how_it_is_called(tmp_path, capsys):
             (("--strip", "0."), {"weight", "bias", "embed"}),
             (("--keys", "ema.*"), {"ema.head", "ema.b", "ema.0"}),
             (("--keys", "ema.*", "--strip", "ema."), {"head", "b", "0"}),
+            # A name chooses what is below it, as it does for one file.
+            (("--keys", "ema"), {"ema.head", "ema.b", "ema.0"}),
             (("--keys", "model.0.*", "--keys", "*.b"), {"0.weight", "0.bias", "ema.b"}),
             # A tied tensor is written once: its readers tie it.
             (("--keys", "*"), {"0.weight", "0.bias", "embed", "ema.b", "ema.0"}),
@@ -163,6 +166,27 @@ def test_a_name_that_no_model_has_does_not_go_along(tmp_path, capsys):
     (source / "\udcff.json").write_text("{}")
     status, document = convert(capsys, source, tmp_path / "hf")
     assert (status, document["files"]) == (0, ["config.json"]), document
+
+
+def test_only_what_belongs_to_a_model_goes_along(tmp_path, capsys):
+    """Neither what a link leads to, nor what happens to lie there."""
+    source, private = tmp_path / "c", tmp_path / "private"
+    private.write_text("secret")
+    fastckpt.save({"w": torch.ones(3)}, source, files={"config.json": "{}", "notes.txt": "mine", "wandb.json": "{}"})
+    (source / "LICENSE.txt").symlink_to(private)
+    (source / "vocab.txt").symlink_to(private)
+    (source / "tokenizer.json").mkdir()
+    os.mkfifo(source / "merges.txt")
+    status, document = convert(capsys, source, tmp_path / "hf")
+    assert (status, document["files"]) == (0, ["config.json"]), document
+    assert manifest.listing(tmp_path / "hf") == ["config.json", "fastckpt.json", "model.safetensors"]
+    # What the user names is followed: files of a hub's cache are links.
+    named = ("--file", source / "LICENSE.txt", "--file", source / "notes.txt")
+    status, document = convert(capsys, source, tmp_path / "named", *named)
+    assert (status, document["files"]) == (0, ["LICENSE.txt", "config.json", "notes.txt"])
+    assert (tmp_path / "named" / "LICENSE.txt").read_text() == "secret"
+    assert cli.main(["convert", str(source), str(tmp_path / "told"), "--to", "hf", "--file", str(private)]) == 0
+    assert "with config.json, private\n" in capsys.readouterr().out
 
 
 def test_damage_is_found_on_the_way(tmp_path, capsys):

@@ -65,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, page: str = "", **others: Any) -> None:
-        super().__init__(**others)
+        # A part of an option's name would be taken for the option, and could mean another one in a later version.
+        super().__init__(**others, allow_abbrev=False)
         self._page = page
 
     def format_help(self) -> str:

@@ -41,7 +41,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="F",
         type=Path,
         action="append",
-        help="with --to hf: copy it, too (config.json)",
+        help="with --to hf: copy it, too (LICENSE.txt); a model's own files come along",
     )
     parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
 
@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     )
     what = f"{count(done.tensors, 'tensor')}, {size(done.bytes)}"
     lines = [f"converted {done.source} to {done.destination}: {what} in {done.seconds:.3f} s"]
+    if done.files:
+        lines.append(f"with {', '.join(done.files)}")
     if to_hugging_face is not None and "config.json" not in done.files:
         lines.append("it has no config.json, which from_pretrained asks for: give it with --file")
     return 0, asdict(done), lines

@@ -6,25 +6,32 @@ under the names that their readers want, and with the files that they look for.
 
 from __future__ import annotations
 
-import fnmatch
 import json
+import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._api.selection import Patterns
 from fastckpt._files import check_files
 from fastckpt._state.select import aliases, ends_of
 from fastckpt._state.unflatten import is_tensor, parse
 from fastckpt._text import suggest
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
-from .needs import HUGGING_FACE_INDEX, MANIFEST
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: What lies beside a model and belongs to it, by the endings of the names.
-_BESIDE = (".json", ".txt", ".model", ".jinja")
+#: What lies beside a model and belongs to it. Whatever else does so is for the user to name: it may be private.
+_BESIDE = (
+    *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json"),
+    *("generation_config.json", "merges.txt", "preprocessor_config.json", "processor_config.json"),
+    *("sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "video_preprocessor_config.json", "vocab.json", "vocab.txt"),
+)
+#: A link may lead to a private file, and a pipe would be waited for.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Tokens whose parts are not tensors of their own (docs/format.md, section 4).
 _MADE = ("coo", "compressed", "quantized", "expanded")
 #: Wrapper tensors are a tuple of a dict of the tensors in them, a context, sizes, strides, and at times flags.
@@ -49,12 +56,18 @@ def write(
         keys: glob patterns over names; None takes the tensors of the model's files.
         strip: what is taken off the start of names.
         shard_size: bytes a file, about.
-        files: files to copy; others that lie beside the checkpoint's own and look like a model's come along.
+        files: files to copy; those of a model that lie in the checkpoint come along, unless they are links.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
 
     Returns:
         The number of tensors, their bytes, and the names of the further files.
+
+    Raises:
+        CheckpointError: nothing is chosen, or names collide.
+        UnsupportedTypeError: what is chosen is no plain tensor.
+        ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
+    patterns = Patterns("--keys", keys or (), "convert")
     reader = _core.Reader(str(source), keep=True)
     tokens, stored, shards = parse(reader.structure()), reader.tensors(), reader.shards()
     parts = _parts(tokens)
@@ -68,12 +81,12 @@ def write(
         if number in chosen:
             continue
         shard = shards[stored[number].shard]
-        if _is_wanted(name, shard.file, keys):
+        if shard.file.startswith("model") if keys is None else patterns.first(name) is not None:
             _refuse_unfit(source, stored[number], part=number in parts)
             chosen[number] = name.removeprefix(shard.prefix)
     if not chosen and keys:
-        patterns = " ".join(map(repr, keys))
-        raise CheckpointError(f"cannot convert {source}: --keys {patterns} chooses no tensor{suggest(keys[0], known)}")
+        given = " ".join(map(repr, keys))
+        raise CheckpointError(f"cannot convert {source}: --keys {given} chooses no tensor{suggest(keys[0], known)}")
     if not chosen:
         raise CheckpointError(f"cannot convert {source}: it holds no tensors of a model; choose some with --keys")
     names = _stripped(source, chosen, strip)
@@ -102,12 +115,6 @@ def _is_one(tokens: Sequence[Any], position: int) -> bool:
     return tokens[position][1].startswith(("torch.", "numpy.")) or (
         tokens[position + 1] in _WRAPPERS and tokens[position + 2][:1] == ["dict"]
     )
-
-
-def _is_wanted(name: str, file: str, keys: Sequence[str] | None) -> bool:
-    if keys is None:
-        return file.startswith("model")
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keys)
 
 
 def _refuse_unfit(source: Path, tensor: _core.StoredTensor, *, part: bool) -> None:
@@ -143,15 +150,26 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
     return list(names)
 
 
-def _files(source: Path, given: Sequence[Path]) -> dict[str, Path]:
-    """The files that go along, by name."""
-    found = {
-        path.name: path
-        for path in sorted(source.iterdir())
-        if path.suffix in _BESIDE
-        and path.name not in (MANIFEST, HUGGING_FACE_INDEX)
-        and not path.name.startswith(".")
-        and path.name.isprintable()
-        and path.is_file()
-    }
-    return found | {path.name: path for path in given}
+def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
+    """The files that go along, by name: what the user gave, and what the checkpoint has of a model's."""
+    found: dict[str, Any] = {path.name: path for path in given}
+    for name in _BESIDE:
+        content = None if name in found else _content(source / name)
+        if content is not None:
+            found[name] = content
+    return found
+
+
+def _content(path: Path) -> bytes | None:
+    """What is in a regular file; None where it is something else, such as a link, or nothing."""
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
