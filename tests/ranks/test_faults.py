@@ -387,6 +387,30 @@ def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
     assert which(path) == 2
 
 
+@pytest.mark.parametrize("why", [KeyboardInterrupt(), OSError(errno.EIO, "the directory was not synced")], ids=repr)
+def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp_path, why):
+    path = tmp_path / "c"
+    fastckpt.save(whole(0), path)
+    with forge.group(3) as group:
+        strike = groups.Strike(0, f"{CORE}:RankSave.commit", why, when="after")
+        group.start(_save, str(path), 1, 60.0, strike=strike)
+        first, *others = group.outcomes(90)
+        assert first.raised.kind == type(why).__name__
+        for each in others:
+            assert each.raised.kind == "RanksError"
+            assert f"failed: {type(why).__name__}" in each.raised.text
+            assert each.raised.text.endswith("it was committed: the new checkpoint is at the path, whole")
+        assert which(path) == 1
+        # The same before the rename: then the old one stands.
+        strike = groups.Strike(0, f"{CORE}:RankSave.commit", why)
+        group.start(_save, str(path), 2, 60.0, strike=strike)
+        for each in group.outcomes(90)[1:]:
+            assert each.raised.text.endswith("nothing was committed, the old checkpoint stands")
+        assert which(path) == 1
+        group.run(_save, str(path), 3, 60.0)
+    assert which(path) == 3
+
+
 def told_of(outcomes: list[groups.Outcome], rank: int, number: int) -> None:
     """One rank has the error of its storage, and the others are told of it."""
     for each in outcomes:

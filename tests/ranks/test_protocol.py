@@ -184,10 +184,10 @@ def test_a_coordinator_that_dies_while_it_commits_leaves_an_unknown_outcome():
 
 def test_a_coordinator_that_wakes_up_late_does_not_commit():
     class Stopping(protocol.Turn):
-        def _decide(self, joined, decide):
+        def _decide(self, joined, *how):
             if self.name == "done":
                 one.processes[0].asleep_until = one.world.now + 100
-            return (yield from super()._decide(joined, decide))
+            return (yield from super()._decide(joined, *how))
 
     one = job(5, turn=Stopping)
     run(one)

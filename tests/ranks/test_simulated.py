@@ -270,8 +270,8 @@ class Forgiving(protocol.Turn):
 class Hasty(protocol.Turn):
     """The coordinator decides without asking the register."""
 
-    def _decide(self, joined, decide):
-        verdict = yield from super()._decide(joined, decide)
+    def _decide(self, joined, *how):
+        verdict = yield from super()._decide(joined, *how)
         return b"=2\n[]" if verdict[:1] == b"!" and not joined.failures else verdict
 
 

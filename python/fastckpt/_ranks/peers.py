@@ -191,6 +191,7 @@ class Operation:
         *,
         combine: Callable[[list[Any]], Any] | None = None,
         decide: Callable[[Any], Any] | None = None,
+        is_done: Callable[[], bool] | None = None,
     ) -> Any:
         """Take part in the next round, and return its answer, the same on all ranks.
 
@@ -201,11 +202,12 @@ class Operation:
                 of ranks as far as a tree has one, this rank's first. Without it, the answer is made of the list of all.
             decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
                 all. It calls ``alive`` where it takes long. Without it, the answer is the value.
+            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others are told so.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
         """
-        return self._run(self._turn.round(name, value, None, combine, decide))
+        return self._run(self._turn.round(name, value, None, combine, decide, is_done))
 
     def alive(self) -> None:
         """Say that this rank makes progress. Cheap: most calls do nothing."""

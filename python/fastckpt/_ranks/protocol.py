@@ -219,6 +219,7 @@ class Turn:
         failure: RankFailure | None = None,
         combine: Callable[[list[Any]], Any] | None = None,
         decide: Callable[[Any], Any] | None = None,
+        is_done: Callable[[], bool] | None = None,
     ) -> Steps:
         """Take part in the next round and return its answer.
 
@@ -228,6 +229,7 @@ class Turn:
             failure: that this rank has failed instead, or that it stopped for that of another.
             combine: makes one value of those of a rank and the ranks below it, its own first; None makes a list of all.
             decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
+            is_done: whether ``decide``, which has raised, has done nevertheless what the operation is for.
 
         Raises:
             RanksError: a rank failed or is silent.
@@ -253,7 +255,7 @@ class Turn:
             yield from self._post(self._up(self.member.rank), message.encode())
             verdict = yield from self._await()
         else:
-            verdict = yield from self._decide(join(self.member, own, messages, combine), decide)
+            verdict = yield from self._decide(join(self.member, own, messages, combine), decide, is_done)
         answer = yield from self._take(verdict)
         self.inside = self._unknown = False
         self._silence.clear()
@@ -375,7 +377,9 @@ class Turn:
 
     # Down.
 
-    def _decide(self, joined: Message, decide: Callable[[Any], Any] | None) -> Steps:
+    def _decide(
+        self, joined: Message, decide: Callable[[Any], Any] | None, is_done: Callable[[], bool] | None
+    ) -> Steps:
         """Make the answer, as the coordinator, and return the verdict, which may be another's."""
         if joined.failures:
             return (yield from self._conclude(b"", words.failed(joined.failures, joined.more)))
@@ -388,7 +392,10 @@ class Turn:
             answer = joined.value if decide is None else (yield Call(decide, joined.value))
             data = words.encode(answer)
         except BaseException as error:
-            yield from self._conclude(DECIDING, words.failed([self.member.failure(words.told(error))]))
+            # A signal may have come after the last step, and the last step may have failed when all was in its place.
+            self._committed = is_done is not None and is_done()
+            outcome = words.COMMITTED if self._committed else words.NOTHING
+            yield from self._conclude(DECIDING, words.failed([self.member.failure(words.told(error))], outcome=outcome))
             yield from self.leave(failed=True)
             raise
         self._committed = self.name == LAST
@@ -426,17 +433,17 @@ class Turn:
         yield from self._tell(silent)
         verdict = yield from self._conclude(b"", words.failed([silent]))
         if verdict == DECIDING:
-            unknown = self.name == LAST
-            verdict = yield from self._conclude(DECIDING, words.failed([silent], unknown=unknown))
+            outcome = words.UNKNOWN if self.name == LAST else words.NOTHING
+            verdict = yield from self._conclude(DECIDING, words.failed([silent], outcome=outcome))
         return verdict
 
     def _take(self, verdict: bytes) -> Steps:
         """Return the answer that a verdict is, or raise the failure."""
         self._answers[self.rounds] = []
         if verdict[:1] == b"!":
-            failures, more, unknown = json.loads(verdict[1:])
+            failures, more, outcome = json.loads(verdict[1:])
             yield from self.leave(failed=True)
-            raise self.error([RankFailure(*one) for one in failures], more, unknown=unknown)
+            raise self.error([RankFailure(*one) for one in failures], more, outcome)
         data = yield from self._fetch(self._register(), verdict, self._answers[self.rounds])
         self._answers[self.rounds].append(self._bell())
         if self.name == LAST:
@@ -527,9 +534,9 @@ class Turn:
             yield from turn.abandon(failure)
             owed.pop(0)
 
-    def error(self, failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> RanksError:
+    def error(self, failures: list[RankFailure], more: int = 0, outcome: str = words.NOTHING) -> RanksError:
         """Return the error that tells what failed, and what that means for the checkpoint."""
-        ending = self._ending(unknown=unknown)
+        ending = self._ending(outcome)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
@@ -537,11 +544,12 @@ class Turn:
     def unreachable(self, error: UnreachableError) -> RanksError:
         """Leave because the store does not answer, and return the error that says so."""
         self.owe(f"gave up: {error}")
-        return RanksError(f"{self.kind}: {self.path}: {error}: {self._ending(unknown=self._unknown)}")
+        ending = self._ending(words.UNKNOWN if self._unknown else words.NOTHING)
+        return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
 
-    def _ending(self, *, unknown: bool) -> str:
+    def _ending(self, outcome: str) -> str:
         agreeing = self.inside and self.name != LAST
-        return words.ending(self.kind, agreeing=agreeing, unknown=unknown, committed=self._committed)
+        return words.ending(self.kind, outcome, agreeing=agreeing, here=self._committed)
 
     # Values of any size.
 

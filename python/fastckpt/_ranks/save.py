@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
@@ -314,6 +315,7 @@ def write_checkpoint(
     engine = _core.RankSave(portion.share, session.group.rank, *portion[1:])
     exchange: Exchange | None = None
     whole = False
+    made: list[tuple[int, int]] = []
     try:
         mail = engine.mail
         name, meeting = operation.round(
@@ -323,7 +325,7 @@ def write_checkpoint(
                 [[session.group.rank, portion.share.digest()]],
             ],
             combine=_combine_created,
-            decide=lambda offered: _create(engine, path, offered, early),
+            decide=lambda offered: _create(engine, path, offered, early, made),
         )
         if session.group.rank:
             _join(session, engine, path, name)
@@ -347,6 +349,7 @@ def write_checkpoint(
             outcome,
             combine=lambda outcomes: _combine(portion.share, outcomes),
             decide=lambda outcome: _commit(engine, outcome, texts, lambda *_: operation.alive()),
+            is_done=lambda: _identity(path) in made,
         )
         whole = True
         return Written(_fields(session, own, answer, time.perf_counter() - done), answer)
@@ -399,8 +402,10 @@ def _combine_created(offers: list[list[Any]]) -> list[Any]:
     return [Link.combine([offer for offer, _ in offers]), sorted([rank, digest] for digest, rank in shares.items())[:2]]
 
 
-def _create(engine: _core.RankSave, path: str, offered: list[Any], early: Texts | None) -> list[Any]:
-    """At the coordinator: the name of the workspace, and that of the gloo group to use."""
+def _create(
+    engine: _core.RankSave, path: str, offered: list[Any], early: Texts | None, made: list[tuple[int, int]]
+) -> list[Any]:
+    """At the coordinator: the name of the workspace, whose identity goes to ``made``, and the gloo group to use."""
     offer, shares = offered
     if len(shares) > 1:
         raise ValueError(
@@ -409,7 +414,18 @@ def _create(engine: _core.RankSave, path: str, offered: list[Any], early: Texts 
         )
     if early is not None:
         engine.check(*early)
-    return [engine.create(path), Link.agree(offer)]
+    name = engine.create(path)
+    made += filter(None, [_identity(Path(path).with_name(name))])
+    return [name, Link.agree(offer)]
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """Which directory a path names: a rename keeps it. None where there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _nothing(_: list[Any]) -> None:

@@ -14,6 +14,8 @@ _BYTES = "\0bytes"
 LISTED = 16
 #: A message of a failure is cut here: an exception may print a whole state.
 _MESSAGE = 2000
+#: What a failed operation has left: nothing new; one of the two; the new checkpoint.
+NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
 
 
 def encode(value: Any) -> bytes:
@@ -78,19 +80,28 @@ def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def ending(kind: str, *, agreeing: bool, unknown: bool, committed: bool) -> str:
-    """Return what a failure means for the checkpoint; ``agreeing``: in a round before the last."""
+def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
+    """Return what a failure means for the checkpoint.
+
+    Args:
+        kind: the operation.
+        outcome: what the verdict says of it.
+        agreeing: it failed in a round before the last.
+        here: this rank has committed it, whatever the verdict says.
+    """
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
     if kind == "load":
         return "nothing was loaded" if agreeing else "what it was to be loaded into may be filled in part"
-    if committed:
+    if outcome == COMMITTED:
+        return "all the same it was committed: the new checkpoint is at the path, whole"
+    if here:
         return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
-    if unknown:
+    if outcome == UNKNOWN:
         return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
     return "nothing was committed, the old checkpoint stands"
 
 
-def failed(failures: list[RankFailure], more: int = 0, *, unknown: bool = False) -> bytes:
+def failed(failures: list[RankFailure], more: int = 0, *, outcome: str = NOTHING) -> bytes:
     """Return the verdict that says what failed."""
-    return b"!" + json.dumps([[list(one) for one in failures], more, unknown]).encode()
+    return b"!" + json.dumps([[list(one) for one in failures], more, outcome]).encode()
