@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from copies.conftest import value_at
 from fastckpt._copy import objects as to_objects
 from fastckpt._copy import shares
 from fastckpt._copy.copy import copy_checkpoint
+from fastckpt._portable.manifest import own_checksum
+from fastckpt._stores.layout import file_of
 from fastckpt._stores.objects import Objects
 
 pytest.importorskip("obstore")
@@ -39,6 +43,16 @@ def total(path: str) -> int:
     return sum(Path(path, file).stat().st_size for file in FILES if file != "fastckpt.json")
 
 
+def folder_of(source: str) -> str:
+    """Where the files of a checkpoint lie below a URL."""
+    return own_checksum(Path(source, "fastckpt.json").read_bytes())
+
+
+def objects_of(source: str) -> list[str]:
+    """The objects that a copy of a checkpoint has."""
+    return sorted(file if file == "fastckpt.json" else f"{folder_of(source)}/{file}" for file in FILES)
+
+
 def spoil(place: str, file: str) -> None:
     """Change a byte of an object, whatever is noted of it."""
     objects = Objects.at("test", place)
@@ -52,7 +66,7 @@ def test_there_and_back_again(saved, tmp_path, url):
     report = fastckpt.copy(source, f"{url}/b")
     assert (report.bytes, report.reused_bytes, report.files) == (total(source), 0, 6)
     assert value_at(f"{url}/b") == 1
-    assert sorted(Objects.at("test", f"{url}/b").sizes()) == FILES
+    assert sorted(Objects.at("test", f"{url}/b").sizes()) == objects_of(source)
     assert fastckpt.copy(source, f"{url}/b").was_there
     assert fastckpt.copy(f"{url}/b", f"{url}/c").bytes == total(source)
     assert value_at(f"{url}/c") == 1
@@ -67,19 +81,20 @@ def test_there_and_back_again(saved, tmp_path, url):
 def test_each_object_has_the_sum_of_its_file(saved, url):
     source = saved("a", 1)
     fastckpt.copy(source, f"{url}/b")
-    objects = Objects.at("test", f"{url}/b")
+    objects, folder = Objects.at("test", f"{url}/b"), folder_of(source)
     shards = fastckpt._core.Reader(source).shards()
-    assert {one.file: objects.sum_of(one.file) for one in shards} == {one.file: one.crc for one in shards}
-    assert all(objects.sum_of(file) for file in FILES)
+    assert {one.file: objects.sum_of(f"{folder}/{one.file}") for one in shards} == {one.file: one.crc for one in shards}
+    assert all(objects.sum_of(name) for name in objects_of(source))
 
 
 @pytest.mark.parametrize("file", ["fastckpt.json", SHARDS[1]])
 def test_damage_is_named_and_nothing_becomes_visible(saved, tmp_path, url, file):
     source = saved("a", 1)
     fastckpt.copy(source, f"{url}/b")
-    spoil(f"{url}/b", file)
+    spoiled = file if file == "fastckpt.json" else f"{folder_of(source)}/{file}"
+    spoil(f"{url}/b", spoiled)
     for target in (str(tmp_path / "c"), f"{url}/c"):
-        with pytest.raises(fastckpt.CorruptCheckpointError, match=f"{url}/b/{file}"):
+        with pytest.raises(fastckpt.CorruptCheckpointError, match=f"{url}/b/{spoiled}"):
             fastckpt.copy(f"{url}/b", target)
         assert visible(target) is None
     # A directory that is damaged, to a store.
@@ -94,7 +109,7 @@ def test_damage_is_named_and_nothing_becomes_visible(saved, tmp_path, url, file)
 
 def test_an_object_that_is_missing_is_damage(saved, tmp_path, url):
     fastckpt.copy(saved("a", 1), f"{url}/b")
-    Objects.at("test", f"{url}/b").remove([SHARDS[2]])
+    Objects.at("test", f"{url}/b").remove([f"{folder_of(str(tmp_path / 'a'))}/{SHARDS[2]}"])
     with pytest.raises(fastckpt.CorruptCheckpointError, match=SHARDS[2]):
         fastckpt.copy(f"{url}/b", tmp_path / "c")
     # The target holds the manifest and not all files: they are brought.
@@ -110,7 +125,7 @@ def test_a_repair_takes_from_a_store_what_is_damaged_here(saved, tmp_path, url):
     with Path(source, SHARDS[0]).open("r+b") as shard:
         shard.seek(5000)
         shard.write(b"damage")
-    spoil(f"{url}/b", SHARDS[1])
+    spoil(f"{url}/b", f"{folder_of(source)}/{SHARDS[1]}")
     copied = copy_checkpoint([source, f"{url}/b"], source, overwrite=True)
     assert copied.bytes == Path(source, SHARDS[0]).stat().st_size
     assert value_at(source) == 1
@@ -131,10 +146,9 @@ def test_what_is_in_the_way_is_refused(saved, url):
         fastckpt.copy(source, f"{url}/notes")
     fastckpt.copy(source, f"{url}/notes", overwrite=True)
     assert Objects.at("test", f"{url}/notes").read_all("notes.txt", 9) == b"mine"
-    # The copy would bring one of that name, and no checkpoint is there to be replaced.
+    # The copy brings one of that name, and it has another place.
     Objects.at("test", f"{url}/config").write("config.json", [b"mine"], 4, None)
-    with pytest.raises(FileExistsError, match=r"config\.json"):
-        fastckpt.copy(source, f"{url}/config", overwrite=True)
+    fastckpt.copy(source, f"{url}/config", overwrite=True)
     assert Objects.at("test", f"{url}/config").read_all("config.json", 9) == b"mine"
     assert value_at(f"{url}/b") == 2
     assert value_at(f"{url}/notes") == 1
@@ -151,7 +165,7 @@ class Steps:
         self.count = 0
         self._cut = cut
         self._look = look
-        for name in ("write", "remove"):
+        for name in ("write", "replace", "remove"):
             monkeypatch.setattr(Objects, name, self._counted(getattr(Objects, name)))
 
     def _counted(self, real):
@@ -176,7 +190,7 @@ def visible(place: str) -> float | None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved, url, over):
-    """Mutants: the manifest first; the old manifest removed last; objects sent again that are there."""
+    """Mutants: the manifest first; the old objects removed before it; objects sent again that are there."""
     source, target = saved("a", 1), f"{url}/b"
     other = saved("c", 2)
     sizes = [Path(source, file).stat().st_size for file in SHARDS]
@@ -194,14 +208,16 @@ def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved
                 ended = True
             except CutError:
                 pass
-        # Old, then nothing, then new; and never a mixture, which `visible` would not take.
-        order = [2, None, 1] if over else [None, 1]
+        # Old, then new; and never nothing in between, nor a mixture, which `visible` would not take.
+        order = [2, 1] if over else [None, 1]
         assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
         there = {file for file, size in zip(SHARDS, sizes, strict=True) if _has(objects, file, source)}
+        is_there = visible(target) == 1
         again = copy_checkpoint([source], target, overwrite=True)
         assert visible(target) == 1
-        assert again.was_there == ended
-        if not ended:
+        assert sorted(objects.sizes()) == objects_of(source)
+        assert again.was_there == is_there
+        if not is_there:
             assert again.reused_bytes == sum(size for file, size in zip(SHARDS, sizes, strict=True) if file in there)
         cut += 1
     assert cut > 6
@@ -210,7 +226,7 @@ def test_a_copy_that_is_killed_at_any_step_is_not_half_visible_and_goes_on(saved
 def _has(objects: Objects, file: str, source: str) -> bool:
     sums = {one.file: one.crc for one in fastckpt._core.Reader(source).shards()}
     try:
-        return objects.sum_of(file) == sums[file]
+        return objects.sum_of(f"{folder_of(source)}/{file}") == sums[file]
     except FileNotFoundError:
         return False
 
@@ -238,13 +254,13 @@ def test_shares(saved, url, monkeypatch):
     first = copy_checkpoint([source], target, share=(0, 2))
     assert first.bytes == total(source) - other.bytes
     assert value_at(target) == 1
-    # Where another checkpoint is to be replaced, the first process removes its manifest; the others must not begin.
+    # The one that is there stays until all have brought theirs.
     fresh = saved("c", 2)
-    assert copy_checkpoint([fresh], target, share=(1, 2), overwrite=True).bytes == 0
+    assert copy_checkpoint([fresh], target, share=(1, 2), overwrite=True).bytes == other.bytes
     assert value_at(target) == 1
     monkeypatch.setattr(shares, "PATIENCE", 0.0)
     monkeypatch.setattr(shares, "TIMES", 0)
-    assert copy_checkpoint([fresh], target, share=(0, 2), overwrite=True).bytes == total(fresh)
+    assert copy_checkpoint([fresh], target, share=(0, 2), overwrite=True).bytes == total(fresh) - other.bytes
     assert value_at(target) == 2
 
 
@@ -252,7 +268,8 @@ def test_shards_of_the_one_before_go(saved, tmp_path, url):
     fastckpt.copy(saved("a", 1), f"{url}/b")
     fastckpt.save({"x": np.ones(3)}, tmp_path / "small")
     fastckpt.copy(tmp_path / "small", f"{url}/b", overwrite=True)
-    assert sorted(Objects.at("test", f"{url}/b").sizes()) == ["config.json", "fastckpt.json", "model.safetensors"]
+    folder = folder_of(tmp_path / "small")
+    assert sorted(Objects.at("test", f"{url}/b").sizes()) == sorted(["fastckpt.json", f"{folder}/model.safetensors"])
     assert fastckpt.verify(f"{url}/b").ok
 
 
@@ -261,7 +278,7 @@ def test_several_files_are_sent_at_once(saved, url, monkeypatch):
     real, all_of_them = Objects.write, threading.Barrier(len(SHARDS))
 
     def write(objects, name, *arguments):
-        if name in SHARDS:
+        if file_of(name) in SHARDS:
             all_of_them.wait(60)
         real(objects, name, *arguments)
 
@@ -277,49 +294,192 @@ def test_a_half_copy_is_removed_whatever_of_it_is_there(saved, url):
     """Mutant: only shards prove whose it is."""
     fastckpt.copy(saved("a", 1), f"{url}/b")
     objects = Objects.at("test", f"{url}/b")
-    objects.remove(["fastckpt.json", *SHARDS[:2]])
+    shards = [f"{folder_of(saved('a', 1))}/{file}" for file in SHARDS]
+    objects.remove(["fastckpt.json", *shards[:2]])
     objects.write("notes.txt", [b"mine"], 4, None)
     with pytest.raises(OSError, match="is not part of the checkpoint"):
         fastckpt.remove(f"{url}/b")
-    objects.remove(["notes.txt", *SHARDS])
+    objects.remove(["notes.txt", *shards])
     fastckpt.remove(f"{url}/b", everything=True)
     assert objects.sizes() == {}
 
 
-def test_two_copies_at_once_to_one_url_are_seen(saved, url):
-    """Mutant: no look at all objects before the manifest."""
-    source, other, target = saved("a", 1), saved("c", 2), f"{url}/b"
+class Turns:
+    """Two copies to one URL, of which one at a time takes one step that changes the store: which one is drawn."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, draw: random.Random, look: Callable[[], None]) -> None:
+        self._draw = draw
+        self._look = look
+        self._changed = threading.Condition()
+        #: Which copy a thread runs; its objects have the number, too.
+        self._local = threading.local()
+        self._waits: set[int] = set()
+        self._goes: set[int] = set()
+        self._busy = 0
+        made = Objects.__init__
+
+        def make(objects, *arguments):
+            made(objects, *arguments)
+            objects.number = getattr(self._local, "number", None)
+
+        patch.setattr(Objects, "__init__", make)
+        for name in ("write", "replace", "remove"):
+            patch.setattr(Objects, name, self._in_turn(getattr(Objects, name)))
+
+    def _in_turn(self, real):
+        def call(objects, *arguments):
+            with self._changed:
+                self._waits.add(objects.number)
+                self._busy -= 1
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: objects.number in self._goes, 60)
+                self._goes.remove(objects.number)
+            return real(objects, *arguments)
+
+        return call
+
+    def run(self, copies: list[Callable[[], object]]) -> list[Exception | None]:
+        """Run all to their ends; what each raised."""
+        raised: list[Exception | None] = [None] * len(copies)
+
+        def work(number: int) -> None:
+            self._local.number = number
+            try:
+                copies[number]()
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                raised[number] = error
+            finally:
+                with self._changed:
+                    self._busy -= 1
+                    self._changed.notify_all()
+
+        self._busy = len(copies)
+        threads = [threading.Thread(target=work, args=[number]) for number in range(len(copies))]
+        for thread in threads:
+            thread.start()
+        while True:
+            with self._changed:
+                assert self._changed.wait_for(lambda: not self._busy, 60)
+            self._look()
+            with self._changed:
+                if not self._waits:
+                    break
+                chosen = self._draw.choice(sorted(self._waits))
+                self._waits.remove(chosen)
+                self._goes.add(chosen)
+                self._busy += 1
+                self._changed.notify_all()
+        for thread in threads:
+            thread.join()
+        return raised
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_of_two_copies_at_once_to_one_url_one_wins_whole(saved, url, monkeypatch, seed):
+    """Mutants: objects right below the URL; the manifest written whatever is there; old ones removed before it."""
+    monkeypatch.setattr(to_objects, "_LARGE", 1)
+    monkeypatch.setattr(to_objects, "_SMALL", 1)
+    target, values = f"{url}/b", {"a": 1.0, "c": 2.0}
+    sources = {value: saved(name, value) for name, value in values.items()}
+    fastckpt.copy(saved("old", 3), target)
+    seen = []
+
     with pytest.MonkeyPatch.context() as patch:
-        real = Objects.write
+        turns = Turns(patch, random.Random(seed), lambda: seen.append(visible(target)))
+        raised = turns.run(
+            [
+                lambda source=source: copy_checkpoint([source], target, overwrite=True)  # type: ignore[misc]
+                for source in sources.values()
+            ]
+        )
+    assert all(isinstance(error, OSError) and error.errno == errno.EBUSY for error in raised if error is not None)
+    assert None in raised
+    # The old one, and then one of the two, or one after the other.
+    assert set(seen) <= {3, *sources}
+    assert seen[0] == 3
+    won = seen[-1]
+    assert won in [value for value, error in zip(sources, raised, strict=True) if error is None]
+    # What the other one has left goes when the next one looks.
+    copy_checkpoint([sources[won]], target)
+    assert sorted(Objects.at("test", target).sizes()) == objects_of(sources[won])
+    assert value_at(target) == won
 
-        def write(objects, name, *arguments):
-            real(objects, name, *arguments)
-            if name == SHARDS[2]:
-                patch.undo()
-                copy_checkpoint([other], target, overwrite=True)
-                objects.remove(["fastckpt.json"])
 
-        patch.setattr(Objects, "write", write)
-        with pytest.raises(OSError, match="another copy"):
-            copy_checkpoint([source], target)
-    assert visible(target) is None
-
-
-def test_a_copy_that_another_one_spoils_at_the_last_moment_is_not_visible(saved, url, monkeypatch):
-    """Mutant: no look at all objects after the manifest."""
+def test_a_copy_that_another_one_has_overtaken_says_so(saved, url, monkeypatch):
+    """Mutant: the manifest is written whatever is there."""
     source, other, target = saved("a", 1), saved("c", 2), f"{url}/b"
-    content = Path(other, SHARDS[0]).read_bytes()
-    real = Objects.write
+    real = Objects.replace
 
-    def write(objects, name, *arguments):
-        if name == "fastckpt.json":
-            real(objects, SHARDS[0], [content], len(content), "0" * 16)
-        real(objects, name, *arguments)
+    def replace(objects, *arguments):
+        monkeypatch.setattr(Objects, "replace", real)
+        copy_checkpoint([other], target, overwrite=True)
+        real(objects, *arguments)
+
+    for before in (None, 3):
+        if before:
+            copy_checkpoint([saved("old", before)], target, overwrite=True)
+        monkeypatch.setattr(Objects, "replace", replace)
+        with pytest.raises(OSError, match="another copy to it runs") as raised:
+            copy_checkpoint([source], target, overwrite=True)
+        assert raised.value.errno == errno.EBUSY
+        assert value_at(target) == 2
+
+
+def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
+    """Mutant: no look at all objects after the manifest."""
+    source, target = saved("a", 1), f"{url}/b"
+    spoiled = f"{folder_of(source)}/{SHARDS[0]}"
+    for name in ("write", "replace"):
+        with pytest.MonkeyPatch.context() as patch:
+            real = getattr(Objects, name)
+
+            def change(objects, what, *arguments, real=real, patch=patch):
+                real(objects, what, *arguments)
+                if what in (spoiled, "fastckpt.json"):
+                    patch.undo()
+                    objects.remove([spoiled])
+
+            patch.setattr(Objects, name, change)
+            copy_checkpoint([source], target)
+        assert value_at(target) == 1
+        fastckpt.remove(target, everything=True)
+    remove = Objects.remove
+
+    def write(objects, what, *arguments, real=Objects.write):
+        real(objects, what, *arguments)
+        remove(objects, [spoiled])
 
     monkeypatch.setattr(Objects, "write", write)
-    with pytest.raises(OSError, match="another copy"):
+    with pytest.raises(OSError, match="another copy to it runs"):
         copy_checkpoint([source], target)
-    assert visible(target) is None
-    monkeypatch.setattr(Objects, "write", real)
-    assert copy_checkpoint([source], target).bytes < total(source)
+
+
+def test_what_another_tool_has_brought_is_replaced_and_what_is_not_ours_stays(saved, url):
+    """Mutants: shards right below the URL stay; all that is there goes; a folder of somebody else's goes."""
+    plain, source, target = saved("a", 1), saved("c", 2), f"{url}/b"
+    objects = Objects.at("test", target)
+    for file in FILES:
+        content = Path(plain, file).read_bytes()
+        objects.write(file, [content], len(content), None)
     assert value_at(target) == 1
+    theirs = ["notes.txt", f"{'0' * 16}/notes.txt", f"{folder_of(plain)}/notes.txt"]
+    for name in theirs:
+        objects.write(name, [b"mine"], 4, None)
+    copy_checkpoint([source], target, overwrite=True)
+    assert sorted(objects.sizes()) == sorted([*objects_of(source), "config.json", *theirs])
+    # The config.json of the copy, and not the one that lies beside its manifest.
+    fastckpt.copy(target, f"{url}/c")
+    assert Objects.at("test", f"{url}/c").read_all(f"{folder_of(source)}/config.json", 99) == b'{"value": 2}'
+    assert value_at(target) == 2
+
+
+def test_a_checkpoint_below_a_name_like_that_of_a_folder_is_not_copied_over(saved, url):
+    source, name = saved("a", 1), "0123456789abcdef"
+    fastckpt.copy(source, f"{url}/{name}")
+    for call in (
+        lambda: fastckpt.copy(source, url, overwrite=True),
+        lambda: fastckpt.remove(url, everything=True),
+    ):
+        with pytest.raises(OSError, match=f"`{name}/|holds no"):
+            call()
+    assert value_at(f"{url}/{name}") == 1

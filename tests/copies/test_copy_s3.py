@@ -11,6 +11,7 @@ import pytest
 
 import fastckpt
 from copies.conftest import value_at
+from fastckpt._portable.manifest import own_checksum
 from harness.s3 import BUCKET
 
 pytest.importorskip("obstore")
@@ -20,9 +21,9 @@ def test_a_copy_on_s3_has_the_sums_of_its_files(saved, s3, tmp_path):
     source = saved("a", 1)
     fastckpt.copy(source, f"s3://{BUCKET}/run/a")
     assert value_at(f"s3://{BUCKET}/run/a") == 1
-    client = s3.client()
+    client, folder = s3.client(), own_checksum(Path(source, "fastckpt.json").read_bytes())
     for shard in fastckpt._core.Reader(source).shards():
-        head = client.head_object(Bucket=BUCKET, Key=f"run/a/{shard.file}", ChecksumMode="ENABLED")
+        head = client.head_object(Bucket=BUCKET, Key=f"run/a/{folder}/{shard.file}", ChecksumMode="ENABLED")
         assert head["ContentLength"] == shard.nbytes
         assert head["Metadata"]["fastckpt-crc64"] == shard.crc
         # What S3 has summed itself, where the server takes such sums.

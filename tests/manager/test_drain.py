@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import CancelledError
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,13 @@ import pytest
 import fastckpt
 from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
+from fastckpt._manager import prefix
 from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.tier import Tier, place_at
+from fastckpt._portable.manifest import own_checksum
+from fastckpt._stores.objects import Objects
+from harness.s3 import BUCKET
 
 NAMES = Names("step-{step:08d}")
 #: A deadline of a test: reached only by what hangs.
@@ -367,18 +373,107 @@ def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
     assert fastckpt.leftovers(run.local.path) == []
 
 
-def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier):
+FOLDER = "0123456789abcdef"
+
+
+def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, copier, monkeypatch, caplog):
+    """Mutants: all below the step goes; what another process may still bring goes; what another host left stays."""
+    caplog.set_level(logging.INFO, "fastckpt")
     run = Run(tmp_path, f"memory://{tmp_path.name}/run", [keep.Last(1)])
     run.save(1, 2, add=False)
     place = run.tier.place
-    place.replace("step-00000001/model.safetensors", b"part", durable=True)
-    place.replace("step-00000009/model.safetensors", b"another's", durable=True)
+    objects = place._objects
+    for step in (0, 1, 9):
+        objects.write(f"step-0000000{step}/{FOLDER}/model.safetensors", [b"part"], 4, "0" * 16)
+    for step in (0, 1):
+        objects.write(f"step-0000000{step}/{FOLDER}/notes.txt", [b"mine"], 4, None)
     run.drain.resume()
     run.wait()
     assert run.there() == [2]
-    with pytest.raises(FileNotFoundError):
-        place.read("step-00000001/model.safetensors")
-    assert place.read("step-00000009/model.safetensors") == b"another's"
+    # The first step is of another host.
+    left = {name for name in objects.sizes() if FOLDER in name}
+    kept = {f"step-0000000{step}/{FOLDER}/notes.txt" for step in (0, 1)} | {
+        f"step-0000000{step}/{FOLDER}/model.safetensors" for step in (0, 9)
+    }
+    assert left == kept
+    monkeypatch.setattr(prefix, "_UNDER_WAY", timedelta(-1))
+    run.save(3)
+    run.wait()
+    left = {name for name in objects.sizes() if FOLDER in name}
+    assert left == kept - {f"step-00000000/{FOLDER}/model.safetensors"}
+    assert "step-00000000: removed 1 objects that a copy left which was cut short" in caplog.text
+
+
+class Outage:
+    """A store that takes so many requests that change it, and then none until the end of the block: as for a kill."""
+
+    def __init__(self, patch, request, url, most):
+        self.left = most
+        self.reached = False
+        if url.startswith("s3"):
+            self._s3 = request.getfixturevalue("s3")
+            self._s3.refuse = lambda method, _path: "403 Forbidden" if self._is_over(method) else None
+            return
+        for name in ("write", "replace", "remove"):
+            patch.setattr(Objects, name, self._before(getattr(Objects, name)))
+
+    def _is_over(self, method):
+        if method in {"PUT", "POST", "DELETE"}:
+            self.left -= 1
+        self.reached = self.reached or self.left < 0
+        return self.left < 0
+
+    def _before(self, real):
+        def call(*arguments):
+            if self._is_over("PUT"):
+                raise PermissionError(errno.EACCES, "the process was killed")
+            return real(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["the same step", "the next step"])
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_killed(
+    tmp_path, request, copier, store, again
+):
+    """One checkpoint is all that the remote keeps. Mutant: the old manifest goes before the new one is there."""
+    if store == "s3":
+        request.getfixturevalue("s3")
+    step = 1 if again else 2
+    found, cut, reached = set(), 0, True
+    while reached:
+        root = tmp_path / str(cut)
+        remote = f"memory://{tmp_path.name}/{cut}" if store == "memory" else f"s3://{BUCKET}/{cut}"
+        run = Run(root, remote, [keep.Last(1)])
+        run.save(1)
+        run.wait()
+        fastckpt.save({"w": np.full(1000, 7)}, run.local.path_of(step), metadata={"step": step})
+        with pytest.MonkeyPatch.context() as patch:
+            outage = Outage(patch, request, remote, cut)
+            run.drain.add(step)
+            with run.drain.hurry():
+                assert run.drain.is_over(time.monotonic() + LONG)
+            reached = outage.reached
+            if store == "s3":
+                request.getfixturevalue("s3").forget()
+        restored = fastckpt.Manager(root / "node", remote=remote).restore()
+        value = int(restored.state["w"][0])
+        assert (restored.step, value) in {(1, 1), (step, 7)}
+        found.add(value)
+        # The next process has it there, and nothing of the one before.
+        following = Run(root, remote, [keep.Last(1)])
+        following.drain.resume()
+        following.wait()
+        assert fastckpt.verify(following.tier.place.path_of(step)).ok
+        folder = own_checksum(Path(run.local.path_of(step), "fastckpt.json").read_bytes())
+        name = NAMES.name_of(step)
+        assert set(following.tier.place._objects.sizes()) == {
+            *(".fastckpt-run.json", "latest", f"{name}/fastckpt.json", f"{name}/{folder}/model.safetensors")
+        }
+        cut += 1
+    assert found == {1, 7}
+    assert cut > 4
 
 
 def test_what_is_whole_in_a_store_stays_until_something_newer_is(tmp_path, copier):

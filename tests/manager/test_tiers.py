@@ -23,6 +23,7 @@ import fastckpt
 from fastckpt import keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import fetch as fetching
+from fastckpt._portable.manifest import own_checksum
 
 #: A deadline of a test: reached only by what hangs.
 LONG = 60.0
@@ -519,8 +520,9 @@ def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
     fill(local, remote, [1, 2, 3], remote_keep=2)
     # The store has compared what it was sent.
     sent = {path: headers for method, path, headers in s3.requests if method == "PUT"}
+    folder = own_checksum((local / "step-00000003" / "fastckpt.json").read_bytes())
     for shard in shards(local / "step-00000003"):
-        assert sent[f"/bucket/runs/gpt/step-00000003/{shard.name}"]["x-amz-checksum-crc64nvme"]
+        assert sent[f"/bucket/runs/gpt/step-00000003/{folder}/{shard.name}"]["x-amz-checksum-crc64nvme"]
     with fastckpt.Manager(local, remote=remote, remote_keep=2, **OPTIONS) as manager:
         # An outage.
         s3.refuse = lambda method, _path: "403 Forbidden" if method in {"PUT", "POST"} else None

@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 
+import obstore
 import pytest
 
 from fastckpt import _crc64
@@ -90,6 +91,49 @@ def test_only_what_is_whole_becomes_visible(objects, size):
         objects.write("x", [DATA[: size - 1]], size, None)
     with pytest.raises(ValueError, match=f"more than the {size} bytes"):
         objects.write("x", [DATA[:size], b"1"], size, None)
+    assert objects.sizes() == {}
+
+
+@pytest.fixture(params=[True, False])
+def knows_conditions(request, objects, monkeypatch):
+    """A store that compares and writes in one step, and one that answers that it cannot."""
+    if request.param:
+        return
+    if objects.url.startswith("s3"):
+        s3 = request.getfixturevalue("s3")
+        conditions = {"if-match", "if-none-match"}
+        s3.refuse = lambda *_: "501 Not Implemented" if conditions & s3.requests[-1][2].keys() else None
+        monkeypatch.setattr(module, "_RETRY", {**module._RETRY, "max_retries": 0})
+        objects._store = Objects.at("test", objects.url)._store
+        return
+    put = obstore.put
+
+    def plain(*arguments, mode="overwrite", **options):
+        if mode != "overwrite":
+            raise NotImplementedError("conditions")
+        return put(*arguments, **options)
+
+    monkeypatch.setattr(obstore, "put", plain)
+
+
+@pytest.mark.usefixtures("knows_conditions")
+def test_an_object_is_replaced_only_as_it_was_seen(objects):
+    """Mutants: no condition; a store without conditions is not asked first."""
+    objects.replace("x", b"one", crc(b"one"), None)
+    assert objects.sum_of("x") == crc(b"one")
+    seen = objects.read_version("x", 9)
+    assert seen.content == b"one"
+    with pytest.raises(FileExistsError, match=f"cannot write `{objects.url}/x`: it was replaced or removed meanwhile"):
+        objects.replace("x", b"two", crc(b"two"), None)
+    objects.replace("x", b"three", crc(b"three"), seen)
+    with pytest.raises(FileExistsError, match="meanwhile"):
+        objects.replace("x", b"four", crc(b"four"), seen)
+    assert objects.read_all("x", 9) == b"three"
+    assert objects.sum_of("x") == crc(b"three")
+    seen = objects.read_version("x", 9)
+    objects.remove(["x"])
+    with pytest.raises(FileExistsError, match="meanwhile"):
+        objects.replace("x", b"four", crc(b"four"), seen)
     assert objects.sizes() == {}
 
 

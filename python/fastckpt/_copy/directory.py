@@ -16,7 +16,7 @@ from fastckpt.exceptions import CorruptCheckpointError
 from .moves import memory_of, move
 from .pace import BLOCK
 from .shares import bring_share
-from .sources import Summed, where
+from .sources import Summed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,7 +170,7 @@ class _Linked(_Copied):
             self._linked.append(self._item.nbytes)
 
     def _copy(self, opened: Opened) -> None:
-        summed = Summed(where(self._source.place, self._name), self._item, BLOCK)
+        summed = Summed(self._source.path_of(self._name), self._item, BLOCK)
         memory = memory_of(min(BLOCK, self._item.nbytes))
         self._file = self._gathering.begin(self._item.nbytes)
         for number, (start, nbytes) in enumerate(summed.blocks):

@@ -14,7 +14,7 @@ from fastckpt import _crc64
 from fastckpt.exceptions import CorruptCheckpointError
 
 from .pace import INTERVAL, THREADS
-from .sources import Summed, where
+from .sources import Summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +61,7 @@ class _File:
 
     def __init__(self, item: Item, source: Source, make: Callable[[Item], Sink], block: int) -> None:
         self.item = item
-        self.summed = Summed(where(source.place, item.name), item, block)
+        self.summed = Summed(source.path_of(item.name), item, block)
         self.error: BaseException | None = None
         self.moved = 0
         self._left = len(self.summed.blocks)
@@ -194,7 +194,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
         UnreadableError: it is damaged; raised before the last block is given.
         CancelledError: the copy is to stop.
     """
-    summed = Summed(where(source.place, item.name), item, pace.block)
+    summed = Summed(source.path_of(item.name), item, pace.block)
     memories = [memory_of(min(pace.block, item.nbytes)) for _ in range(min(THREADS, len(summed.blocks)))]
 
     def read(number: int, memory: Bytes) -> Bytes:
@@ -225,7 +225,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
 
 def sum_of(item: Item, source: Source, opened: Opened, pace: Pace) -> str:
     """The sum of a file of which nobody knows it."""
-    summed = Summed(where(source.place, item.name), item, pace.block)
+    summed = Summed(source.path_of(item.name), item, pace.block)
     memory = memory_of(min(pace.block, item.nbytes))
     for number, (start, nbytes) in enumerate(summed.blocks):
         data = memory[:nbytes]

@@ -52,7 +52,7 @@ class Plan:
             raise self._lost[0]
         self.manifest, shards = found
         self._shards = shards
-        self._beside = [source.beside(shards) for source in self._sources]
+        self._beside = [source.beside(self.manifest, shards) for source in self._sources]
         beside: dict[str, Item] = {}
         for items in self._beside:
             for item in items:
@@ -70,7 +70,7 @@ class Plan:
 
     def _is_as_it_was(self, source: Source, beside: list[Item]) -> bool:
         try:
-            return source.manifest()[0] == self.manifest and source.beside(self._shards) == beside
+            return source.manifest()[0] == self.manifest and source.beside(self.manifest, self._shards) == beside
         except CorruptCheckpointError:
             return True
         except (CheckpointError, OSError):

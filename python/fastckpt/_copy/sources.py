@@ -16,6 +16,7 @@ from fastckpt import _crc64
 from fastckpt._paths import is_url
 from fastckpt._portable.limits import MANIFEST
 from fastckpt._portable.manifest import corrupt
+from fastckpt._stores.layout import Layout
 from fastckpt._stores.objects import Objects
 from fastckpt._stores.reader import open_reader
 from fastckpt._text import visible
@@ -28,7 +29,6 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
-_INDEX = "model.safetensors.index.json"
 #: A shard that the manifest does not name is what a save into this directory left (docs/format.md, 1).
 _shard = re.compile(r"(model|training)(-\d{5,}-of-\d{5,})?\.safetensors").fullmatch
 #: Smaller files are read through the page cache, where they mostly are.
@@ -74,8 +74,11 @@ class Source(Protocol):
     def manifest(self) -> tuple[bytes, list[Item]]:
         """The manifest's bytes, and the shards that it names."""
 
-    def beside(self, shards: Sequence[Item]) -> list[Item]:
-        """What lies beside the manifest and the shards and belongs to the checkpoint."""
+    def beside(self, manifest: bytes, shards: Sequence[Item]) -> list[Item]:
+        """What lies beside the manifest and the shards and belongs to the checkpoint with this manifest."""
+
+    def path_of(self, name: str) -> str:
+        """The path or the URL of a file of it, for messages."""
 
     def open(self, item: Item) -> Opened:
         """Open a file, which has to have its length."""
@@ -89,16 +92,6 @@ def source_at(operation: str, place: str) -> Source:
 def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
     reader = open_reader(operation, place)
     return reader.manifest(), [Item(one.file, one.nbytes, one.crc, is_shard=True) for one in reader.shards()]
-
-
-def where(place: str, name: str) -> str:
-    """The path or the URL of a file, for messages."""
-    return f"{place}/{name}" if is_url(place) else str(Path(place, name))
-
-
-def is_ours(name: str) -> bool:
-    """Whether fastckpt writes files of this name in a checkpoint."""
-    return name in (MANIFEST, _INDEX) or _shard(name) is not None
 
 
 def _is_beside(name: str, shards: Sequence[Item]) -> bool:
@@ -119,7 +112,8 @@ class _Directory:
     def manifest(self) -> tuple[bytes, list[Item]]:
         return _manifest(self._operation, self.place)
 
-    def beside(self, shards: Sequence[Item]) -> list[Item]:
+    def beside(self, manifest: bytes, shards: Sequence[Item]) -> list[Item]:
+        del manifest
         found = []
         try:
             with os.scandir(self.place) as entries:
@@ -136,8 +130,11 @@ class _Directory:
             return []
         return sorted(found)
 
+    def path_of(self, name: str) -> str:
+        return str(Path(self.place, name))
+
     def open(self, item: Item) -> Opened:
-        return _LocalFile(where(self.place, item.name), item.nbytes)
+        return _LocalFile(self.path_of(item.name), item.nbytes)
 
 
 class _LocalFile:
@@ -230,31 +227,35 @@ class _Store:
         self.place = place
         self._operation = operation
         self._objects = Objects.at(operation, place)
+        self._layout = Layout(b"", {})
 
     def manifest(self) -> tuple[bytes, list[Item]]:
         return _manifest(self._operation, self.place)
 
-    def beside(self, shards: Sequence[Item]) -> list[Item]:
-        sizes = self._objects.children()[1]
+    def beside(self, manifest: bytes, shards: Sequence[Item]) -> list[Item]:
+        self._layout = Layout(manifest, self._objects.sizes())
         return [
-            Item(name, nbytes, self._objects.sum_of(name), is_shard=False)
-            for name, nbytes in sizes.items()
-            if _is_beside(name, shards)
+            Item(file, stored.nbytes, self._objects.sum_of(stored.name), is_shard=False)
+            for file, stored in sorted(self._layout.files.items())
+            if "/" not in file and _is_beside(file, shards)
         ]
 
+    def path_of(self, name: str) -> str:
+        return f"{self.place}/{self._layout.name_of(name)}"
+
     def open(self, item: Item) -> Opened:
-        return _Object(self._objects, where(self.place, item.name), item)
+        return _Object(self._objects, self._layout.name_of(item.name), item)
 
 
 class _Object:
     identity: tuple[int, int] | None = None
 
-    def __init__(self, objects: Objects, url: str, item: Item) -> None:
+    def __init__(self, objects: Objects, name: str, item: Item) -> None:
         self._objects = objects
-        self._url = url
-        self._item = item
+        self._name = name
+        url = f"{objects.url}/{name}"
         try:
-            nbytes = objects.size(item.name)
+            nbytes = objects.size(name)
         except FileNotFoundError as error:
             raise corrupt(url, "the object is missing") from error
         if nbytes != item.nbytes:
@@ -263,7 +264,7 @@ class _Object:
     def read_into(self, start: int, memory: Bytes) -> None:
         """See :class:`Opened`."""
         if len(memory):
-            self._objects.read_into(self._item.name, [(start, memory.data)])
+            self._objects.read_into(self._name, [(start, memory.data)])
 
     def close(self) -> None:
         """See :class:`Opened`."""

@@ -1,16 +1,20 @@
 """The run below a URL of an object store: the same questions as to a :class:`.directory.Directory`.
 
 An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
-that of the checkpoint, and it is one as soon as its manifest is there, which is written last and removed first.
+that of the checkpoint, and it is one as soon as its manifest is there, which is written last. A step that is saved
+again has its old checkpoint until the new manifest takes the place of the old one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fastckpt import _crc64
+from fastckpt._stores.checkpoints import remove_leftovers
 
 from .directory import LATEST, MANIFEST, PIN, Listing, Names
 
@@ -19,12 +23,16 @@ if TYPE_CHECKING:
 
     from .directory import Identity
 
+logger = logging.getLogger("fastckpt")
+
 #: How many manifests are asked for at a time: each costs a journey to the store and back.
 _AT_A_TIME = 32
 #: How often it is looked again while checkpoints come and go.
 _LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
+#: What a copy has brought is left alone for so long: it may still be under way.
+_UNDER_WAY = timedelta(days=1)
 
 
 class Prefix:
@@ -39,6 +47,8 @@ class Prefix:
         self._objects = objects
         self.path = objects.url
         self.names = names
+        #: The steps of which the last look found objects and no manifest.
+        self.unfinished: set[int] = set()
         #: What the last look found, by name, until somebody has asked for it: one journey less for each.
         self._looked: dict[str, Identity] = {}
 
@@ -63,6 +73,7 @@ class Prefix:
             if not missing or missing == before:
                 break
             before = missing
+        self.unfinished = {*missing}
         pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
@@ -115,7 +126,22 @@ class Prefix:
             return None
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """A store does not tell whether somebody still writes to a name: nothing is removed by a look around."""
+        """Remove what killed copies left, of this host or of another, of steps for which ``is_over`` says so.
+
+        A store does not tell whether somebody still writes to a name: what is younger than a day stays.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        over = sorted(step for step in self.unfinished if is_over(step))
+        if not over:
+            return
+        now = self._objects.modified(LATEST)
+        for step in over:
+            below = self._objects.below(self.names.name_of(step))
+            if all(now - below.modified(name) > _UNDER_WAY for name in below.sizes()):
+                self.forget(step)
+                self.unfinished.discard(step)
 
     def forget(self, step: int) -> None:
         """Remove what killed copies left of a step with which nobody goes on.
@@ -123,10 +149,10 @@ class Prefix:
         Raises:
             OSError: the store does not answer, or refuses.
         """
-        name = self.names.name_of(step)
-        if not self._has(f"{name}/{MANIFEST}"):
-            below = self._objects.below(name)
-            below.remove(below.sizes())
+        below = self._objects.below(self.names.name_of(step))
+        count = remove_leftovers(below)
+        if count:
+            logger.info("%s: removed %d objects that a copy left which was cut short", below.url, count)
 
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""

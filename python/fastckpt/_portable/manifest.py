@@ -57,6 +57,12 @@ def corrupt(path: str, what: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(visible(f"corrupt checkpoint: `{path}`: {what}"))
 
 
+def own_checksum(content: bytes) -> str | None:
+    """The checksum that the first line of a manifest has, as 16 hexadecimal digits; None where it has none."""
+    line = _FIRST_LINE.match(content)
+    return line[3].decode() if line is not None and line[3] is not None else None
+
+
 def decode(content: bytes, path: str) -> Manifest:
     """Read and check the bytes of a manifest; ``path`` is for messages."""
     return _decode(content, path, _whole)

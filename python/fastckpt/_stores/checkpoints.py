@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
 from fastckpt._portable.listing import is_ours, looked_at
 
+from .layout import Layout, file_of, leftovers, sums_of
 from .objects import Objects
 
 if TYPE_CHECKING:
@@ -31,10 +32,20 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
 
     def look(name: str) -> ListedCheckpoint | None:
         below = objects.below(name)
-        sizes = below.children()[1]
-        if MANIFEST not in sizes:
+        manifest, failed = b"", None
+        try:
+            manifest = below.read_all(MANIFEST, MAX_MANIFEST)
+        except FileNotFoundError:
             return None
-        read = lambda: below.read_all(MANIFEST, MAX_MANIFEST)  # noqa: E731
+        except OSError as error:
+            failed = error
+
+        def read() -> bytes:
+            if failed is not None:
+                raise failed
+            return manifest
+
+        sizes = {file: stored.nbytes for file, stored in Layout(manifest, below.sizes()).files.items()}
         return looked_at(name, below.url, sizes, read)
 
     with ThreadPoolExecutor(_AT_ONCE, "fastckpt") as pool:
@@ -44,8 +55,8 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
 def remove(url: str, *, everything: bool) -> None:
     """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
 
-    What a removal or a copy that was killed left has no manifest, and is removed as well: its objects are known by the
-    sums that fastckpt notes with them.
+    What a removal or a copy that was killed left is removed as well, with a manifest or without one: such objects are
+    known by the sums that fastckpt notes with them.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -55,10 +66,12 @@ def remove(url: str, *, everything: bool) -> None:
     names = objects.sizes()
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
-    strange = [name for name in names if not is_ours(name)]
-    deep = [name for name in strange if "/" in name]
+    strange = [name for name in names if not is_ours(file_of(name))]
+    deep = [name for name in strange if "/" in file_of(name)]
     why = None
-    if MANIFEST not in names and not _are_ours(objects, [name for name in names if is_ours(name)] or list(names)):
+    if MANIFEST not in names and not all(
+        sums_of(objects, [name for name in names if name not in strange] or names).values()
+    ):
         why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
     elif deep or (strange and not everything):
         why = f"it holds `{(deep or strange)[0]}`, which is not part of the checkpoint: move that elsewhere"
@@ -69,7 +82,16 @@ def remove(url: str, *, everything: bool) -> None:
     objects.remove([name for name in names if name != MANIFEST])
 
 
-def _are_ours(objects: Objects, names: list[str]) -> bool:
-    """Whether fastckpt has noted its sum with each of the objects."""
-    with ThreadPoolExecutor(_AT_ONCE, "fastckpt") as pool:
-        return all(pool.map(objects.sum_of, names))
+def remove_leftovers(objects: Objects) -> int:
+    """Remove what interrupted copies left at a URL; a checkpoint that is there stays, and so does what others brought.
+
+    Returns:
+        How many objects it was.
+    """
+    try:
+        manifest = objects.read_all(MANIFEST, MAX_MANIFEST)
+    except FileNotFoundError:
+        manifest = b""
+    names = leftovers(objects, objects.sizes(), manifest)
+    objects.remove(names)
+    return len(names)

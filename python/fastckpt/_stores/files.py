@@ -13,6 +13,7 @@ from fastckpt._portable.manifest import corrupt
 from fastckpt._text import visible
 from fastckpt.exceptions import NotACheckpointError
 
+from .layout import Layout
 from .objects import PART
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class StoredFiles:
     def __init__(self, objects: Objects) -> None:
         self.path = objects.url
         self._objects = objects
-        self._sizes: dict[str, int] | None = None
+        #: The beginning of the manifest that was read first: whatever replaces it, these are the files of that save.
+        self._seal: bytes | None = None
+        self._layout: Layout | None = None
         self._lock = Lock()
 
     def path_of(self, name: str) -> str:
         """See :class:`Files`."""
-        return f"{self.path}/{name}"
+        return f"{self.path}/{name if self._layout is None else self._layout.name_of(name)}"
 
     def check(self) -> None:
         """Nothing yet: to read the manifest shows it."""
@@ -51,8 +54,9 @@ class StoredFiles:
         """See :class:`Files`."""
         try:
             if most is not None:
-                return bytes(self._objects.read(MANIFEST, 0, most))
-            return self._objects.read_all(MANIFEST, MAX_MANIFEST)
+                found = bytes(self._objects.read(MANIFEST, 0, most))
+            else:
+                found = self._objects.read_all(MANIFEST, MAX_MANIFEST)
         except FileNotFoundError as error:
             folders, here = self._objects.children()
             if not folders and not here:
@@ -67,17 +71,20 @@ class StoredFiles:
             if error.errno == errno.EFBIG:
                 raise corrupt(self.path_of(MANIFEST), error.strerror) from error
             raise
+        if self._seal is None:
+            self._seal = found
+        return found
 
     def open(self, name: str) -> tuple[StoredFile, int]:
         """See :class:`Files`."""
         with self._lock:
-            if self._sizes is None:
+            if self._layout is None:
                 # One listing instead of a request for each shard.
-                self._sizes = self._objects.children()[1]
-            sizes = self._sizes
-        if name not in sizes:
+                self._layout = Layout(self._seal or b"", self._objects.sizes())
+        found = self._layout.files.get(name)
+        if found is None:
             raise corrupt(self.path_of(name), "the file is missing")
-        return StoredFile(self._objects, name), sizes[name]
+        return StoredFile(self._objects, found.name), found.nbytes
 
     def map(self, name: str, length: int) -> NoReturn:
         """Objects cannot be mapped."""

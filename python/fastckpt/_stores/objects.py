@@ -9,8 +9,8 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -58,10 +58,24 @@ _query = re.compile(r"(\bhttps?://[^\s?]*)\?\S*")
 _user = re.compile(r"(\bhttps?://)[^\s/]*@")
 
 _refused = re.compile(r"status code: 40[13]\b")
+#: What a store answers that knows no conditions.
+_unknown = re.compile(r"status code: 501\b|NotImplemented")
 
 _memories: dict[str, Any] = {}
 _lock = threading.Lock()
 _process: int | None = None
+
+
+class Version(NamedTuple):
+    """An object as it was read.
+
+    Attributes:
+        content: its bytes.
+        tag: what the store calls this content, to have it compared; empty where it has no name for it.
+    """
+
+    content: bytes
+    tag: dict[str, str]
 
 
 class Objects:
@@ -185,13 +199,23 @@ class Objects:
         Raises:
             OSError: with EFBIG, it has more than ``most`` bytes.
         """
+        return self.read_version(name, most).content
+
+    def read_version(self, name: str, most: int) -> Version:
+        """A whole object in one request, and what :meth:`replace` tells it by.
+
+        Raises:
+            OSError: with EFBIG, it has more than ``most`` bytes.
+        """
         import obstore  # noqa: PLC0415
 
-        def get() -> bytes:
+        def get() -> Version:
             found = obstore.get(self._store, self._key(name))
-            if found.meta["size"] > most:
-                raise OSError(errno.EFBIG, f"{found.meta['size']} bytes are more than the {most} allowed")
-            return found.bytes().to_bytes()
+            about = found.meta
+            if about["size"] > most:
+                raise OSError(errno.EFBIG, f"{about['size']} bytes are more than the {most} allowed")
+            tag = {part: text for part in ("e_tag", "version") if (text := about[part])}
+            return Version(found.bytes().to_bytes(), tag)
 
         return self._try("read", name, get)
 
@@ -264,6 +288,65 @@ class Objects:
                 raise raised[0] from None
             raise
 
+    def replace(self, name: str, content: bytes, crc: str, before: Version | None) -> None:
+        """Make an object of ``content`` by one request, if what is there is still ``before``; None for nothing.
+
+        The store compares and writes in one step. One that cannot do that is asked for what is there first.
+
+        Args:
+            name: the object.
+            content: its bytes.
+            crc: their CRC-64/NVME, as for :meth:`write`.
+            before: what :meth:`read_version` found there.
+
+        Raises:
+            FileExistsError: something else is there, or nothing any more; nothing was changed.
+        """
+        import obstore  # noqa: PLC0415
+
+        attributes: Any = {self._note: crc}
+        mode: Any = "create" if before is None else before.tag
+
+        def put(mode: Any) -> None:
+            key = self._key(name)
+            obstore.put(self._store, key, content, attributes=attributes, use_multipart=False, mode=mode)
+
+        if mode:
+            try:
+                self._try("write", name, lambda: put(mode))
+            except FileNotFoundError:
+                if before is None:  # the bucket is missing
+                    raise
+                raise self._other(name) from None
+            except OSError as error:
+                if error.errno != errno.ENOTSUP:
+                    raise
+            else:
+                return
+        if not self._is_still(name, before):
+            raise self._other(name)
+        self._try("write", name, lambda: put("overwrite"))
+
+    def _is_still(self, name: str, before: Version | None) -> bool:
+        try:
+            return self.read_all(name, len(before.content) if before else 0) == (before and before.content)
+        except FileNotFoundError:
+            return before is None
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            return False
+
+    def _other(self, name: str) -> OSError:
+        return self._error("write", name, errno.EEXIST, "it was replaced or removed meanwhile")
+
+    def modified(self, name: str) -> datetime:
+        """When an object was written, by the store's clock."""
+        import obstore  # noqa: PLC0415
+
+        about = self._try("look at", name, lambda: obstore.head(self._store, self._key(name)))
+        return about["last_modified"]
+
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; what is not there is not missed. The order among them is the store's."""
         import obstore  # noqa: PLC0415
@@ -311,13 +394,17 @@ class Objects:
             return do()
         except FileNotFoundError:
             raise self._error(what, name, errno.ENOENT, "there is no such object or bucket") from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise self._other(name) from None
+        except (exceptions.NotSupportedError, NotImplementedError) as error:
+            raise self._error(what, name, errno.ENOTSUP, _said(error)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self._error(what, name, errno.EACCES, _said(error)) from None
         except OSError as error:
             if error.filename is not None:  # it has all words
                 raise
             raise self._error(what, name, error.errno or errno.EIO, error.strerror or _said(error)) from None
-        except (exceptions.BaseError, NotImplementedError, ValueError) as error:
+        except (exceptions.BaseError, ValueError) as error:
             said = _said(error)
             raise self._error(what, name, _number(said), said) from None
 
@@ -340,6 +427,8 @@ def _number(said: str) -> int:
     """The number of an error that the client has no class for, as it has none for listings."""
     if "NoSuchBucket" in said:
         return errno.ENOENT
+    if _unknown.search(said):
+        return errno.ENOTSUP
     return errno.EACCES if _refused.search(said) else errno.EIO
 
 

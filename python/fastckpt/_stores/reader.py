@@ -8,7 +8,7 @@ from fastckpt import _core
 from fastckpt._paths import is_url
 
 
-def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Reader:
+def open_reader(operation: str, place: str, *, keep: bool = False, manifest: bytes | None = None) -> _core.Reader:
     """Open the checkpoint at ``place``, as :func:`fastckpt._stores.urls.place_of` has it.
 
     What is in an object store is read in Python, with one interface.
@@ -17,6 +17,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Read
         operation: what is to be done, for messages.
         place: where.
         keep: whether its shards stay open, as ``_core.Reader`` has it; objects cannot.
+        manifest: its manifest, if another process has read it.
 
     Raises:
         ImportError: ``place`` is a URL, and the package obstore is missing.
@@ -24,7 +25,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Read
         CorruptCheckpointError: the manifest is damaged.
     """
     if not is_url(place):
-        return _core.Reader(place, keep=keep)
+        return _core.Reader(place, keep=keep, manifest=manifest)
     # A fifth of the time of importing fastckpt, and for a URL alone.
     from fastckpt._portable import reader as portable  # noqa: PLC0415
 
@@ -32,4 +33,4 @@ def open_reader(operation: str, place: str, *, keep: bool = False) -> _core.Read
     from .objects import Objects  # noqa: PLC0415
 
     files = StoredFiles(Objects.at(operation, place))
-    return cast("_core.Reader", portable.Reader(place, files=files))
+    return cast("_core.Reader", portable.Reader(place, manifest=manifest, files=files))

@@ -1,0 +1,99 @@
+"""Where the objects of a checkpoint lie below its URL (docs/stores.md).
+
+The manifest lies right below. The other files lie in a folder whose name is the manifest's own checksum: no other save
+has it, so a save that replaces another one touches none of its objects, and the manifest decides alone which of the two
+is there. What another tool has brought as it lies in a directory, right below the URL, is read as well.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastckpt._portable.limits import MANIFEST
+from fastckpt._portable.manifest import own_checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .objects import Objects
+
+# What has a manifest in it is no folder of a save, but a checkpoint.
+_in_folder = re.compile(rf"[0-9a-f]{{16}}/(?!{re.escape(MANIFEST)}$)(.+)", re.DOTALL).fullmatch
+#: Requests at the same time that look at objects.
+_LOOKS = 32
+
+
+class Stored(NamedTuple):
+    """An object that holds a file of a checkpoint: its name, and its size in bytes."""
+
+    name: str
+    nbytes: int
+
+
+def folder_of(manifest: bytes) -> str:
+    """The folder of a save, by the beginning of its manifest; empty where that is damaged."""
+    return own_checksum(manifest) or ""
+
+
+def file_of(name: str) -> str:
+    """The file that an object of this name would be in its checkpoint, whichever that is."""
+    found = _in_folder(name)
+    return found[1] if found else name
+
+
+class Layout:
+    """The files of one checkpoint, by their names.
+
+    Args:
+        manifest: its manifest, or the beginning of it.
+        sizes: all objects below the URL, with their sizes in bytes.
+    """
+
+    def __init__(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
+        folder = folder_of(manifest)
+        self.files: dict[str, Stored] = {}
+        self._prefix = ""
+        for name, nbytes in sizes.items():
+            if folder and name.startswith(f"{folder}/"):
+                self._prefix = f"{folder}/"
+                self.files[file_of(name)] = Stored(name, nbytes)
+            elif file_of(name) == name:
+                self.files.setdefault(name, Stored(name, nbytes))
+
+    def name_of(self, file: str) -> str:
+        """The object that holds a file, or would."""
+        found = self.files.get(file)
+        if found is not None:
+            return found.name
+        return file if file == MANIFEST else self._prefix + file
+
+
+def sums_of(objects: Objects, names: Iterable[str]) -> dict[str, str | None]:
+    """The sum that fastckpt has noted with each of these objects; None for one without, and for one that has gone."""
+
+    def look(name: str) -> str | None:
+        try:
+            return objects.sum_of(name)
+        except FileNotFoundError:
+            return None
+
+    names = list(names)
+    with ThreadPoolExecutor(_LOOKS, "fastckpt") as pool:
+        return dict(zip(names, pool.map(look, names), strict=True))
+
+
+def leftovers(objects: Objects, names: Iterable[str], manifest: bytes) -> list[str]:
+    """Those of the objects that fastckpt has brought for another save than the one with this manifest.
+
+    An earlier save left them, or a copy that was cut short. What others have brought has no sum noted with it.
+
+    Args:
+        objects: what lies below the URL of the checkpoint.
+        names: its objects.
+        manifest: that of the save that stays; empty where none does.
+    """
+    folder = folder_of(manifest)
+    others = [name for name in names if (_in_folder(name) and name[:16] != folder) or not manifest]
+    return [name for name, noted in sums_of(objects, others).items() if noted is not None]
