@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import random
@@ -18,7 +17,6 @@ import shutil
 import signal
 import socket
 import stat
-import struct
 import threading
 import time
 from pathlib import Path
@@ -759,14 +757,6 @@ def leave(parent, name):
     return directory
 
 
-def lock(directory):
-    """Hold what a living writer holds: an open file description's lock on one byte of its manifest."""
-    fd = os.open(directory / manifest.NAME, os.O_WRONLY)
-    # struct flock: type, whence, start, length, pid.
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
-    return fd
-
-
 def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_path):
     """Mutants: sweeping by age or by name alone; following a link; never sweeping."""
     with pytest.raises(ProcessLookupError):
@@ -781,11 +771,14 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
         leave(parent, f".step.tmp-elsewhere-{BOOT}-{SPACE}-{DEAD}-7-0123abcd"),
         # Of a PID namespace that cannot be looked into: the lock is the proof.
         leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"),
+        # The process of that number, started then, lives, and has become another program: nobody holds the lock.
+        leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
         # Garbage needs no proof, whoever made it.
         leave(parent, ".step.del-elsewhere-0000000000000001-1-1-1-0123abcd"),
     ]
     living = leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-89abcdef")
-    held = lock(living)
+    same = leave(parent, f".step.tmp-{HERE}-1-{START}-89abcdef")
+    held = [manifest.lock(directory) for directory in (living, same)]
     outside = leave(tmp_path, "outside")
     link = parent / f".step.tmp-{HERE}-{DEAD}-7-11111111"
     link.symlink_to(outside)
@@ -795,8 +788,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
         living,
         # Somebody's own, which a save that was killed had displaced.
         foreign,
-        # The process of that number, started then, lives, whatever the lock says.
-        leave(parent, f".step.tmp-{HERE}-1-{START}-0123abcd"),
+        same,
         # Another boot, and changed since this one: perhaps a machine that this one exports the file system to.
         leave(parent, f".step.tmp-{HOST}-0000000000000001-1-1-1-0123abcd"),
         leave(parent, ".step.tmp-notes"),
@@ -810,7 +802,8 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(children, parent, tmp_
     try:
         fastckpt.save(numbered(1, SMALL), parent / "step")
     finally:
-        os.close(held)
+        for one in held:
+            os.close(one)
     assert [directory.name for directory in swept if directory.exists()] == []
     assert [directory.name for directory in kept if not (directory / "model.safetensors").exists()] == []
     assert (outside / "model.safetensors").read_bytes() == b"half"
@@ -835,7 +828,7 @@ def test_old_one_whose_saver_still_lives_is_read_and_not_taken_away(parent):
     fastckpt.save(numbered(1, SMALL), path)
     aside = parent / f".step.old-{HOST}-{BOOT}-1-1-1-0123abcd00"
     path.rename(aside)
-    held = lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"))
+    held = manifest.lock(leave(parent, f".step.tmp-{HOST}-{BOOT}-1-1-1-0123abcd"))
     try:
         assert whole(path, SMALL) == 1
         assert aside.exists()

@@ -13,6 +13,8 @@ import signal
 import stat
 import struct
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,51 @@ def test_file_system_that_shuts_down_before_the_parent_is_synced(children, tmp_p
         assert isinstance(end, zygote.Raised), "saved, says a file system that is gone"
         assert end.errno in (errno.EIO, 117), end
         assert str(point) in (end.filename or ""), end
+
+
+@pytest.mark.root
+def test_power_cut_between_two_shards_on_btrfs(children, tmp_path):
+    """A sync there makes one file and its name durable, and not what was made before it. What is left must be seen for
+    what it is, a workspace, and the next save removes it."""
+    image = tmp_path / "image"
+    with mounts.mount("btrfs") as point:
+        options = {"shard_size": SMALL // 2, "io": "threads"}
+        path = point / "step"
+        with machines.stopped_save(children, path, tmp_path / "log", "fdatasync", 2, **options) as child:
+            shutil.copyfile(point.parent / "image", image)
+            child.signal(signal.SIGKILL)
+        child.wait()
+    with mounts.mount("btrfs", image=image) as point:
+        (workspace,) = point.glob(".step.tmp-*")
+        assert any(name.startswith("model-0") for name in manifest.listing(workspace))
+        fastckpt.save(numbered(2, SMALL), point / "step")
+        assert manifest.listing(point) == ["step"]
+
+
+_BECOMES_ANOTHER_PROGRAM = """
+import os, pathlib, sys, threading, time, numpy, fastckpt
+parent = pathlib.Path(sys.argv[1])
+state = {"w": numpy.zeros(1 << 22, dtype=numpy.uint8)}
+options = {"path": parent / "step", "bandwidth_limit": 1 << 16}
+threading.Thread(target=fastckpt.save, args=(state,), kwargs=options, daemon=True).start()
+while not any(one.stat().st_size for one in parent.glob(".step.tmp-*/model.safetensors")):
+    time.sleep(0.01)
+os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def test_process_that_becomes_another_program(parent):
+    """Its process runs; the lock on its workspace is free."""
+    with subprocess.Popen([sys.executable, "-c", _BECOMES_ANOTHER_PROGRAM, str(parent)]) as child:
+        try:
+            name = Path(f"/proc/{child.pid}/comm")
+            machines.wait_until(lambda: name.read_text() == "sleep\n")
+            assert [one.state for one in fastckpt.leftovers(parent)] == ["dead"]
+            fastckpt.save(numbered(1, SMALL), parent / "other")
+            assert manifest.listing(parent) == ["other"]
+            assert child.poll() is None
+        finally:
+            child.kill()
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ of much data is a library's; a test compares it with the definition.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -317,3 +318,11 @@ def _read_index(checkpoint: Path, stored: dict[str, Stored], prefixes: dict[str,
 def listing(directory: Path) -> list[str]:
     """Everything in a directory, hidden files too: what a test for litter looks at."""
     return sorted(os.listdir(directory))
+
+
+def lock(directory: Path) -> int:
+    """Hold what a living writer holds, until the descriptor is closed: an open file description's lock on one byte."""
+    fd = os.open(directory / NAME, os.O_WRONLY)
+    # struct flock: type, whence, start, length, pid.
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
+    return fd

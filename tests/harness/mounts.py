@@ -51,8 +51,9 @@ def public_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[Path]:
-    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, fuse, ext4, xfs, btrfs) and yield where."""
+def mount(kind: str, *, size: int | None = None, options: str = "", image: Path | None = None) -> Iterator[Path]:
+    """Mount a fresh file system of ``kind`` (tmpfs, ramfs, overlay, fuse, ext4, xfs, btrfs) and yield where; or the one
+    in ``image``. What has reached the device of one of the last three lies in ``image`` beside the mount point."""
     needs.root()
     extra = f",{options}" if options else ""
     with tempfile.TemporaryDirectory(prefix=f"fastckpt-{kind}-", ignore_cleanup_errors=True) as name:
@@ -76,10 +77,11 @@ def mount(kind: str, *, size: int | None = None, options: str = "") -> Iterator[
         else:
             command, package = MKFS[kind]
             needs.tool(command[0], package)
-            image = base / "image"
-            with image.open("wb") as file:
-                file.truncate(size or SIZES[kind])
-            _run(*command, str(image))
+            if image is None:
+                image = base / "image"
+                with image.open("wb") as file:
+                    file.truncate(size or SIZES[kind])
+                _run(*command, str(image))
             arguments = ["-t", kind, "-o", f"loop{extra}", str(image)]
         with _mounted(base, *arguments) as point:
             yield point

@@ -14,6 +14,7 @@ import pytest
 
 import fastckpt
 from fastckpt._tools import cli
+from harness import manifest
 
 
 @pytest.fixture
@@ -32,11 +33,14 @@ def left(tmp_path):
 
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    return {
+    made = {
         "alive": make(f"node7-{boot}-{space}-{os.getpid()}-0"),
         "dead": make(f"node7-{boot}-{space}-{ended.pid}-0"),
         "unknown": make("node8-0000000000000001-1-1-1"),
     }
+    held = manifest.lock(made["alive"])
+    yield made
+    os.close(held)
 
 
 def clean(capsys, *arguments):

@@ -93,7 +93,7 @@ pub fn remove_leftover(directory: &Path, name: &OsStr, force: bool) -> Result<bo
 
 #[cfg(test)]
 mod tests {
-    use crate::commit::leftovers::tests::{dead, half, living, name_by};
+    use crate::commit::leftovers::tests::{dead, half, living, lock, name_by};
 
     use super::*;
 
@@ -102,6 +102,7 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let mut other = living();
         let alive = half(parent.path().join(name_by("c", other.id())));
+        let _held = lock(&alive);
         let gone = half(parent.path().join(name_by("c", dead())));
         let unknown = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-1-00000001"));
         let all = leftovers(parent.path()).unwrap();

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use rustix::fs::{self, AtFlags, FileType, Mode};
 use rustix::io::Errno;
 
-use super::content::{has_magic, written};
+use super::content::{has_magic, is_ours, written};
 use super::directory::{Id, OWNER, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary, displaced_name};
 use super::owner::{Life, Verdict, judge};
@@ -144,9 +144,11 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let files = entries(directory.as_fd()).ok()?;
     let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
     let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace gets its manifest before anything else. This directory is someone else's: a save displaced it and was
-    // killed.
-    let foreign = !plain || (temporary.kind != Kind::Del && !manifest && !files.is_empty());
+    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save displaced
+    // it and was killed. Where it holds nothing but files with our names, somebody may have removed the manifest.
+    let without = temporary.kind != Kind::Del && !manifest && !files.is_empty();
+    let spoilt = temporary.kind == Kind::Tmp && files.iter().all(|(file, _)| is_ours(file.to_bytes()));
+    let foreign = !plain || (without && !spoilt);
     let (state, verdict) = match temporary.kind {
         _ if foreign => (State::Foreign, None),
         Kind::Del => (State::Dead, None),
@@ -155,6 +157,7 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
         Kind::Tmp => {
             let verdict = judge(temporary.owner()?, directory.as_fd());
             let state = match verdict.life {
+                Life::Dead if without => State::Unknown,
                 Life::Alive => State::Alive,
                 Life::Unknown => State::Unknown,
                 // Checked after the verdict: a live writer may take an old checkpoint aside at any moment.
@@ -274,6 +277,20 @@ pub(super) mod tests {
         path
     }
 
+    /// Holds the lock of a workspace, as its writer does.
+    pub(in crate::commit) fn lock(workspace: &std::path::Path) -> std::fs::File {
+        let manifest = std::fs::File::create(workspace.join(manifest::FILE)).unwrap();
+        crate::sys::lock::take(&manifest).unwrap();
+        manifest
+    }
+
+    /// A child that another test has just forked holds a lock of ours until it becomes its program.
+    fn sweep_until_gone(workspace: &std::path::Path) {
+        while workspace.exists() {
+            drop(Workspace::create(&workspace.with_file_name("c"), true).unwrap());
+        }
+    }
+
     #[test]
     fn leftovers_of_the_dead_are_swept_and_the_living_are_left_alone() {
         let parent = tempfile::tempdir().unwrap();
@@ -300,6 +317,7 @@ pub(super) mod tests {
             at(aside_name(&name_by("b", dead()), 0)),
             at(".c.tmp-backup".into()),
         ];
+        let _held = lock(&kept[0]);
         checkpoint(parent.path(), "c", "one");
         assert!(gone.iter().all(|path| !path.exists()) && !empty.exists());
         assert!(kept.iter().all(|path| path.join("model.safetensors").exists()));
@@ -315,6 +333,7 @@ pub(super) mod tests {
         let fields: Vec<&str> = made.rsplitn(3, '-').collect();
         let earlier = half(parent.path().join(format!("{}-1-{}", fields[2], fields[0])));
         let mine = half(parent.path().join(&made));
+        let _held = lock(&mine);
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());
         assert!(!earlier.exists() && mine.exists());
     }
@@ -323,13 +342,46 @@ pub(super) mod tests {
     fn a_lock_that_is_held_outweighs_a_process_that_is_not_seen() {
         let parent = tempfile::tempdir().unwrap();
         let clone = half(parent.path().join(name_by("c", dead())));
-        let manifest = std::fs::File::create(clone.join(manifest::FILE)).unwrap();
-        crate::sys::lock::take(&manifest).unwrap();
+        let manifest = lock(&clone);
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());
         assert!(clone.exists());
         drop(manifest);
+        sweep_until_gone(&clone);
+    }
+
+    #[test]
+    fn a_lock_that_nobody_holds_outweighs_a_process_that_runs() {
+        let parent = tempfile::tempdir().unwrap();
+        let mut other = living();
+        // As `execve` in the middle of a save leaves it.
+        let unsealed = half(parent.path().join(name_by("c", other.id())));
+        // As an exchange of names leaves the checkpoint that was replaced, which may have to get its name back.
+        let displaced = half(parent.path().join(name_by("b", other.id())));
+        std::fs::write(displaced.join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());
-        assert!(!clone.exists());
+        assert!(!unsealed.exists() && displaced.exists());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+
+    #[test]
+    fn a_workspace_that_lost_any_of_its_files_is_swept_or_removed_on_request() {
+        for lost in ["", "model.safetensors", "model.safetensors.index.json", manifest::FILE] {
+            let parent = tempfile::tempdir().unwrap();
+            let name = name_by("c", dead());
+            let workspace = half(parent.path().join(&name));
+            std::fs::write(workspace.join("model.safetensors.index.json"), "{}").unwrap();
+            if !lost.is_empty() {
+                std::fs::remove_file(workspace.join(lost)).unwrap();
+            }
+            drop(Workspace::create(&parent.path().join("c"), true).unwrap());
+            // Without its manifest it may be a model of somebody else's that a save displaced.
+            assert_eq!(workspace.exists(), lost == manifest::FILE, "{lost}");
+            let remove = |force| crate::commit::remove_leftover(parent.path(), &name, force).unwrap();
+            assert!(!remove(false));
+            assert_eq!(remove(true), lost == manifest::FILE);
+            assert!(!workspace.exists());
+        }
     }
 
     #[test]
@@ -351,12 +403,10 @@ pub(super) mod tests {
         let fields: Vec<&str> = made.rsplitn(5, '-').collect();
         let name = format!("{}-1-{}-{}-{}", fields[4], fields[2], fields[1], fields[0]);
         let workspace = half(parent.path().join(&name));
-        let manifest = std::fs::File::create(workspace.join(manifest::FILE)).unwrap();
-        crate::sys::lock::take(&manifest).unwrap();
+        let manifest = lock(&workspace);
         drop(Workspace::create(&path, true).unwrap());
         assert!(workspace.exists());
         drop(manifest);
-        drop(Workspace::create(&path, true).unwrap());
-        assert!(!workspace.exists());
+        sweep_until_gone(&workspace);
     }
 }

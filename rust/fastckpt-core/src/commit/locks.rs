@@ -48,15 +48,27 @@ const CEPH: u64 = 0x00C3_6400;
 const NFS: u64 = 0x6969;
 const LUSTRE: u64 = 0x0BD0_0BD0;
 
+/// Those among them that make names durable in the order in which they were made (ext2 to ext4, XFS), or never (tmpfs,
+/// ramfs). On btrfs and f2fs, a sync of a file makes that file and its name durable, and not the names made before it.
+const ORDERED: [u64; 4] = [0xEF53, 0x5846_5342, 0x0102_1994, 0x8584_58F6];
+
+fn magic(directory: BorrowedFd<'_>) -> Option<u64> {
+    u64::try_from(fs::fstatfs(directory).ok()?.f_type).ok()
+}
+
 /// Whether `directory` is on NFS.
 pub(super) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
-    fs::fstatfs(directory).is_ok_and(|about| u64::try_from(about.f_type) == Ok(NFS))
+    magic(directory) == Some(NFS)
+}
+
+/// Whether a name in `directory` that is durable proves that all names that were made there before it are.
+pub(super) fn orders_names(directory: BorrowedFd<'_>) -> bool {
+    magic(directory).is_some_and(|magic| ORDERED.contains(&magic))
 }
 
 /// Which processes see a lock on a file in `directory`.
 pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
-    let Ok(about) = fs::fstatfs(directory) else { return Reach::Unknown };
-    let magic = u64::try_from(about.f_type).unwrap_or(0);
+    let Some(magic) = magic(directory) else { return Reach::Unknown };
     let options = || {
         let device = fs::fstat(directory).ok()?.st_dev;
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::OnceLock;
 
-use rustix::fs::{self, Mode, OFlags};
+use rustix::fs::{self, AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use rustix::time::{ClockId, clock_gettime};
@@ -109,7 +109,12 @@ pub(super) struct Verdict {
 /// Judges `owner`, the maker of the workspace `directory`.
 pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     let (life, lock) = match owner.runs() {
-        Some(true) => (Life::Alive, None),
+        // The process may have become another program (`execve`), which closed the manifest. A manifest with content
+        // proves nothing: what a commit displaces is a checkpoint, and its manifest is not locked.
+        Some(true) => match by_lock(owner, directory) {
+            (Life::Dead, lock) if is_unsealed(directory) => (Life::Dead, lock),
+            _ => (Life::Alive, None),
+        },
         // The lock can overrule this: copies of one virtual machine share the boot id.
         Some(false) => match by_lock(owner, directory) {
             (Life::Unknown, lock) => (Life::Dead, lock),
@@ -120,7 +125,12 @@ pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     Verdict { life, _lock: lock }
 }
 
-/// The verdict from the lock, for a process that cannot be seen or does not run.
+/// Whether the manifest in `directory` is empty: the save had not sealed it.
+fn is_unsealed(directory: BorrowedFd<'_>) -> bool {
+    fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| stat.st_size == 0)
+}
+
+/// The verdict from the lock.
 fn by_lock(owner: Owner, directory: BorrowedFd<'_>) -> (Life, Option<OwnedFd>) {
     let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(directory, manifest::FILE, flags, Mode::empty()) else {

@@ -12,7 +12,7 @@ use rustix::fs::{self, AtFlags};
 use rustix::io::Errno;
 
 use super::content::{has_magic, written};
-use super::directory::{entries, id_of, is_empty, open_child, refresh, split, sync};
+use super::directory::{TURNS, entries, id_of, is_empty, open_child, refresh, split, sync};
 use super::names::{Kind, Temporary};
 use super::owner::{Life, Verdict, judge};
 use crate::error::{Error, Result};
@@ -22,14 +22,12 @@ use crate::sys::file::open_directory;
 /// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint
 /// where it lies. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
-/// How often to list a directory that others change meanwhile.
-const LISTINGS: u8 = 3;
 /// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What one listing shows about a name that was found to be free.
+/// What is known about a name that was found to be free.
 pub(super) enum Free {
     /// Something has the name again.
     Taken,
@@ -46,34 +44,34 @@ pub(super) struct Aside {
     verdict: Option<Verdict>,
 }
 
+/// The names in `parent` that are `name`, or temporary names of it.
+fn family(parent: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<Vec<OsString>> {
+    let all = entries(parent)?.into_iter().map(|(found, _)| OsStr::from_bytes(found.to_bytes()).to_owned());
+    let related =
+        |found: &OsString| found == name || Temporary::parse(found.as_bytes()).is_some_and(|t| t.is_of(name));
+    Ok(all.filter(related).collect())
+}
+
 /// Looks for the newest checkpoint that was taken aside from `name`, which was found to be free.
 ///
 /// A single listing must show that nothing has the name and that nothing is aside. Two separate looks could both miss a
-/// directory that moves between them.
+/// directory that moves between them, and so can a listing that others change meanwhile.
 pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
-    let (mut last, mut turn) = (None, 0);
+    let mut turn = 0;
     let all = loop {
         let before = changed(parent);
-        let Ok(mut all) = entries(parent) else { return Free::Truly };
-        turn += 1;
-        all.retain(|(found, _)| {
-            let found = OsStr::from_bytes(found.to_bytes());
-            found == name || Temporary::parse(found.as_bytes()).is_some_and(|t| t.is_of(name))
-        });
-        all.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
-        let names: Vec<_> = all.iter().map(|(found, _)| found.clone()).collect();
-        // A listing that others change meanwhile does not show one moment, unless the next one gives the same names.
-        if changed(parent) == before || last.as_ref() == Some(&names) || turn == LISTINGS {
+        let Ok(all) = family(parent, name) else { return Free::Truly };
+        if all.iter().any(|found| found == name) && !is_free(parent, name) {
+            return Free::Taken;
+        }
+        if changed(parent) == before || turn == TURNS {
             break all;
         }
-        last = Some(names);
+        std::thread::sleep(PAUSE);
+        turn += 1;
     };
-    if all.iter().any(|(found, _)| found.to_bytes() == name.as_bytes()) && !is_free(parent, name) {
-        return Free::Taken;
-    }
     let mut newest: Option<(_, Aside)> = None;
-    for (found, _) in all {
-        let found = OsStr::from_bytes(found.to_bytes()).to_owned();
+    for found in all {
         let Some(old) = Temporary::parse(found.as_bytes()).filter(|t| t.kind == Kind::Old && t.is_of(name))
         else {
             continue;
@@ -111,33 +109,45 @@ pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     }
 }
 
+/// What to do about a checkpoint whose name was found to be free.
+enum Then {
+    /// Open it again: it has its name back, or may have it soon.
+    OpenAgain,
+    /// Read the old one under this path.
+    Read(PathBuf),
+    /// There is none.
+    Missing,
+}
+
 /// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay where it is (the mount
-/// is read-only, or its writer may be alive), returns the path under which it can be read.
-fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr) -> Option<PathBuf> {
-    let give_up = Instant::now() + COMMIT_WAIT;
-    while is_free(parent, name) {
-        let aside = match taken_aside(parent, name) {
-            Free::Taken => continue,
-            Free::Truly => return None,
-            Free::For(aside) => aside,
-        };
-        if aside.verdict.as_ref().is_some_and(|verdict| verdict.life == Life::Dead) {
-            // Replaces nothing but an empty directory.
-            match fs::renameat(parent, &aside.name, parent, name) {
-                Ok(()) => {
-                    let _ = sync(parent);
-                    return None;
-                }
-                // Another process did it.
-                Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
-                Err(_) => return Some(parent_path.join(aside.name)),
-            }
-        } else if Instant::now() > give_up {
-            return Some(parent_path.join(aside.name));
+/// is read-only, or its writer may be alive until `give_up`), it is read there.
+fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, give_up: Instant) -> Then {
+    let before = changed(parent);
+    let aside = match taken_aside(parent, name) {
+        Free::Taken => return Then::OpenAgain,
+        // The clock of a file system stands still for a tick of the kernel, so a change while the directory was listed
+        // may not show. Only a second look after a pause proves that nothing is there.
+        Free::Truly => {
+            std::thread::sleep(PAUSE);
+            let still = matches!(taken_aside(parent, name), Free::Truly) && changed(parent) == before;
+            return if still && is_free(parent, name) { Then::Missing } else { Then::OpenAgain };
         }
-        std::thread::sleep(PAUSE);
+        Free::For(aside) => aside,
+    };
+    if aside.verdict.as_ref().is_some_and(|verdict| verdict.life == Life::Dead) {
+        // Replaces nothing but an empty directory.
+        match fs::renameat(parent, &aside.name, parent, name) {
+            Ok(()) => {
+                let _ = sync(parent);
+            }
+            // Another process did it.
+            Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
+            Err(_) => return Then::Read(parent_path.join(aside.name)),
+        }
+    } else if Instant::now() > give_up {
+        return Then::Read(parent_path.join(aside.name));
     }
-    None
+    Then::OpenAgain
 }
 
 /// Where a symbolic link such as `latest` leads: the checkpoint that it names is the one that was replaced.
@@ -159,16 +169,27 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
         }
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
+    let give_up = Instant::now() + COMMIT_WAIT;
     let mut directory = open_directory(path);
-    if missing(&directory) {
+    while missing(&directory) {
         let named = followed(path);
-        let instead = split(&named).and_then(|(parent_path, name)| {
+        let then = split(&named).and_then(|(parent_path, name)| {
             let parent = open_directory(&parent_path).ok()?;
-            recover(&parent_path, parent.as_fd(), &name)
+            Some(recover(&parent_path, parent.as_fd(), &name, give_up))
         });
-        // A checkpoint that is read where it lies may have got its name back meanwhile.
-        directory = instead.map_or_else(|| open_directory(path), |instead| open_directory(&instead));
-        directory = directory.or_else(|_| open_directory(path));
+        match then {
+            None | Some(Then::Missing) => break,
+            Some(Then::Read(instead)) => {
+                // It may have got its name back meanwhile.
+                directory = open_directory(&instead).or_else(|_| open_directory(path));
+                break;
+            }
+            Some(Then::OpenAgain) => directory = open_directory(path),
+        }
+        if !missing(&directory) || Instant::now() > give_up {
+            break;
+        }
+        std::thread::sleep(PAUSE);
     }
     directory.map_err(Error::io("open checkpoint", path))
 }
@@ -178,9 +199,15 @@ mod tests {
     use crate::commit::leftovers::State;
     use crate::commit::leftovers::temporaries;
     use crate::commit::leftovers::tests::{dead, half, name_by};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use crate::commit::leftovers::remove;
     use crate::commit::names::aside_name;
-    use crate::commit::tests::{checkpoint, content};
-    use crate::commit::{Workspace, leftovers};
+    use crate::commit::takeover::Step;
+    use crate::commit::target::look;
+    use crate::commit::tests::{checkpoint, content, sealed};
+    use crate::commit::{Published, Workspace, leftovers};
+    use crate::sys::thread::builder;
 
     use super::*;
 
@@ -213,6 +240,35 @@ mod tests {
         checkpoint(parent.path(), "c", "two");
         assert!(content(&path).ends_with("two") && path.join("config.json").exists());
         sweep();
+    }
+
+    #[test]
+    fn a_checkpoint_that_is_replaced_again_and_again_is_always_found() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let (saves, missed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let going_on = || saves.load(Ordering::Relaxed) < 1000 && !missed.load(Ordering::Relaxed);
+        let save = || {
+            while going_on() {
+                let workspace = sealed(&path, "next");
+                let old = look(workspace.parent.as_fd(), OsStr::new("c"), &path, true).unwrap();
+                let done = old.map(|old| workspace.replace_in_two_steps(&old, 0, &mut Published::default()));
+                // A rival may have had the name first; then this one is not published.
+                if let Some(Ok(Step::Done(Some((aside, id))))) = done {
+                    remove(workspace.parent.as_fd(), &aside, id, None).unwrap();
+                    saves.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            builder().spawn_scoped(scope, save).unwrap();
+            builder().spawn_scoped(scope, save).unwrap();
+            while going_on() {
+                let error = open_checkpoint(&path).err();
+                missed.store(error.is_some(), Ordering::Relaxed);
+                assert!(error.is_none(), "{error:?}");
+            }
+        });
     }
 
     #[test]

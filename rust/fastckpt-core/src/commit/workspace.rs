@@ -13,6 +13,7 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, OWNER, TURNS, id, id_of, open_child, refresh};
 use super::leftovers::{remove, sweep};
+use super::locks::orders_names;
 use super::names::{Kind, Temporary, workspace_name};
 use super::parents::open_or_make;
 use super::target::{Old, look, split_target};
@@ -269,6 +270,10 @@ fn furnish(
         Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
         // This fails if the file system has no locks. Nothing relies on them there.
         _ => {}
+    }
+    // A power cut must not leave shards without the manifest, which shows that they are a workspace.
+    if !orders_names(directory.as_fd()) {
+        retry_on_intr(|| fs::fsync(&manifest))?;
     }
     let id = id(&fs::fstat(&directory)?);
     // A network client trusts its own record of a name that it has just created.
