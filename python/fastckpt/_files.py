@@ -14,6 +14,9 @@ Files: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Bytes that a file's name may have, by the usual file systems.
 _LONGEST_NAME = 255
+#: What torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` puts one beside the manifest for
+#: them, and nothing here reads it.
+TORCH_METADATA = ".metadata"
 #: What fastckpt writes itself, or what readers of the directory would take for it.
 _OURS = {"fastckpt.json", "model.safetensors.index.json"}
 

@@ -8,6 +8,7 @@ import shlex
 import stat
 from typing import TYPE_CHECKING, Literal
 
+from fastckpt._files import TORCH_METADATA
 from fastckpt._text import visible
 from fastckpt.exceptions import NotACheckpointError
 
@@ -76,7 +77,7 @@ def _directory(path: str) -> str:
 
 def of_distributed(path: str | os.PathLike[str]) -> str | None:
     """What to do with a directory of torch.distributed.checkpoint, if it is one."""
-    if not os.path.lexists(os.path.join(path, ".metadata")):  # noqa: PTH118
+    if not os.path.lexists(os.path.join(path, TORCH_METADATA)):  # noqa: PTH118
         return None
     return f"it looks like a checkpoint of torch.distributed.checkpoint; {_convert(os.fspath(path))}"
 

@@ -82,7 +82,6 @@ def test_the_files_are_those_of_fastckpt_save(tmp_path):
     writer = Writer(tmp_path / "dcp")
     dcp.save(state, storage_writer=writer)
     assert shards(tmp_path / "dcp") == shards(tmp_path / "own")
-    assert not (tmp_path / "dcp" / ".metadata").exists()
     assert writer.report.tensors == len(fastckpt.open(tmp_path / "own"))
     loaded = fastckpt.load(tmp_path / "dcp")
     assert loaded["model"]["tied"] is loaded["model"]["0.weight"]
@@ -307,7 +306,7 @@ def test_nothing_else_is_replaced(tmp_path):
     with pytest.raises(dcp.api.CheckpointException, match="FileExistsError"):
         dcp.save({"step": 2}, storage_writer=Writer(tmp_path / "c", overwrite=False))
     dcp.save({"step": 3}, checkpoint_id=tmp_path / "torchs")
-    with pytest.raises(dcp.api.CheckpointException, match="a checkpoint of torch's own"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"which torch\.distributed\.checkpoint wrote"):
         dcp.save({"step": 4}, storage_writer=Writer(tmp_path / "torchs"))
     with pytest.raises(dcp.api.CheckpointException, match="fastckpt convert"):
         dcp.load({"step": 0}, storage_reader=Reader(tmp_path / "torchs"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 
 import fastckpt
-from fastckpt.dcp import Reader, Writer, install
+from fastckpt.dcp import Reader, Writer, _install, install
 from harness import needs
 
 pytestmark = [
@@ -55,6 +57,59 @@ def test_names_that_were_imported_before_are_ours_too(tmp_path):
     assert fastckpt.load(tmp_path / "a")["step"] == 5
     assert type(FileSystemWriter(tmp_path / "c")) is FileSystemWriter
     assert type(FileSystemReader(tmp_path / "c")) is FileSystemReader
+
+
+class Deferred(dcp.staging.AsyncStager if hasattr(dcp.staging, "StagingOptions") else object):
+    """A stager that hands over the state when it is told to."""
+
+    _synchronize_after_execute = False
+
+    def __init__(self):
+        self.staged = Future()
+
+    def stage(self, state_dict):
+        self.state = state_dict
+        return self.staged
+
+    def synchronize_staging(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_an_asynchronous_save_that_has_begun_is_ours_when_the_installation_ends(tmp_path):
+    needs.of_torch(hasattr(dcp.staging, "StagingOptions"), "stagers that give a Future")
+    stager = Deferred()
+    with install():
+        saving = dcp.async_save(STATE, checkpoint_id=tmp_path / "c", async_stager=stager)
+    stager.staged.set_result(stager.state)
+    saving.upload_completion.result()
+    assert fastckpt.load(tmp_path / "c")["step"] == 5
+
+
+def save_in_a_process(path):
+    kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+    with install(timeout=60):
+        saving = dcp.async_save(STATE, checkpoint_id=path, async_checkpointer_type=kind)
+    saving.result(timeout=100)
+
+
+@pytest.mark.slow
+def test_a_process_beside_training_saves_ours(forge, tmp_path):
+    needs.of_torch(hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), "AsyncCheckpointerType")
+    with forge.group(2) as group:
+        group.run(save_in_a_process, tmp_path / "c", timeout=200)
+    assert fastckpt.load(tmp_path / "c")["step"] == 5
+    assert not list((tmp_path / "c").glob("*.distcp"))
+
+
+def test_a_torch_that_saves_in_another_way_is_an_error(monkeypatch):
+    needs.of_torch(hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), "AsyncCheckpointerType")
+    monkeypatch.delattr(dcp.state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor")
+    monkeypatch.setattr(_install, "_prepared", False)
+    with pytest.raises(RuntimeError, match=r"give dcp\.async_save a storage_writer"):
+        install()
 
 
 class Derived(FileSystemWriter):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from fastckpt import _crc64
+from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import is_url
 from fastckpt._portable.limits import MANIFEST
 from fastckpt._portable.manifest import corrupt
@@ -97,11 +98,11 @@ def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
 def _is_beside(name: str, shards: Sequence[Item]) -> bool:
     """Whether a file belongs to a checkpoint whose manifest does not name it.
 
-    A name that begins with a dot is that of a file system, of a tool, or of something unfinished.
+    Any other name that begins with a dot is that of a file system, of a tool, or of something unfinished.
     """
-    return (
-        not name.startswith(".") and name != MANIFEST and not _shard(name) and all(name != one.name for one in shards)
-    )
+    if name.startswith(".") and name != TORCH_METADATA:
+        return False
+    return name != MANIFEST and not _shard(name) and all(name != one.name for one in shards)
 
 
 class _Directory:

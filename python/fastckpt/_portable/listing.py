@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastckpt._files import TORCH_METADATA
 from fastckpt.exceptions import CheckpointError
 
 from .files import failed, read_manifest
@@ -50,7 +51,7 @@ def _look(path: Path) -> ListedCheckpoint | None:
 
 def is_ours(name: str) -> bool:
     """Whether a file in a checkpoint has a name that fastckpt's own files have."""
-    return name == MANIFEST or _OURS(name) is not None
+    return name in (MANIFEST, TORCH_METADATA) or _OURS(name) is not None
 
 
 def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], bytes]) -> ListedCheckpoint:

@@ -1,4 +1,4 @@
-"""Checkpoints of fastckpt through torch.distributed.checkpoint: the same files, and no ``.metadata``.
+"""Checkpoints of fastckpt through torch.distributed.checkpoint: the same files.
 
 dcp.save(state, checkpoint_id="step-1000", storage_writer=fastckpt.dcp.Writer())
 dcp.load(state, checkpoint_id="step-1000", storage_reader=fastckpt.dcp.Reader())

@@ -6,10 +6,14 @@ them makes is another object. Classes derived from them are not touched.
 
 from __future__ import annotations
 
+import functools
 import os
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._files import TORCH_METADATA
+
+from . import _torch
 from ._reader import Reader
 from ._torch import FileSystemReader, FileSystemWriter
 from ._writer import Writer
@@ -18,7 +22,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MANIFEST = "fastckpt.json"
-_TORCHS_OWN = ".metadata"
 #: Arguments of torch's writer that say how its files are written, which ours decides itself.
 _IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
 
@@ -48,7 +51,7 @@ class InstalledReader(Reader):
         """What the checkpoint holds, by torch's reader where torch wrote it."""
         path = self.checkpoint_id
         self._torchs = None
-        if path is not None and not _has(path, _MANIFEST) and (_has(path, _TORCHS_OWN) or "rank" in kwargs):
+        if path is not None and not _has(path, _MANIFEST) and (_has(path, TORCH_METADATA) or "rank" in kwargs):
             self._torchs = _made(FileSystemReader, path)
             return self._torchs.read_metadata(*args, **kwargs)
         return super().read_metadata(*args)
@@ -141,6 +144,7 @@ def _prepare() -> None:
     global _prepared  # noqa: PLW0603 - once a process
     if _prepared:
         return
+    executors = _torch.async_executors()
     _prepared = True
     for torchs, make, ours in (
         (FileSystemWriter, _writer, InstalledWriter),
@@ -148,6 +152,8 @@ def _prepare() -> None:
     ):
         _answer(torchs, make)
         torchs.register(ours)  # isinstance() holds for what a call makes
+    for executor in executors:
+        _make_writers_here(executor)
 
 
 def _answer(torchs: Any, make: Any) -> None:
@@ -157,6 +163,23 @@ def _answer(torchs: Any, make: Any) -> None:
         return object.__new__(cls) if made is None else made
 
     torchs.__new__ = new
+
+
+def _make_writers_here(executor: Any) -> None:
+    """Make the writer of an asynchronous save that is given a path alone when it begins, and not where it is needed.
+
+    That is in another process, where nothing is installed, or in a thread, when the installation may have ended.
+    """
+    torchs = executor.execute_save
+
+    @functools.wraps(torchs)
+    def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        path = kwargs.get("checkpoint_id")
+        if _installed and kwargs.get("storage_writer") is None and FileSystemWriter.validate_checkpoint_id(path or ""):
+            kwargs["storage_writer"] = _writer({"process_group": kwargs.get("process_group"), **_installed[-1]}, path)
+        return torchs(self, *args, **kwargs)
+
+    executor.execute_save = execute_save
 
 
 def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:

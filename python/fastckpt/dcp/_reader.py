@@ -26,6 +26,7 @@ from ._arguments import check_timeout
 from ._entries import Entry, Known, entries_of
 from ._fill import Fill, Request
 from ._label import forget, label_of, labelled
+from ._metadata import whole_tensor
 from ._shared import Asked, read_alone, read_together
 
 if TYPE_CHECKING:
@@ -243,7 +244,8 @@ class _Opened:
         number = entry.number
         if number is not None:
             dtype = self.targets.tensor_dtype(number)
-            return _whole(dtype, self.targets.shape(number, dtype.itemsize), entry.token[2:3])
+            sizes = self.targets.shape(number, dtype.itemsize)
+            return whole_tensor(dtype, sizes, requires_grad="g" in "".join(entry.token[2:3]))
         if entry.composed:
             return self._composed(entry)
         return _torch.BytesStorageMetadata()
@@ -255,23 +257,13 @@ class _Opened:
         if parts[-1][0] != "tensor":
             return _torch.BytesStorageMetadata()  # an expanded array
         dtype = _tensors.DTYPES[entry.token[1]] if tag == "quantized" else self.targets.tensor_dtype(parts[-1][1])
-        return _whole(dtype, sizes, [])
+        return whole_tensor(dtype, sizes, requires_grad=False)
 
     def value(self, entry: Entry, made: list[Any]) -> Any:
         """The value of an entry, with the tensors in it."""
         tokens = self.tokens[entry.start : entry.end]
         unflatten(tokens, Validator(self.stored, types=self.types))
         return unflatten(tokens, StateBuilder("auto", made, types=self.types))
-
-
-def _whole(dtype: Any, sizes: Any, flags: list[Any]) -> _torch.TensorStorageMetadata:
-    size = _torch.torch.Size(sizes)
-    zero = _torch.torch.Size([0] * len(size))
-    return _torch.TensorStorageMetadata(
-        properties=_torch.TensorProperties(dtype=dtype, requires_grad="g" in "".join(flags)),
-        size=size,
-        chunks=[_torch.ChunkStorageMetadata(offsets=zero, sizes=size)],
-    )
 
 
 def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from fastckpt._ranks.save import Portion, Texts, write_checkpoint
 from fastckpt._ranks.session import session
 from fastckpt._tensors.movers import Sources
 
+from ._metadata import torch_metadata
 from ._take import take
 from ._unite import United, memories_of, unite
 
@@ -35,7 +36,8 @@ class Wishes(NamedTuple):
         timeout: seconds of silence that are waited for.
         bandwidth: bytes per second to which the options limit this rank; None for no limit.
         model_key: see :func:`fastckpt.save`.
-        options: how a state is saved whose model has the names that begin with a prefix, with staging memory.
+        options: how a state is saved whose model has the names that begin with a prefix, with staging memory; and what
+            torch's ``.metadata`` holds, which the coordinator alone writes.
         metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
     """
 
@@ -45,7 +47,7 @@ class Wishes(NamedTuple):
     timeout: float
     bandwidth: float | None
     model_key: str | None
-    options: Callable[[str, _core.Memory | None], _core.SaveOptions]
+    options: Callable[[str, _core.Memory | None, bytes], _core.SaveOptions]
     metadata: Callable[[], str]
 
 
@@ -60,18 +62,21 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
         metadata = wishes.metadata()
         taken = take(plan, planner, types)
         in_flight.wait_for_path(wishes.path)
-        answer = operation.round(
-            "tables",
-            [[here.group.rank, taken.table()]],
-            combine=gathered,
-            decide=lambda tables: _packed(unite([table for _, table in tables], wishes.model_key)),
-        )
+        torchs = b""
+
+        def decide(tables: list[Any]) -> str:
+            nonlocal torchs
+            united = unite([table for _, table in tables], wishes.model_key)
+            torchs = torch_metadata(united.entries)
+            return _packed(united)
+
+        answer = operation.round("tables", [[here.group.rank, taken.table()]], combine=gathered, decide=decide)
         united = _unpacked(answer)
         held, movers = _held(taken, united, here.group.rank)
         sources = Sources("dcp.save", movers)
         texts = Texts(united.structure, metadata)
         with lent(sources.devices, sum(held[index][3] for index in movers)) as staging:
-            options = wishes.options(united.prefix, staging.core)
+            options = wishes.options(united.prefix, staging.core, torchs)
             share = _share(united, here.group.size, options)
             with ticker("dcp.save", wishes.path, shown=False) as tick:
                 written = write_checkpoint(

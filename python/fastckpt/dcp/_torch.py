@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -40,6 +40,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 FileSystemWriter = filesystem.FileSystemWriter
 FileSystemReader = filesystem.FileSystemReader
+StorageInfo: Any = filesystem._StorageInfo  # noqa: SLF001 - what `.metadata` holds in any version
 #: What a plain tensor has that stands for shards of a larger one (torch.distributed.checkpoint.protocol, since 2.15).
 _SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -79,6 +80,24 @@ def keeps_state(planner: SavePlanner) -> bool:
     )
 
 
+def async_executors() -> list[Any]:
+    """What runs the saves of ``dcp.async_save``, since torch 2.7.
+
+    Raises:
+        RuntimeError: this torch runs them in another way.
+    """
+    if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+        return []
+    names = ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor")
+    found = [getattr(state_dict_saver, name, None) for name in names]
+    if not all(hasattr(executor, "execute_save") for executor in found):
+        raise RuntimeError(
+            f"install: torch {torch.__version__} runs asynchronous saves in a way that fastckpt does not know, and "
+            "would write torch's own files: give dcp.async_save a storage_writer=fastckpt.dcp.Writer() instead"
+        )
+    return found
+
+
 def copy_shard_fields(source: Any, made: Any) -> None:
     """Let ``made`` stand for the same shards of a larger tensor as ``source``, if it stands for some."""
     if all(hasattr(source, name) for name in _SHARD_FIELDS):
@@ -107,6 +126,7 @@ __all__ = [
     "SavePlanner",
     "Shard",
     "ShardedTensor",
+    "StorageInfo",
     "StorageMeta",
     "StorageReader",
     "StorageWriter",
@@ -117,6 +137,7 @@ __all__ = [
     "WriteItem",
     "WriteItemType",
     "WriteResult",
+    "async_executors",
     "copy_shard_fields",
     "done",
     "gives_objects",

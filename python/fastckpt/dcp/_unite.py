@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from json.encoder import encode_basestring_ascii as quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.flatten import Flat, canonical
 from fastckpt._state.groups import split_model
@@ -34,10 +34,20 @@ class _Stored:
         self.boxes: list[tuple[int, Box]] = []
 
 
+class About(NamedTuple):
+    """An entry that is one tensor: stored dtype, logical dtype and shape, or None, and the sizes that the user sees."""
+
+    dtype: str
+    logical: tuple[str, tuple[int, ...]] | None
+    sizes: tuple[int, ...]
+    requires_grad: bool
+
+
 class United:
     """All of a save but the bytes.
 
     Attributes:
+        entries: by dotted keys, what leads to each entry, and what it is if it is one tensor; where it was united.
         tensors: name, dtype, stored shape, and logical dtype and shape or None, of each.
         boxes: for each tensor the rank and the box of all that have one, in order.
         numbers: the number of each tensor by the name that the ranks gave it.
@@ -46,6 +56,7 @@ class United:
     """
 
     def __init__(self) -> None:
+        self.entries: dict[str, tuple[Path, About | None]] = {}
         self.tensors: list[tuple[str, str, tuple[int, ...], tuple[str, tuple[int, ...]] | None]] = []
         self.boxes: list[list[tuple[int, Box]]] = []
         self.numbers: dict[str, int] = {}
@@ -156,6 +167,7 @@ def _finish(entries: dict[str, Any], stored: dict[str, _Stored], ties: dict[str,
             elif len(held) == 1:
                 flat.ties.append((numbers[one.number], key))
             mine.append(numbers[one.number])
+        united.entries[key] = (path, _about(tokens, held))
         _insert(root, path, _Tokens(renumbered(tokens, mine)), key)
     _restore_numbers(root)
     flat.outer = {key: isinstance(value, dict) for key, value in root.items()}
@@ -170,6 +182,14 @@ def _finish(entries: dict[str, Any], stored: dict[str, _Stored], ties: dict[str,
 
 def _logical(tensor: Tensor) -> tuple[str, tuple[int, ...]] | None:
     return None if tensor.logical is None else (tensor.logical[0], tuple(tensor.logical[1]))
+
+
+def _about(tokens: list[Any], held: Sequence[_Stored]) -> About | None:
+    """What an entry is, if it is one tensor."""
+    if len(tokens) != 1 or not held or tokens[0][0] != "tensor":
+        return None
+    dtype, _, logical, sizes = held[0].about
+    return About(dtype, logical, tuple(sizes), requires_grad="g" in "".join(tokens[0][2:3]))
 
 
 class _Positions(dict[int, Any]):

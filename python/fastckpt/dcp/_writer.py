@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -16,7 +15,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
-from fastckpt._files import Files, check_files
+from fastckpt._files import TORCH_METADATA, Files, check_files
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.registry import Registry, Types
@@ -27,13 +26,12 @@ from fastckpt.exceptions import CheckpointError
 from . import _torch
 from ._arguments import check_timeout
 from ._label import forget, label_of, labelled
+from ._metadata import torch_metadata
 from ._stager import Stager
 from ._take import take
 from ._together import Wishes, save_together
 from ._unite import memories_of, unite
 from ._whole import whole
-
-_TORCHS_OWN = ".metadata"
 
 
 class _Now(threading.local):
@@ -50,9 +48,13 @@ class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     The checkpoint is that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
-    names, the same bytes for any number of ranks, no ``.metadata`` and no pickle. It is durable and has its name when
-    ``dcp.save`` returns, and a save that fails on any rank leaves what was there before. It also is an ``AsyncStager``
-    (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
+    names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns, and a save
+    that fails on any rank leaves what was there before. It also is an ``AsyncStager`` (:class:`fastckpt.dcp.Stager`),
+    so ``async_save`` copies the state into memory that is kept for the next save.
+
+    Beside the manifest lies a ``.metadata``, which is there for other tools that look for one: it has keys, sizes and
+    dtypes for torch. torch's own reader does not find the bytes, and its FileNotFoundError names
+    :class:`fastckpt.dcp.Reader`. fastckpt never reads it.
 
     What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
     mappings are plain dicts, and a value that is not a tensor is that of one rank. The numbers of parameters in a plain
@@ -152,10 +154,6 @@ class Writer(_torch.StorageWriter):
         self._now.alone = self._now.written = False
         self.report = None
         if is_coordinator:
-            if os.path.lexists(os.path.join(path, _TORCHS_OWN)):  # noqa: PTH118
-                raise FileExistsError(
-                    f"dcp.save: {path} holds a checkpoint of torch's own: choose another path, or move it away"
-                )
             _core.check_target(path, self._overwrite)
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
@@ -224,7 +222,7 @@ class Writer(_torch.StorageWriter):
         tensors, movers = whole(united, memories_of(taken, united))
         sources = Sources("dcp.save", movers)
         with lent(sources.devices, sum(tensors[index].capacity for index in movers)) as staging:
-            options = self._options(united.prefix, staging.core)
+            options = self._options(united.prefix, staging.core, torch_metadata(united.entries))
             in_flight.wait_for_path(path)
             with ticker("dcp.save", path, shown=False) as tick:
                 report = _core.save(
@@ -232,12 +230,12 @@ class Writer(_torch.StorageWriter):
                 )
             return staging.noted(report)
 
-    def _options(self, prefix: str, staging: _core.Memory | None) -> _core.SaveOptions:
+    def _options(self, prefix: str, staging: _core.Memory | None, torchs: bytes) -> _core.SaveOptions:
         """How this writer saves a state whose model has the names that begin with ``prefix``."""
         return _core.SaveOptions(
             model_prefix=prefix,
             overwrite=self._overwrite,
-            files=self._files,
+            files=[*self._files, (TORCH_METADATA, torchs)],
             shard_size=self._shard_size,
             io=self._io,
             threads=self._threads,

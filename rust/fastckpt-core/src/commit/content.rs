@@ -10,10 +10,14 @@ use rustix::io::retry_on_intr;
 use crate::format::{groups, index, manifest};
 use crate::sys::file::open_regular;
 
+/// What torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest for them,
+/// and nothing here reads it.
+pub(super) const TORCH_METADATA: &str = ".metadata";
+
 /// Whether fastckpt writes files called `name` in a checkpoint.
 pub(super) fn is_ours(name: &[u8]) -> bool {
     let Ok(name) = std::str::from_utf8(name) else { return false };
-    groups::is_shard_name(name) || [manifest::FILE, index::FILE].contains(&name)
+    groups::is_shard_name(name) || [manifest::FILE, index::FILE, TORCH_METADATA].contains(&name)
 }
 
 /// The temporary name of a file that is being carried over.

@@ -13,6 +13,7 @@ use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::content::TORCH_METADATA;
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh};
 use super::leftovers::sweep;
 use super::locks::{Reach, reach};
@@ -29,7 +30,7 @@ use crate::sys::lock;
 
 /// How long to wait for a process that has the lock for itself. It clears away what dead ones left.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
-/// What the name of a file ends in that is not whole. It begins with a dot, and those of whole ones do not.
+/// What the name of a file ends in that is not whole. It begins with a dot.
 const PART: &str = ".part";
 
 /// The place where the files of one copy are gathered. Several processes may bring files. What is gathered stays when
@@ -115,7 +116,7 @@ impl Gathering {
         let mut held = Vec::new();
         for (name, kind) in entries(self.directory.as_fd()).map_err(Error::io("list", &self.path()))? {
             let Ok(name) = name.into_string() else { continue };
-            if kind != FileType::RegularFile || name.starts_with('.') {
+            if kind != FileType::RegularFile || is_hidden(&name) {
                 continue;
             }
             if let Ok(stat) = fs::statat(&self.directory, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) {
@@ -258,10 +259,13 @@ fn part_name() -> String {
     format!(".{number:016x}{PART}")
 }
 
+/// Whether `name` is that of a file that is not part of the copy.
+fn is_hidden(name: &str) -> bool {
+    name.starts_with('.') && name != TORCH_METADATA
+}
+
 fn check_name(name: &str) -> Result<()> {
-    let plain =
-        !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']) && name != manifest::FILE;
-    if plain {
+    if !name.is_empty() && !is_hidden(name) && !name.contains(['/', '\0']) && name != manifest::FILE {
         Ok(())
     } else {
         Err(Error::Invalid(format!("copy: {name:?} is not the name of a file to copy")))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::content::{has_magic, is_ours};
+use super::content::{TORCH_METADATA, has_magic, is_ours};
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh, split};
 use super::parents::{check_length, open_or_judge};
 use super::recovery::{Free, is_free, taken_aside};
@@ -139,8 +139,15 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
                 "it holds `{what}`, which is not a plain file: move that elsewhere first"
             ));
         }
+        // Beside files of torch.distributed.checkpoint, its reader and ours would find two states.
+        let name = file.to_bytes();
+        if name.ends_with(b".distcp") || (!checkpoint && name == TORCH_METADATA.as_bytes()) {
+            return exists(&format!(
+                "it holds `{what}`, which torch.distributed.checkpoint wrote: choose another name"
+            ));
+        }
         // Other files are carried over. A file with one of our names would be replaced.
-        if !checkpoint && is_ours(file.to_bytes()) {
+        if !checkpoint && is_ours(name) {
             return exists(&format!(
                 "it holds `{what}` and is not a checkpoint of fastckpt: choose another name"
             ));
