@@ -348,7 +348,8 @@ def load(  # noqa: PLR0913 - all by name
     taken from there.
 
     Args:
-        path: the checkpoint's directory, the same on all ranks.
+        path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
+            which each rank reads what it wants.
         into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them. Objects may stand in
             it, too: modules, and optimizers, whose state comes spread as their parameters are; to any other object
             its state is given with whole tensors. Ranks may want different tensors, as the stages of a pipeline do.
@@ -423,7 +424,7 @@ def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any 
     """Read what a rank has saved for itself, with ``per_rank=`` of :func:`save`. Each process reads by itself.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL.
         rank: whose; None for this process's own, which takes as many ranks as have saved.
         process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
 

@@ -70,17 +70,22 @@ class Server:
         self._server.server_close()
 
 
-def lead_to(url, monkeypatch):
-    """Have the environment say that S3 is at ``url``, and nothing else of stores."""
-    for name in [name for name in os.environ if name.startswith(_ENVIRONMENT)]:
-        monkeypatch.delenv(name)
-    for name, text in {
+def environment(url):
+    """What the environment of a process says for which S3 is at ``url``."""
+    return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "a secret",
-    }.items():
+    }
+
+
+def lead_to(url, monkeypatch):
+    """Have the environment say that S3 is at ``url``, and nothing else of stores."""
+    for name in [name for name in os.environ if name.startswith(_ENVIRONMENT)]:
+        monkeypatch.delenv(name)
+    for name, text in environment(url).items():
         monkeypatch.setenv(name, text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._stores.urls import place_of
 
 if TYPE_CHECKING:
     from .session import Session
@@ -26,7 +27,7 @@ class Call:
 
     Attributes:
         operation: has its turn, and must be entered.
-        path: the checkpoint's directory, absolute.
+        path: the checkpoint's directory, absolute; of a load also its URL in an object store.
         timeout: in seconds.
     """
 
@@ -36,7 +37,7 @@ class Call:
         self._problem: Exception | None = None
         self.path, self.timeout = repr(path), _FALLBACK
         try:
-            self.path = path_of(kind, path)
+            self.path = (place_of if kind == "load" else path_of)(kind, path)
             self.timeout = timeout_of(kind, timeout)
         except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to be taken; `check` raises it
             self._problem = error

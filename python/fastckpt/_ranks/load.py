@@ -3,6 +3,9 @@
 Where all ranks are on one host, and the checkpoint is in its page cache, each rank reads what it wants from there: that
 takes half the time of the processor that messages take. From storage they read it once, with direct I/O, and pass it
 on: to read it through the page cache together is slower, for the ranks wait for each other's pages.
+
+From an object store each rank reads what it wants, wherever it runs: a store serves many readers at a time, and one
+that read for others would make its own network the limit of all.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._api.progress import ticker
+from fastckpt._paths import is_url
+from fastckpt._stores.reader import open_reader
 from fastckpt._tensors.ranges import range_of
 
 from .attention import Attention
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
     from .calls import Call
     from .demands import Demands, Shared
     from .peers import Operation
-    from .session import Session
     from .torch_distributed import DataGroup
 
 #: The engines with which ranks of one host read through its page cache: where it has the checkpoint, and always.
@@ -55,12 +59,13 @@ class Opened(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        cached: whether all ranks are on one host, and read through its page cache.
+        apart: whether each rank reads what it wants: through the page cache of the one host that they are on, or from
+            an object store.
         group: what bytes travel in; None where they do not.
     """
 
     reader: _core.Reader
-    cached: bool
+    apart: bool
     group: DataGroup | None
 
 
@@ -108,15 +113,16 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
 
     def decide(arrived: list[Any]) -> list[Any]:
         hosts, least, offer = arrived
-        reader = _core.Reader(call.path)
+        reader = open_reader("load", call.path)
         readers.append(reader)
-        cached = len(hosts) == 1 and (least > 1 or (least > 0 and is_resident(call.path, reader)))
+        one = len(hosts) == 1
+        apart = is_url(call.path) or (one and (least > 1 or (least > 0 and is_resident(call.path, reader))))
         manifest = reader.manifest()
         # On one host nothing else may have to travel.
-        name = "" if cached or session.group.size == 1 else Link.agree([True, offer[1]])
-        return [cached, name, len(manifest) if name else manifest]
+        name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
+        return [apart, name, len(manifest) if name else manifest]
 
-    cached, name, manifest = operation.round(
+    apart, name, manifest = operation.round(
         "arrive",
         [[session.group.host], caches, session.link.offer(needed=True)],
         combine=_combine_arrivals,
@@ -125,8 +131,8 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
     group = session.link.meet(name, call.timeout, attention.meanwhile)
     if group is not None:
         manifest = passed_on(group, readers[0].manifest() if readers else None, manifest, attention)
-    reader = readers[0] if readers else _core.Reader(call.path, manifest=manifest)
-    return Opened(reader, cached, group)
+    reader = readers[0] if readers else open_reader("load", call.path, manifest=manifest)
+    return Opened(reader, apart, group)
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
@@ -155,8 +161,8 @@ def _read(
         tick(done, total)
 
     with wanted.targets.lent() as staging:
-        if opened.cached or call.session.group.size == 1:
-            own, outcome = _through_cache(call.session, opened, wanted, staging.core, each), {}
+        if opened.apart or call.session.group.size == 1:
+            own, outcome = _apart(call, opened, wanted, staging.core, each), {}
         else:
             answer = None
             if agreement.is_open(verdict):
@@ -211,17 +217,17 @@ def compare_pieces(share: _core.Share | None, reader: _core.Reader, outcome: dic
         share.compare(reader, outcome["pieces"])
 
 
-def _through_cache(
-    session: Session,
+def _apart(
+    call: Call,
     opened: Opened,
     wanted: Demands,
     staging: _core.Memory | None,
     tick: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Read what this rank wants, as if it were alone; what another rank of the host has read is in the page cache."""
-    wishes, targets = wanted.prepared.wishes, wanted.targets
-    boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
-    alone = session.group.size == 1
+    wishes, targets, group = wanted.prepared.wishes, wanted.targets, call.session.group
+    boxed = Boxed(targets.demands, targets.stored, wanted.spreads, group.rank, targets.drain)
+    alone = group.size == 1 or is_url(call.path)
     before = _storage_reads()
     with range_of("fastckpt.read"):
         own: dict[str, Any] = dict(

@@ -1,0 +1,186 @@
+"""Ranks that load a checkpoint from an object store, by itself and as the remote tier of a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fastckpt
+from fastckpt import distributed
+from fastckpt._manager import fetch
+from fastckpt._stores.objects import Objects
+from harness import s3 as harness
+
+TIMEOUT = 60.0
+SIZES = (1, 2, 4)
+#: Several blocks, which do not end where the parts of ranks do.
+ROWS, COLUMNS = 4097, 700
+
+
+def whole():
+    dice = torch.Generator().manual_seed(0)
+    return {
+        "model": {"w": torch.randn(ROWS, COLUMNS, generator=dice), "b": torch.randn(7, generator=dice)},
+        "step": 3,
+    }
+
+
+@pytest.fixture
+def url(s3, tmp_path):
+    """A checkpoint in the store."""
+    fastckpt.save(whole(), tmp_path / "source")
+    fastckpt.copy(tmp_path / "source", f"s3://{harness.BUCKET}/run/c")
+    s3.forget()
+    return f"s3://{harness.BUCKET}/run/c"
+
+
+@pytest.fixture(params=SIZES)
+def ranks(request, forge):
+    with forge.group(request.param, backend="gloo" if request.param > 1 else "") as group:
+        group.size = request.param
+        yield group
+
+
+def load(env, url, hosts, io="auto"):
+    """What is wrong with what this rank loads, spread and whole; and what the report says."""
+    os.environ.update(env)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if hosts > 1:
+        socket.gethostname = lambda: f"node{rank % hosts}"
+    expected = whole()
+    wrong = []
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        into = {"model": {"w": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(0)]), "b": torch.zeros(7)}}
+        own = distribute_tensor(expected["model"]["w"], mesh, [Shard(0)]).to_local()
+        loaded = distributed.load(url, into=into, keys="model", timeout=TIMEOUT, io=io, report=True)
+        if not torch.equal(into["model"]["w"].to_local(), own) or not torch.equal(
+            into["model"]["b"], expected["model"]["b"]
+        ):
+            wrong.append("into")
+    else:
+        loaded = distributed.load(url, report=True)
+    found = distributed.load(url, timeout=TIMEOUT)
+    if found["step"] != 3 or not torch.equal(found["model"]["w"], expected["model"]["w"]):
+        wrong.append("whole")
+    return wrong, loaded.report.bytes_storage, loaded.report.bytes_peers, loaded.report.path
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_each_rank_reads_what_it_wants(ranks, s3, url, hosts):
+    """Mutants: a path is made of the URL; ranks on several hosts exchange what they read."""
+    total = ROWS * COLUMNS * 4
+    seen = ranks.run(load, harness.environment(s3.url), url, hosts)
+    assert [wrong for wrong, *_ in seen] == [[]] * ranks.size
+    for _, read, passed, path in seen:
+        assert (passed, path) == (0, url)
+        # A part, and the blocks that it shares with its neighbours.
+        assert read <= total / ranks.size + 2 * (4 << 20) + 1000
+
+
+def fail(env, url, kind):
+    """What a rank hears; the last one finds the network down while it reads."""
+    os.environ.update(env)
+    real = Objects.read
+
+    def read(objects, name, start, length):
+        if name.endswith(".safetensors") and start > 100_000:
+            raise OSError(errno.EIO, f"cannot read {name}: the network is down", name)
+        return real(objects, name, start, length)
+
+    if kind == "network" and dist.get_rank() == dist.get_world_size() - 1:
+        Objects.read = read
+    place = {"nothing": f"{url}/none", "damage": f"{url}-damaged"}.get(kind, url)
+    try:
+        distributed.load(place, timeout=TIMEOUT, io="direct" if kind == "direct" else "auto")
+    except Exception as error:  # noqa: BLE001 - what the test looks at
+        heard = str(error)
+    else:
+        heard = ""
+    finally:
+        Objects.read = real
+    # The next one works.
+    return heard, distributed.load(url, timeout=TIMEOUT)["step"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("network", "the network is down"),
+        ("nothing", "there is nothing"),
+        ("damage", "checksum"),
+        ("direct", "direct I/O"),
+    ],
+)
+def test_errors_reach_all_ranks(forge, s3, url, tmp_path, kind, text):
+    if kind == "damage":
+        fastckpt.copy(tmp_path / "source", f"{url}-damaged")
+        objects = Objects.at("test", f"{url}-damaged")
+        (shard,) = [name for name in objects.sizes() if name.endswith(".safetensors")]
+        content = bytearray(objects.read_all(shard, 1 << 30))
+        content[-1] ^= 1
+        objects.write(shard, [content], len(content), objects.sum_of(shard))
+    with forge.group(2) as group:
+        seen = group.run(fail, harness.environment(s3.url), url, kind)
+    assert [step for _, step in seen] == [3, 3]
+    assert all(text in heard for heard, _ in seen), seen
+
+
+def refused(url):
+    with pytest.raises(ValueError, match="URL"):
+        distributed.save({"w": np.ones(3)}, url, timeout=TIMEOUT)
+
+
+def test_a_save_to_a_url_is_refused_on_all_ranks(forge):
+    with forge.group(2) as group:
+        group.run(refused, "s3://bucket/x")
+
+
+def state(step):
+    return {"model": {f"w{index}": np.full(5000, step + index) for index in range(4)}, "step": step}
+
+
+def full(*_arguments, **_options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def restore(env, root, remote, how):
+    """What a rank restores of a run, of which the local tier cannot be written in all ways but one."""
+    os.environ.update(env)
+    real = fetch.copy_checkpoint
+    if how == "full":
+        fetch.copy_checkpoint = full
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager = fastckpt.Manager(root, remote=remote, read_only=how == "read_only", timeout=TIMEOUT)
+            found = manager.restore()
+            older = manager.restore(step=1)
+    finally:
+        fetch.copy_checkpoint = real
+    whole = all((found.state["model"][f"w{index}"] == 2 + index).all() for index in range(4))
+    return found.step, found.state["step"], whole, str(found.path), found.metrics, older.state["step"]
+
+
+@pytest.mark.parametrize("how", ["read_only", "full", "empty"])
+def test_a_run_comes_back_from_the_store(ranks, s3, tmp_path, how):
+    """Without a disk, with a full one, and on another node with an empty one."""
+    remote, local = f"s3://{harness.BUCKET}/runs/gpt", tmp_path / "local"
+    with fastckpt.Manager(local, remote=remote, save_options={"shard_size": 40_000}) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), {"loss": float(step)})
+            manager.wait()
+    shutil.rmtree(local)
+    seen = ranks.run(restore, harness.environment(s3.url), tmp_path / "node", remote, how)
+    place = str(tmp_path / "node") if how == "empty" else remote
+    assert seen == [(2, 2, True, f"{place}/step-00000002", {"loss": 2.0}, 1)] * ranks.size
