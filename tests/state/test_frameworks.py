@@ -206,7 +206,7 @@ def test_stateful_data_loader(back):
     assert len(seen) + len(expected) == 10
 
 
-@row("a checkpoint of Lightning, with an OmegaConf configuration in it")
+@row("a checkpoint of Lightning")
 def test_lightning(back, tmp_path):
     lightning, omegaconf = package("lightning.pytorch"), package("omegaconf")
 
@@ -229,7 +229,7 @@ def test_lightning(back, tmp_path):
     trainer.fit(module, data)
     checkpoint = trainer._checkpoint_connector.dump_checkpoint()
     # It takes the parameters out of what it is given.
-    loaded = back(copy.deepcopy(checkpoint))
+    loaded = back(copy.deepcopy(checkpoint), fastckpt.Registry(omegaconf.DictConfig))
     assert list(loaded) == list(checkpoint)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step"):
         assert same(loaded[name], checkpoint[name]), name
@@ -296,6 +296,8 @@ def test_omegaconf(back):
     omegaconf = package("omegaconf")
     cfg = omegaconf.OmegaConf.create({"a": {"b": 1}, "c": "${a.b}", "list": [1, {"d": "???"}]})
     loaded = back({"cfg": cfg, "list": cfg.list})
+    assert loaded == {"cfg": {"a": {"b": 1}, "c": "${a.b}", "list": [1, {"d": "???"}]}, "list": [1, {"d": "???"}]}
+    loaded = back({"cfg": cfg, "list": cfg.list}, fastckpt.Registry(omegaconf.DictConfig, omegaconf.ListConfig))
     assert loaded["cfg"] == cfg
     assert loaded["cfg"].c == 1
     assert type(loaded["list"]) is omegaconf.ListConfig

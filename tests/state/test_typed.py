@@ -32,6 +32,7 @@ from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.flatten import flatten
 from fastckpt._state.registry import Types
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt._tensors import torch as _torch
 from harness import needs
 
 
@@ -390,7 +391,8 @@ def test_omegaconf(tmp_path):
     omegaconf.OmegaConf.set_readonly(config.model, value=True)
     empty = omegaconf.DictConfig(None)
     fastckpt.save({"cfg": config, "part": config.sizes, "none": empty}, tmp_path / "c")
-    loaded = fastckpt.load(tmp_path / "c", registry=Registry(Level))
+    known = Registry(Level, omegaconf.DictConfig, omegaconf.ListConfig)
+    loaded = fastckpt.load(tmp_path / "c", registry=known)
     assert [type(loaded[name]) for name in loaded] == [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.DictConfig]
     plain = functools.partial(omegaconf.OmegaConf.to_container, resolve=False)
     assert plain(loaded["cfg"]) == plain(config)
@@ -402,6 +404,37 @@ def test_omegaconf(tmp_path):
     assert not omegaconf.OmegaConf.is_readonly(loaded["cfg"])
     with pytest.raises(omegaconf.errors.ConfigAttributeError):
         loaded["cfg"].other = 1
+
+
+def test_configurations_are_plain_where_they_are_not_declared(tmp_path, monkeypatch):
+    omegaconf = needs.package("omegaconf")
+    config = omegaconf.OmegaConf.create({"a": [1, {"b": "${a}"}], "c": "${oc.env:HOME}"})
+    omegaconf.OmegaConf.set_struct(config, value=True)
+    plain = {"a": [1, {"b": "${a}"}], "c": "${oc.env:HOME}"}
+    fastckpt.save({"cfg": config}, tmp_path / "c", metadata={"cfg": config})
+    assert fastckpt.load(tmp_path / "c") == {"cfg": plain}
+    assert fastckpt.load(tmp_path / "c", unknown="plain") == {"cfg": plain}
+    monkeypatch.setattr(_torch, "safe_types", lambda: [omegaconf.DictConfig])
+    assert type(fastckpt.load(tmp_path / "c")["cfg"]) is omegaconf.DictConfig
+    assert type(fastckpt.open(tmp_path / "c").metadata["cfg"]) is dict
+
+
+def test_configurations_are_no_keys(tmp_path, monkeypatch):
+    """They come back as dicts and lists."""
+    omegaconf = needs.package("omegaconf")
+    # As it has been in some versions.
+    monkeypatch.setattr(omegaconf.ListConfig, "__hash__", lambda _: 1)
+    config = omegaconf.OmegaConf.create([1])
+    for state in ({config: 1}, {config}, {("x", config): 1}, frozenset({(1, config)})):
+        with pytest.raises(UnsupportedTypeError, match="neither a key nor a member"):
+            fastckpt.save(state, tmp_path / "c")
+    for tokens in (
+        [["dict", 1], ["type", "omegaconf.DictConfig"], ["dict", 0], 1],
+        [["set", 1], ["tuple", 1], ["type", "omegaconf.ListConfig"], ["tuple", 0]],
+    ):
+        for known in ((), (omegaconf.DictConfig, omegaconf.ListConfig)):
+            with pytest.raises(CorruptCheckpointError, match="unhashable"):
+                decode(tokens, *known)
 
 
 def test_a_package_that_is_missing_makes_its_types_unknown(tmp_path, monkeypatch):
@@ -711,9 +744,9 @@ MALFORMED = [
 
 @pytest.mark.parametrize("tokens", MALFORMED, ids=lambda tokens: json.dumps(tokens)[:70])
 def test_malformed_values_of_types(tokens):
-    needs.package("omegaconf")
+    omegaconf = needs.package("omegaconf")
     with pytest.raises(CorruptCheckpointError):
-        decode(tokens, Colour, Bits, Point, Frozen, Dict)
+        decode(tokens, Colour, Bits, Point, Frozen, Dict, omegaconf.DictConfig, omegaconf.ListConfig)
 
 
 def test_huge_numbers_are_built():

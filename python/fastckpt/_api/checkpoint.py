@@ -95,7 +95,7 @@ class _View:
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         # A registered type of time zones is not decoded here.
-        return value if isinstance(value, dt.tzinfo) else None
+        return value if issubclass(type(value), dt.tzinfo) else None
 
 
 class Checkpoint:
@@ -202,17 +202,18 @@ class Checkpoint:
     def metadata(self) -> Any:
         """What was given to ``save(metadata=...)``, made anew on each access.
 
-        Values of types that this program does not know come back as what they are stored as, with a warning.
+        Values of types that this program does not know come back as what they are stored as, with a warning; and so do
+        configurations of omegaconf, without one.
         """
         tokens = parse(self._about)
-        check = Validator([], types=Types("open", plain=True))
+        check = Validator([], types=Types("open", plain=True, on_demand=False))
         unflatten(tokens, check, operation="open: metadata")
         if check.unknown:
             warn_of_unknown("open: metadata", check.unknown, stacklevel=3)
         try:
             return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
         except ImportError:
-            types = Types("open", framework="numpy", plain=True)
+            types = Types("open", framework="numpy", plain=True, on_demand=False)
             return unflatten(tokens, StateBuilder("numpy", types=types), operation="open: metadata")
 
     @property

@@ -174,10 +174,10 @@ class Source:
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
                 *(path, ranks, self._agree.size),
             )
-        about = dict(about) if isinstance(about, Mapping) else {"metadata": about} if about is not None else {}
+        about = dict(about) if type(about) is dict else {"metadata": about} if about is not None else {}
         metrics = about.pop("metrics", None)
         about.pop("step", None)
-        metrics = dict(metrics) if isinstance(metrics, Mapping) else {}
+        metrics = dict(metrics) if type(metrics) is dict else {}
         return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
 
     def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:

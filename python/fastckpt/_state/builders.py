@@ -13,7 +13,8 @@ from fastckpt._tensors.described import integers, text
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
 from . import values as _values
-from .built_in import RESERVED
+from .built_in import ON_DEMAND, RESERVED, TABLE
+from .flatten import reuse_limit
 from .registry import Types
 from .structural import Undecodable
 
@@ -36,6 +37,12 @@ _WHAT = {
     "quantized": "a quantised tensor",
     "expanded": "an expanded tensor",
 }
+
+
+#: Types of ours that are made of tensors, and copy them or check them.
+MADE_OF_TENSORS = frozenset(
+    {"torch.nested.nested_tensor", "torch.Generator", *(name for name in TABLE if name.startswith("numpy.random."))}
+)
 
 
 def torch_for(what: str) -> ModuleType:
@@ -61,10 +68,11 @@ def numpy_leaf(token: list[Any]) -> Any:
 class Tensor:
     """Stands for a tensor whose bytes have not been read."""
 
-    __slots__ = ("tag",)
+    __slots__ = ("number", "tag")
 
-    def __init__(self, tag: str) -> None:
+    def __init__(self, tag: str, number: int) -> None:
         self.tag = tag
+        self.number = number
 
 
 class _Later(dt.tzinfo):
@@ -74,6 +82,52 @@ class _Later(dt.tzinfo):
 
     dst = utcoffset
     tzname = utcoffset
+
+
+class _Unhashable:
+    """Stands for what can be neither a key nor a member of a set."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Uses:
+    """What tensors are part of others that are made of several: these are copied and checked whenever one is made.
+
+    So such a part is stored in full, and used again only within a multiple of what is stored: a few bytes of a file
+    could ask for any number of copies.
+    """
+
+    def __init__(self, stored: Sequence[StoredTensor]) -> None:
+        self._stored = stored
+        self._once: set[int] = set()
+        self._again = 0
+        self._limit: int | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Note that a tensor is part of another one."""
+        if part.tag == "expanded":
+            raise ValueError("an expanded tensor that is part of another tensor")
+        if part.number not in self._once:
+            self._once.add(part.number)
+            return
+        if self._limit is None:
+            self._limit = reuse_limit(sum(tensor.nbytes for tensor in self._stored))
+        self._again += self._stored[part.number].nbytes
+        if self._again > self._limit:
+            raise ValueError("tensors that are part of too many others")
+
+    def add_all(self, value: Any) -> None:
+        """Likewise of all tensors in plain containers."""
+        rest = [value]
+        while rest:
+            part = rest.pop()
+            kind = type(part)
+            if kind is Tensor:
+                self.add(part)
+            elif kind is dict:
+                rest.extend(part.values())
+            elif kind is list or kind is tuple:
+                rest.extend(part)
 
 
 class Validator:
@@ -97,6 +151,7 @@ class Validator:
         self.strangers = strangers or self.types.plain
         self.found: list[list[Any]] = []
         self.unknown: dict[str, None] = {}
+        self._uses = _Uses(stored)
 
     def tensor(self, token: list[Any]) -> Any:
         tag, index, *more = token
@@ -117,7 +172,7 @@ class Validator:
         elif more != ["tensor"] or stored.dtype != "U8" or len(stored.shape) != 1 or logical is not None:
             raise ValueError("bytes that are not a vector of bytes")
         self.found.append(token)
-        return Tensor(tag)
+        return Tensor(tag, index)
 
     def leaf(self, token: list[Any]) -> Any:
         return numpy_leaf(token)
@@ -129,8 +184,9 @@ class Validator:
             return self._expanded(token, parts)
         if any(type(part) is not Tensor or part.tag not in {"tensor", "expanded"} for part in tensors):
             raise ValueError("a part that is not a tensor")
-        if any(not isinstance(part, (Tensor, int, float, type(None))) for part in plain):
+        if any(type(part) not in {Tensor, int, float, type(None)} for part in plain):
             raise ValueError("not a scale or zero point")
+        self._uses.add_all(parts)
         if tag == "coo":
             _, sizes, coalesced, flags = token
             if type(coalesced) is not bool:
@@ -157,9 +213,13 @@ class Validator:
             raise ValueError("a base that is not a tensor")
         if flags not in (_FLAGS if base.tag == "tensor" else {""}) or any(size < 1 for size in integers(sizes)):
             raise ValueError("unknown flags, or no sizes")
-        return Tensor("expanded")
+        return Tensor("expanded", base.number)
 
-    def typed(self, name: str, _: Any, __: Any) -> Any:
+    def typed(self, name: str, value: Any, _: Any) -> Any:
+        if name in MADE_OF_TENSORS:
+            self._uses.add_all(value)
+        if name in ON_DEMAND:
+            return _Unhashable()
         if self.types.by_name(name) is None:
             if not self.strangers:
                 raise _unknown(name)
@@ -213,7 +273,7 @@ class StateBuilder:
         there = None if self._composed is None else next(self._composed)
         if there is not None:
             return there
-        if token[0] == "expanded" and isinstance(parts[0], np.ndarray):
+        if token[0] == "expanded" and type(parts[0]) is np.ndarray:
             return _numpy.expanded(token, parts)
         if self.framework == "numpy":
             raise UnsupportedTypeError(
@@ -238,7 +298,7 @@ class StateBuilder:
             raise ValueError(f"a value of the type {name!r}: {error!r}") from error
 
     def zone(self, value: Any) -> dt.tzinfo | None:
-        if self.plain and not isinstance(value, dt.tzinfo):
+        if self.plain and not issubclass(type(value), dt.tzinfo):
             return None  # of a type that is not known: the check would have refused anything else
         return _values.zone(value)
 

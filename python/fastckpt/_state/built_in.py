@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from fastckpt._tensors import generators as _generators
 from fastckpt._tensors import records as _records
-from fastckpt._tensors.described import Unsupported, text
+from fastckpt._tensors.described import Unsupported, exact, members, text
 
 from .structural import Codec, Encoded, Undecodable, codec_of, without
 
@@ -65,8 +66,8 @@ def _decode_deque(cls: Any, value: Any, attributes: Any) -> Any:
         raise ValueError("not the members of a deque")
     if attributes is None:
         return cls(value)
-    longest = attributes["maxlen"]
-    if len(attributes) != 1 or type(longest) is not int or longest < len(value):
+    (longest,) = members(attributes, "maxlen")
+    if type(longest) is not int or longest < len(value):
         raise ValueError("not the attributes of a deque")
     return cls(value, longest)
 
@@ -79,7 +80,7 @@ def _fraction(value: Any) -> Any:
 
 
 def _decode_fraction(cls: Any, value: Any) -> Any:
-    numerator, denominator = value
+    numerator, denominator = exact(value, tuple, 2)
     if any(type(part) is not int or part.bit_length() > _FRACTION_BITS for part in value) or denominator <= 0:
         raise ValueError("not a fraction")
     made = cls(numerator, denominator)
@@ -107,11 +108,10 @@ def _decode_zone(cls: Any, value: Any) -> Any:
 
 
 def _decode_random(cls: Any, value: Any) -> Any:
-    version, numbers, gauss = value
+    version, numbers, gauss = exact(value, tuple, 3)
     if (
-        version != cls.VERSION
-        or type(numbers) is not tuple
-        or any(type(number) is not int or not 0 <= number < 1 << 32 for number in numbers)
+        exact(version, int) != cls.VERSION
+        or any(type(number) is not int or not 0 <= number < 1 << 32 for number in exact(numbers, tuple))
         or not (gauss is None or type(gauss) is float)
     ):
         raise ValueError("not the state of a random generator")
@@ -146,29 +146,46 @@ def _configured(value: Any) -> Encoded:
 _INTERPOLATIONS = 256
 
 
-def _check_texts(value: Any) -> None:
+#: What a configuration holds beside dicts and lists, if it comes back as one. Of another object, omegaconf would call
+#: methods.
+_IN_CONFIGURATIONS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _check_configured(value: Any) -> None:
+    import pathlib  # noqa: PLC0415 - its import is not cheap, and few states hold paths
+
     rest = [value]
     while rest:
         item = rest.pop()
-        if isinstance(item, str) and item.count("${") > _INTERPOLATIONS:
+        kind = type(item)
+        if kind is str and item.count("${") > _INTERPOLATIONS:
             raise ValueError(f"more than {_INTERPOLATIONS} interpolations in one text")
-        if isinstance(item, (list, tuple)):
+        if kind is list:
             rest.extend(item)
-        elif isinstance(item, dict):
+        elif kind is dict:
+            rest.extend(item.keys())
             rest.extend(item.values())
+        elif kind not in _IN_CONFIGURATIONS and not issubclass(kind, (enum.Enum, pathlib.PurePath)):
+            raise Undecodable(
+                f"a configuration that holds a {kind.__qualname__} is not put together: where the program does not "
+                "declare the classes of omegaconf, it comes back as plain containers"
+            )
 
 
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
-    _check_texts(value)
-    flags = [] if attributes is None else attributes["flags"]
+    _check_configured(value)
+    flags = [] if attributes is None else exact(members(attributes, "flags")[0], list)
     # Objects are allowed where they are part of it.
     made = cls(value, flags={"allow_objects": True})
     made._set_flag("allow_objects", None)
-    for path, own in flags:
+    for pair in flags:
+        path, own = exact(pair, tuple, 2)
         node = made
-        for key in path:
+        for key in exact(path, list):
+            if type(key) not in _IN_CONFIGURATIONS and not issubclass(type(key), enum.Enum):
+                raise ValueError("not a key of a configuration")
             node = node._get_node(key)  # noqa: SLF001 - without following what it refers to
-        for name, flag in own.items():
+        for name, flag in exact(own, dict).items():
             if type(flag) is not bool:
                 raise ValueError("a flag that is neither true nor false")
             node._set_flag(text(name), flag)  # noqa: SLF001
@@ -240,6 +257,9 @@ TABLE: dict[str, Own] = {
 _STRUCTURAL = ("argparse.Namespace", "collections.Counter", "types.SimpleNamespace")
 
 RESERVED = frozenset({ATTRIBUTED, *TABLE, *_STRUCTURAL})
+#: Types of ours that only a program can ask for. A configuration resolves what its texts refer to whenever it is looked
+#: at, with whatever functions the program has given omegaconf: so a file must not be able to make one.
+ON_DEMAND = frozenset({"omegaconf.DictConfig", "omegaconf.ListConfig"})
 _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: name for name in _STRUCTURAL}
 
 
@@ -261,12 +281,21 @@ def _known(codec: Codec | None) -> Codec | None:
 def by_class(cls: type) -> Codec | None:
     """The codec of a class, if it is one of these."""
     name = _SPELLED.get(f"{cls.__module__}.{cls.__qualname__}")
-    found = None if name is None else by_name(name)
+    found = None if name is None else _codec(name)
     return found if found is not None and found.cls is cls else None
 
 
 def by_name(name: str) -> Codec | None:
-    """The codec under a name; None for a name that is none of these, or whose module cannot be imported."""
+    """The codec under a name; None for a name that is none of these, or whose module cannot be imported.
+
+    What is made on demand alone is what it is stored as.
+    """
+    if name in ON_DEMAND:
+        return Codec(object, name, lambda value: (value, None), lambda value, _: value)
+    return _codec(name)
+
+
+def _codec(name: str) -> Codec | None:
     own = TABLE.get(name)
     if own is None and name not in _STRUCTURAL:
         return None

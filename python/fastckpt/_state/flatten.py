@@ -44,6 +44,15 @@ _DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 
+#: Tokens of tensors that are made of several, whose parts are stored in full.
+_MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
+
+
+def reuse_limit(stored: int) -> int:
+    """How many bytes of tensors may be parts of others again, where ``stored`` bytes are stored in all."""
+    return 64 * stored + (64 << 20)
+
+
 class Occurrence(NamedTuple):
     """A tensor, or a value made of tensors, where it stands in the state, and its name there."""
 
@@ -106,6 +115,8 @@ class Flat:
 
 
 def _mapping(token: str, value: dict[Any, Any]) -> Parts:
+    if _hashes.too_deep(value):
+        raise Unsupported(_hashes.TOO_DEEP)
     if _hashes.crowds(value):
         raise Unsupported(_hashes.WHY)
     return Parts(token, value.items(), keyed=True)
@@ -297,10 +308,12 @@ def _other(value: Any) -> Parts:
 class _Frame:
     """A value whose children are being flattened. ``key`` leads to the child at hand; ``hold`` keeps its identity."""
 
-    __slots__ = ("hold", "items", "key", "keyed", "members", "place", "prefix")
+    __slots__ = ("hold", "items", "key", "keyed", "made", "members", "place", "prefix")
 
-    def __init__(self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool) -> None:
+    def __init__(self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False) -> None:
         self.hold = hold
+        #: Whether this is, or is in, a tensor that is made of several.
+        self.made = made
         self.items = items
         self.keyed = keyed
         self.key: Any = THROUGH
@@ -338,6 +351,8 @@ class _Members:
             order = sorted(range(len(starts)), key=texts.__getitem__)
             tokens[starts[0] :] = [token for index in order for token in tokens[starts[index] : ends[index]]]
             self.values = [self.values[index] for index in order]
+        if _hashes.too_deep(self.values):
+            raise Unsupported(_hashes.TOO_DEEP)
         if _hashes.crowds(self.values, in_set=True):
             raise Unsupported(_hashes.WHY)
 
@@ -369,6 +384,8 @@ class _Flattener:
         self.ties: dict[Any, int] = {}
         self.names = dict(RESERVED)
         self.keys_in_keys = 0
+        #: Bytes of tensors that are parts of others, beyond the first time.
+        self.again = 0
         #: The tensor on the stack whose parts are being flattened, the first if there are several.
         self.tensor: _Frame | None = None
 
@@ -414,6 +431,9 @@ class _Flattener:
                 found = (describe_of(kind) or self.describe_type(kind))(value)
             except Unsupported as refusal:
                 found = self.replace(value, refusal)
+            if frame.made and type(found) is Parts and found.token.startswith('["expanded"') and not self.observe:
+                value = value.contiguous()  # noqa: PLW2901 - a part is stored in full
+                found = (describe_of(kind) or self.describe_type(kind))(value)
             if type(found) is Stored:
                 self.store(frame, value, found)
             elif type(found) is str:
@@ -491,6 +511,8 @@ class _Flattener:
             index = self.ties[tie] = self.add(frame, value, stored)
         elif not self.keys_in_keys:
             flat.ties.append((index, self.place_name(frame)))
+        if frame.made and index in flat.inner:
+            self.again += flat.tensors[index].capacity
         if self.tensor is not None:
             flat.inner.add(index)
         flat.tokens.append(f"{head}{index}{tail}")
@@ -533,6 +555,11 @@ class _Flattener:
         """Refuse a structure that is too large at its end."""
         if len(self.flat.tokens) > TOKEN_LIMIT:
             raise UnsupportedTypeError(f"{self.operation}: the state has more than {TOKEN_LIMIT} values")
+        if self.again > reuse_limit(sum(tensor.capacity for tensor in self.flat.tensors)):
+            raise UnsupportedTypeError(
+                f"{self.operation}: the state has the same sparse, quantised or nested tensors at so many places that "
+                "no load would make them all: keep each at one place"
+            )
 
     def place_name(self, frame: _Frame) -> str:
         """The name that the key path of the child at hand makes."""
@@ -550,6 +577,8 @@ class _Flattener:
             raise Unsupported(f"the state has more than {TOKEN_LIMIT} values")
         token, children, keyed = parts
         flat = self.flat
+        if token.startswith('["type","omegaconf.') and self.is_hashed():
+            raise Unsupported("a configuration can be neither a key nor a member of a set: it comes back as a dict")
         if token:
             flat.tokens.append(token)
         if keyed and len(self.stack) <= _OUTER and not self.keys_in_keys:
@@ -563,10 +592,15 @@ class _Flattener:
             opened = _Frame(value, members.iterate(flat.tokens), keyed=False)
             opened.members = members
             return opened
-        opened = _Frame(value, iter(children), keyed=keyed)
+        made = self.stack[-1].made or token.startswith(_MADE)
+        opened = _Frame(value, iter(children), keyed=keyed, made=made)
         if self.tensor is None and hasattr(kind, "untyped_storage"):
             self.tensor = opened
         return opened
+
+    def is_hashed(self) -> bool:
+        """Whether the value at hand is in a key or in a member of a set."""
+        return self.keys_in_keys > 0 or any(type(frame.hold) in _SETS for frame in self.stack)
 
     def note_outer(self, value: Any) -> None:
         """Note the outer mapping of the state, and which of its keys lead to mappings: one of them is the model."""

@@ -1,6 +1,7 @@
 """Dicts and sets of keys that a file chose: Python's hashes of numbers, and of what is made of them, can be forged.
 
-Keys whose hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such
+Python takes nested keys apart in C without an end: a key that is nested deep enough overflows the stack. Keys whose
+hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such
 keys are refused, by a count of the steps. A save refuses the same ones, because they could not be loaded.
 """
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
 #: Fewer keys cannot exceed the limit of 128 steps for each.
 _FEW = 256
@@ -28,6 +29,32 @@ def crowds(keys: Collection[Any], *, in_set: bool = False) -> bool:
     listed = keys if isinstance(keys, list) else list(keys)
     # A set is made of a dict.
     return _core.crowded(listed, neighbours=0) or (in_set and _core.crowded(listed, neighbours=_NEIGHBOURS))
+
+
+#: Levels of keys (docs/format.md, section 3.4).
+DEPTH = 100
+TOO_DEEP = f"a key or a member of a set is nested deeper than {DEPTH} levels: Python could not hash it"
+_NESTED = (tuple, frozenset, slice)
+
+
+def too_deep(keys: Iterable[Any]) -> bool:
+    """Whether one of ``keys`` is nested too deep to be hashed. No method of a key runs."""
+    kinds = {kind: issubclass(kind, _NESTED) for kind in set(map(type, keys))}
+    if not any(kinds.values()):
+        return False
+    rest = [(key, 1) for key in keys if kinds[type(key)]]
+    while rest:
+        key, depth = rest.pop()
+        if depth > DEPTH:
+            return True
+        rest.extend((member, depth + 1) for member in _members(key) if issubclass(type(member), _NESTED))
+    return False
+
+
+def _members(key: Any) -> Iterable[Any]:
+    if type(key) is slice:
+        return key.start, key.stop, key.step
+    return tuple.__iter__(key) if issubclass(type(key), tuple) else frozenset.__iter__(key)
 
 
 def set_of(keys: list[Any]) -> set[Any]:

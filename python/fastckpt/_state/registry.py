@@ -68,6 +68,8 @@ class Registry:
             decode: makes of such a value an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
+        ``DictConfig`` and ``ListConfig`` of omegaconf come back as plain containers where they are not declared.
+
         Raises:
             TypeError: ``cls`` is not a class, or does not explain itself and ``encode`` or ``decode`` cannot be called.
             ValueError: the type is supported without registration, or another class has that name.
@@ -76,16 +78,11 @@ class Registry:
             raise TypeError(f"register: {cls!r} is not a class")
         if _supported(cls):
             raise ValueError(f"register: {cls.__qualname__} can be saved without registration")
-        own = name
-        if name is None:
-            name = name_of(cls)
-        elif not isinstance(name, str):
-            raise TypeError(f"register: the name of {cls.__qualname__} must be a string, not {name!r}")
-        if name in built_in.RESERVED or (own is None and built_in.by_class(cls) is not None):
-            raise ValueError(
-                f"register: the name {name!r} is fastckpt's own, and {cls.__qualname__} can be saved without "
-                "registration: to store it in another way, give another name"
-            )
+        on_demand = _on_demand(cls) if encode is None and decode is None and name is None else None
+        if on_demand is not None:
+            self._by_class[cls] = self._by_name[on_demand.name] = on_demand
+            return
+        name = _checked_name(cls, name)
         codec = codec_of(cls, name) if encode is None and decode is None else _given(cls, name, encode, decode)
         if codec is None:
             raise TypeError(
@@ -106,6 +103,24 @@ class Registry:
 def _supported(cls: type) -> bool:
     """Whether values of ``cls`` are part of the structure, and never registered."""
     return cls in PLAIN or path_encoder(cls) is not None or (cls.__module__, cls.__qualname__) in _TORCH
+
+
+def _on_demand(cls: type) -> Codec | None:
+    found = built_in.by_class(cls)
+    return found if found is not None and found.name in built_in.ON_DEMAND else None
+
+
+def _checked_name(cls: type, given: Any) -> str:
+    """The name of a class in files: that which was given, or else its own."""
+    if given is not None and not isinstance(given, str):
+        raise TypeError(f"register: the name of {cls.__qualname__} must be a string, not {given!r}")
+    name: str = name_of(cls) if given is None else given
+    if name in built_in.RESERVED or (given is None and built_in.by_class(cls) is not None):
+        raise ValueError(
+            f"register: the name {name!r} is fastckpt's own, and {cls.__qualname__} can be saved without "
+            "registration: to store it in another way, give another name"
+        )
+    return name
 
 
 def _given(cls: type, name: str, encode: Any, decode: Any) -> Codec:
@@ -146,17 +161,27 @@ class Types:
         registry: the types of the call, or None.
         framework: ``numpy`` where types of torch's are to be what they are stored as.
         plain: whether values of types that are not known come back as what they are stored as.
+        on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made, where they are declared.
 
     Raises:
         TypeError: ``registry`` is something else.
     """
 
-    def __init__(self, operation: str, registry: Any = None, *, framework: str = "auto", plain: bool = False) -> None:
+    def __init__(
+        self,
+        operation: str,
+        registry: Any = None,
+        *,
+        framework: str = "auto",
+        plain: bool = False,
+        on_demand: bool = True,
+    ) -> None:
         if registry is not None and not isinstance(registry, Registry):
             raise TypeError(f"{operation}: registry must be a fastckpt.Registry, not {registry!r}")
         self._registries = (PROCESS,) if registry is None else (registry, PROCESS)
         self._numpy = framework == "numpy"
         self.plain = plain
+        self._on_demand = on_demand
         self._names: dict[str, Codec | None] = {}
 
     def by_class(self, cls: type) -> Codec | None:
@@ -174,6 +199,8 @@ class Types:
         return self._names[name]
 
     def _look_up(self, name: str) -> Codec | None:
+        if name in built_in.ON_DEMAND and not self._on_demand:
+            return built_in.by_name(name)
         for registry in self._registries:
             found = registry._by_name.get(name)  # noqa: SLF001 - its own module
             if found is not None:
@@ -181,12 +208,18 @@ class Types:
         if name in built_in.RESERVED:
             if self._numpy and name.startswith("torch."):
                 return Codec(object, name, _as_it_is, lambda value, _: value)
-            return built_in.by_name(name)
-        # What the program lets torch.load(weights_only=True) make, it lets us make.
-        if "torch" in sys.modules:
-            from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+            return (name in built_in.ON_DEMAND and _safe(name)) or built_in.by_name(name)
+        return _safe(name)
 
-            for cls in _torch.safe_types():
-                if name_of(cls) == name:
-                    return codec_of(cls)
+
+def _safe(name: str) -> Codec | None:
+    """The codec of a class that the program lets ``torch.load(weights_only=True)`` make: it lets us make it, too."""
+    if "torch" not in sys.modules:
         return None
+    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
+
+    for cls in _torch.safe_types():
+        ours = _on_demand(cls) if name in built_in.ON_DEMAND else None
+        if (name_of(cls) if ours is None else ours.name) == name:
+            return ours or codec_of(cls)
+    return None

@@ -16,7 +16,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
-from fastckpt._tensors.described import Unsupported
+from fastckpt._tensors.described import Unsupported, exact, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,8 +116,8 @@ def _wrapper(cls: Any) -> _Pair:
 
     def decode(value: Any, attributes: Any) -> Any:
         without(attributes)
-        inner, context, size, stride, *flags = value
-        if type(inner) is not dict or flags not in ([], ["p"], ["g"], ["pg"]):
+        inner, context, size, stride, *flags = exact(value, tuple)
+        if type(inner) is not dict or list(map(text, flags)) not in ([], ["p"], ["g"], ["pg"]):
             raise ValueError("not the parts of a tensor")
         try:
             tensor = cls.__tensor_unflatten__(inner, context, size, stride)

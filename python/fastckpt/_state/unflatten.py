@@ -112,6 +112,8 @@ _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compress
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:
     keys = parts[::2]
+    if _hashes.too_deep(keys):
+        raise ValueError(_hashes.TOO_DEEP)
     if _hashes.crowds(keys):
         raise ValueError(_hashes.WHY)
     made = dict(zip(keys, parts[1::2], strict=True))
@@ -130,6 +132,8 @@ def _default(parts: list[Any]) -> defaultdict[Any, Any]:
 
 
 def _set(parts: list[Any]) -> set[Any]:
+    if _hashes.too_deep(parts):
+        raise ValueError(_hashes.TOO_DEEP)
     if _hashes.crowds(parts, in_set=True):
         raise ValueError(_hashes.WHY)
     made = _hashes.set_of(parts)
@@ -161,7 +165,7 @@ _FINISH: dict[str, Finish] = {
 def _hashable(value: Any) -> Any:
     """What stands for a value of a type that is not known where only what is hashable can: as tuples and frozensets."""
     kind = type(value)
-    if isinstance(value, dict):
+    if kind in {dict, OrderedDict, defaultdict}:
         return tuple((_hashable(key), _hashable(item)) for key, item in value.items())
     if kind is list or kind is tuple:
         return tuple(map(_hashable, value))

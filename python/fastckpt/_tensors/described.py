@@ -137,6 +137,20 @@ def integers(value: Any, size: int | None = None) -> list[int]:
     return value
 
 
+def members(value: Any, *names: str) -> list[Any]:
+    """The members of ``value``, which must be a dict with exactly these names, in this order."""
+    if type(value) is not dict or len(value) != len(names) or any(type(name) is not str for name in value):
+        raise ValueError(f"not a dict of {', '.join(names)}")
+    return [value[name] for name in names]
+
+
+def exact(value: Any, kind: Any, size: int | None = None) -> Any:
+    """``value``, which must be of exactly this built-in type, and of that size where one is given."""
+    if type(value) is not kind or (size is not None and len(value) != size):
+        raise ValueError(f"not a {kind.__name__}" + ("" if size is None else f" of {size}"))
+    return value
+
+
 def text(value: Any) -> str:
     """``value``, which must be a string."""
     if type(value) is not str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .described import Unsupported
+from .described import Unsupported, exact, members, text
+from .numpy import from_tensor
 
 #: The classes of ``numpy.random``, and the members of their states that are arrays: dtype and size.
 BIT_GENERATORS: dict[str, dict[str, tuple[str, int]]] = {
@@ -65,7 +66,7 @@ def _encode_seeds(generator: Any) -> dict[str, Any] | None:
 
 def decode_bit_generator(name: str, value: Any) -> Any:
     """The bit generator of class ``name`` in such a state; ValueError where it is none."""
-    state = dict(value)
+    state = _state(value)
     seeds = state.pop("seed_sequence")
     if state["bit_generator"] != name:
         raise ValueError("the state of another bit generator")
@@ -79,7 +80,7 @@ def encode_generator(generator: Any) -> dict[str, Any]:
 
 def decode_generator(value: Any) -> Any:
     """The ``numpy.random.Generator`` over the bit generator that the state names."""
-    return np.random.Generator(decode_bit_generator(value["bit_generator"], value))
+    return np.random.Generator(decode_bit_generator(_state(value)["bit_generator"], value))
 
 
 def encode_random_state(generator: Any) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def encode_random_state(generator: Any) -> dict[str, Any]:
 
 def decode_random_state(value: Any) -> Any:
     """The ``numpy.random.RandomState`` in such a state."""
-    state = dict(value)
+    state = _state(value)
     kept = {name: state.pop(name) for name in ("has_gauss", "gauss")}
     _check_integer("has_gauss", kept["has_gauss"])
     if type(kept["gauss"]) is not float:
@@ -97,6 +98,14 @@ def decode_random_state(value: Any) -> Any:
     made = np.random.RandomState(_restored(state, None))
     made.set_state({**made.get_state(legacy=False), **kept})
     return made
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """A copy of a state whose names are text, as its ``bit_generator`` is."""
+    if any(type(name) is not str for name in exact(value, dict)):
+        raise ValueError("not the state of a random generator")
+    text(value["bit_generator"])
+    return dict(value)
 
 
 def _restored(state: dict[str, Any], seeds: Any) -> Any:
@@ -113,7 +122,9 @@ def _alike(value: Any, model: Any) -> bool:
     """Whether two states have the same members."""
     if type(model) is not dict:
         return type(value) is not dict
-    return type(value) is dict and value.keys() == model.keys() and all(_alike(value[key], model[key]) for key in model)
+    if type(value) is not dict or any(type(key) is not str for key in value):
+        return False
+    return value.keys() == model.keys() and all(_alike(value[key], model[key]) for key in model)
 
 
 def _checked(name: str, part: Any, arrays: dict[str, tuple[str, int]]) -> Any:
@@ -123,9 +134,7 @@ def _checked(name: str, part: Any, arrays: dict[str, tuple[str, int]]) -> Any:
         _check_integer(name, part)
         return part
     dtype, size = arrays[name]
-    if not isinstance(part, np.ndarray):
-        # With framework="torch".
-        part = part.cpu().numpy()
+    part = from_tensor(part)
     if part.dtype != np.dtype(dtype) or part.shape != (size,):
         raise ValueError(f"not the {name} of a bit generator")
     return part
@@ -142,12 +151,12 @@ def _seeds(value: Any) -> np.random.SeedSequence:
 
 
 def _check_seeds(value: Any) -> None:
-    entropy, spawn_key = value["entropy"], value["spawn_key"]
+    entropy, spawn_key, pool_size, spawned = members(value, "entropy", "spawn_key", "pool_size", "n_children_spawned")
     words = entropy if type(entropy) is list else [] if entropy is None else [entropy]
-    numbers = [*words, *spawn_key, value["pool_size"], value["n_children_spawned"]]
-    if type(spawn_key) is not tuple or any(type(number) is not int or number < 0 for number in numbers):
+    numbers = [*words, *exact(spawn_key, tuple), pool_size, spawned]
+    if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("numbers that are not positive integers")
-    if sum(number.bit_length() // 32 + 1 for number in numbers) > _WORDS or value["pool_size"] > _POOL:
+    if sum(number.bit_length() // 32 + 1 for number in numbers) > _WORDS or pool_size > _POOL:
         raise ValueError(f"more than {_WORDS} words of entropy, or a pool of more than {_POOL}")
-    if value["n_children_spawned"] >= 1 << 32:
+    if spawned >= 1 << 32:
         raise ValueError("more children than numbers")

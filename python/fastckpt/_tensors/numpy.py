@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -61,9 +62,19 @@ def expanded(token: list[Any], parts: list[Any]) -> Array:
     """An array that repeats its base, which nobody may write to."""
     _, sizes, _ = token
     (base,) = parts
-    if not isinstance(base, np.ndarray):
-        raise ValueError("a base that is not an array")  # noqa: TRY004 - malformed tokens are values
+    if type(base) is not np.ndarray:
+        raise ValueError("a base that is not an array")
     return np.broadcast_to(base, expanded_sizes(sizes, base.shape, base.itemsize))
+
+
+def from_tensor(value: Any) -> Array:
+    """``value``, which must be an array, or with ``framework="torch"`` a tensor, which is then seen as one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and type(value) is torch.Tensor:
+        value = value.cpu().numpy()
+    if type(value) is not np.ndarray:
+        raise ValueError("not an array")
+    return value
 
 
 def parse_dtype(text: str) -> np.dtype[Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .described import THROUGH, Parts, Unsupported, integers, text
-from .numpy import KINDS, plain_dtype
+from .described import THROUGH, Parts, Unsupported, exact, integers, members, text
+from .numpy import KINDS, from_tensor, plain_dtype
 
 if TYPE_CHECKING:
     from .numpy import Array
@@ -69,19 +69,19 @@ def decode_dtype(value: Any, depth: int = 0) -> np.dtype[Any]:
             return made
         return plain_dtype(value)
     if type(value) is tuple:
-        base, shape = value
-        if not shape or any(size < 0 for size in integers(list(shape))):
+        base, shape = exact(value, tuple, 2)
+        if not exact(shape, tuple) or any(size < 0 for size in integers(list(shape))):
             raise ValueError("not the shape of a sub-array")
         made = np.dtype((decode_dtype(base, depth + 1), shape))
         return made
-    if type(value) is not dict or not value.keys() <= _MEMBERS:
+    if any(type(name) is not str for name in exact(value, dict)) or not value.keys() <= _MEMBERS:
         raise ValueError("not the members of a dtype")
-    return _of_fields(value, [decode_dtype(each, depth + 1) for each in value["formats"]])
+    return _of_fields(value, [decode_dtype(each, depth + 1) for each in exact(value["formats"], list)])
 
 
 def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[Any]:
-    titles = value.get("titles", [])
-    for name in (*value["names"], *(title for title in titles if title is not None)):
+    titles = exact(value.get("titles", []), list)
+    for name in (*exact(value["names"], list), *(title for title in titles if title is not None)):
         text(name)
     (size,) = integers([value["itemsize"]])
     # numpy overlooks an end beyond 31 bits, and formats beyond the names.
@@ -117,18 +117,15 @@ def encode_array(array: Array) -> dict[str, Any]:
 
 def decode_array(value: Any) -> Array:
     """The array that :func:`encode_array` took apart: its bytes, or objects, in its shape."""
-    if type(value) is not dict or type(value["data"]) is list:
-        shape, members = value["shape"], value["data"]
-        if len(value) != 3 or value["dtype"] != _OBJECT or prod(integers(list(shape))) != len(members):  # noqa: PLR2004
+    if len(exact(value, dict)) == 3:  # noqa: PLR2004 - dtype, shape, data
+        described, shape, listed = members(value, "dtype", "shape", "data")
+        if text(described) != _OBJECT or prod(integers(list(exact(shape, tuple)))) != len(exact(listed, list)):
             raise ValueError("not an array of objects")
         # Neither sequences nor arrays of no dimensions are taken apart.
-        return np.fromiter(members, object, len(members)).reshape(shape)
-    described, data = value["dtype"], value["data"]
-    dtype = decode_dtype(described)
-    if not isinstance(data, np.ndarray):
-        # With framework="torch": these elements are none of torch's.
-        data = data.cpu().numpy()
-    if len(value) != 2 or dtype.hasobject or data.dtype != np.uint8 or not data.ndim:  # noqa: PLR2004 - its members
+        return np.fromiter(listed, object, len(listed)).reshape(shape)
+    described, data = members(value, "dtype", "data")
+    dtype, data = decode_dtype(described), from_tensor(data)
+    if dtype.hasobject or data.dtype != np.uint8 or not data.ndim:
         raise ValueError("not the bytes of an array")
     if data.shape[-1] != dtype.itemsize:
         raise ValueError("elements of another size")

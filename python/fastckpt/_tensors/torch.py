@@ -24,9 +24,11 @@ from .described import (
     Parts,
     Stored,
     Unsupported,
+    exact,
     expanded_sizes,
     expansion,
     integers,
+    members,
     steps,
     text,
 )
@@ -742,10 +744,10 @@ def encode_generator(value: torch.Generator) -> dict[str, Any]:
 
 def decode_generator(_: Any, value: Any) -> torch.Generator:
     """The random generator of that device in that state; UnsupportedTypeError where the device is not here."""
-    device, state = value["device"], value["state"]
+    device, state = members(value, "device", "state")
     (state,) = _tensors([state])
     state = state.cpu()
-    if len(value) != 2 or state.dtype is not torch.uint8 or state.dim() != 1:  # noqa: PLR2004 - device and state
+    if state.dtype is not torch.uint8 or state.dim() != 1:
         raise ValueError("not the state of a random generator")
     try:
         made = torch.Generator(text(device))
@@ -775,29 +777,29 @@ _NUMBERS = 624
 
 def decode_nested(_: Any, value: Any) -> Tensor:
     """The nested tensor of its constituents, or of what they are ranges of."""
-    parts = dict(value)
-    flags = parts.pop("flags")
-    if "constituents" in parts:
-        constituents, dtype = parts.pop("constituents"), parts.pop("dtype")
-        if parts or type(constituents) is not list or not isinstance(dtype, torch.dtype):
-            raise ValueError("not the constituents of a nested tensor")
-        made = torch.nested.nested_tensor(list(_tensors(constituents)), dtype=dtype)
+    if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
+        constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
+        if type(dtype) is not torch.dtype:
+            raise ValueError("not the dtype of a nested tensor")
+        made = torch.nested.nested_tensor(list(_tensors(exact(constituents, list))), dtype=dtype)
     else:
-        made = _jagged(**parts)
-    if flags not in _TAILS:
+        *parts, flags = members(value, "values", "offsets", "lengths", "jagged_dim", "flags")
+        made = _jagged(*parts)
+    if text(flags) not in _TAILS:
         raise ValueError("flags of a nested tensor")
     return with_flags(made, flags)
 
 
-def _jagged(*, values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
+def _jagged(values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
     _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
     if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
         raise ValueError("a jagged dimension that is not there")
     # Kernels of torch believe them.
-    starts, ends = offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths
-    whole = (offsets.dim(), lengths is None or lengths.shape == starts.shape, offsets.is_floating_point())
-    if whole != (1, True, False) or not len(offsets):
+    if any(part is not None and part.dtype not in (torch.int32, torch.int64) for part in (offsets, lengths)):
+        raise ValueError("offsets or lengths of a nested tensor that are not integers")
+    if offsets.dim() != 1 or not len(offsets) or (lengths is not None and lengths.shape != (len(offsets) - 1,)):
         raise ValueError("not the offsets of a nested tensor")
+    starts, ends = offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths
     if bool(((starts < 0) | (ends < starts) | (ends > values.shape[jagged_dim - 1])).any()):
         raise ValueError("offsets outside the values of a nested tensor")
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=jagged_dim)

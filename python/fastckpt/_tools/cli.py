@@ -41,6 +41,8 @@ _PLACE = "the checkpoint: its directory or URL"
 
 #: What a screen has room for; the rest is counted.
 _LINES = 12
+#: Levels of metadata that are shown: JSON is nested as Python recurses.
+_DEPTH = 100
 _WIDTH = 100
 
 _REMEDIES = {
@@ -103,16 +105,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value of a checkpoint's metadata as JSON can hold it: what it cannot becomes text."""
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    if value is None or kind in {bool, int, str}:
         return value
-    # A nan or an infinity has no form in JSON.
-    return value if isinstance(value, float) and value - value == 0 else str(value)
+    if kind is float and value - value == 0:  # a nan or an infinity has no form in JSON
+        return value
+    if depth == _DEPTH:
+        return f"nested deeper than {_DEPTH} levels"
+    if isinstance(value, Mapping):
+        return {key if type(key) is str else _str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    return _str(value)
+
+
+def _str(value: Any) -> str:
+    try:
+        return str(value)
+    except RecursionError:
+        return f"a deep {type(value).__qualname__}"
 
 
 def _tensors(checkpoint: fastckpt.Checkpoint) -> list[dict[str, Any]]:

@@ -1,0 +1,401 @@
+"""Files that name what a program knows, in places where it does not belong: nothing of it runs, and nothing grows.
+
+Values of all types are saved, parts of their structure are replaced by others, and the manifest is forged behind a
+correct checksum. The drawing runs in a process of its own, which measures itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import decimal
+import fractions
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import uuid
+import zoneinfo
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._state.select import ends_of
+from harness import manifest, needs
+
+#: How many files are drawn; a campaign sets more.
+DRAWS = int(os.environ.get("FASTCKPT_DRAWS", "1500"))
+#: Bytes of memory that a process may take beyond what it has after a first load, and processor seconds of one load.
+GROWTH, SECONDS = 192 << 20, 10.0
+
+HOOKS = (
+    *("__iter__", "__eq__", "__ne__", "__lt__", "__hash__", "__len__", "__bool__", "__getitem__", "__contains__"),
+    *("__reduce__", "__reduce_ex__", "__str__", "__repr__", "__index__", "__int__", "__float__", "__getattribute__"),
+    *("__array__", "__next__", "__call__", "__copy__", "__deepcopy__", "__buffer__", "__format__", "keys", "items"),
+)
+#: What Python itself calls of a key.
+OF_KEYS = {"__hash__", "__eq__"}
+ran: list[str] = []
+
+
+def hostile(base):
+    """A class that notes whatever is called of its instances, and fails."""
+
+    def hook(name):
+        def run(*_, **__):
+            ran.append(name)
+            raise ValueError(f"{name} ran")
+
+        return run
+
+    class Base(base):
+        __slots__ = ()
+
+    members = {name: hook(name) for name in HOOKS}
+    return type(f"Hostile{base.__name__}", (Base,), {**members, "__slots__": (), "__module__": "hostile"})
+
+
+BASES = (dict, list, tuple, str, int, float, bytes, frozenset, set, collections.OrderedDict, collections.deque)
+CLASSES = {base: hostile(base) for base in BASES}
+BARE = hostile(object)
+
+
+def registry():
+    known = fastckpt.Registry(*CLASSES.values())
+    known.register(BARE, lambda _: None, lambda _: object.__new__(BARE), name="hostile.bare")
+    import omegaconf
+
+    known.register(omegaconf.DictConfig)
+    known.register(omegaconf.ListConfig)
+
+    def resolve(*_):
+        ran.append("resolver")
+        raise ValueError("resolved")
+
+    omegaconf.OmegaConf.register_new_resolver("boom", resolve, replace=True)
+    return known
+
+
+VALUES = {
+    dict: [["dict", 1], "a", 1],
+    list: [["list", 1], 1],
+    tuple: [["tuple", 2], 1, 2],
+    str: ["text"],
+    int: [7],
+    float: [0.5],
+    bytes: [["bytes", "YQ=="]],
+    frozenset: [["fset", 1], 1],
+    set: [["set", 1], 1],
+    collections.OrderedDict: [["odict", 1], "a", 1],
+    collections.deque: [["type", "collections.deque"], ["list", 1], 1],
+}
+CONFIG = [["type", "omegaconf.DictConfig"], ["dict", 2], "a", "${boom:1}", "b", "${oc.env:HOME}"]
+LEAVES = [
+    *([["type", f"hostile.Hostile{base.__name__}"], *tokens] for base, tokens in VALUES.items()),
+    [["type", "hostile.bare"], None],
+    CONFIG,
+    [["type", "omegaconf.ListConfig"], ["list", 2], "${boom:1}", "${boom:2}"],
+    [["type", "omegaconf.DictConfig", 2], ["dict", 0], ["dict", 1], "flags", ["list", 1], *CONFIG],
+    [["type", "collections.deque"], ["list", 1], *CONFIG],
+]
+
+
+def corpus():
+    """Values of all types, by name."""
+    import torch
+
+    nested = [torch.ones(2, 3), torch.ones(4, 3)]
+    fields = np.dtype([("a", "<f4"), ("b", "<i8", (2,))])
+    quantized = torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8)
+    zone = zoneinfo.ZoneInfo("Europe/Vienna")
+    generator = np.random.Generator(np.random.MT19937(np.random.SeedSequence([1, 2], spawn_key=(3,))))
+    default = collections.defaultdict(list, {"a": [1]})
+    attributed = torch.nn.Linear(2, 2).state_dict()
+    return {
+        "containers": {"d": {1: 2}, "l": [1, (2, 3)], "s": {1, 2}, "f": frozenset({3}), "slice": slice(1, 2, 3)},
+        "mappings": [collections.OrderedDict(a=1), default, collections.Counter("aab"), attributed],
+        "spaces": [argparse.Namespace(a=1), types.SimpleNamespace(b=[1])],
+        "numbers": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), 1 << 80, float("nan"), 1j, range(3)],
+        "deque": [collections.deque([1, 2], 5), io.BytesIO(b"abc"), uuid.UUID(int=7), bytearray(b"abc")],
+        "times": [dt.datetime(2020, 1, 1, tzinfo=zone), dt.time(1, tzinfo=dt.timezone.utc), dt.timedelta(1)],
+        "random": [random.Random(1), np.random.RandomState(1), generator, np.random.Philox(1)],
+        "generator": [torch.Generator(), np.random.PCG64(5), np.random.SFC64(2)],
+        "arrays": [np.zeros(3, fields), np.zeros(2, fields).view(np.recarray), np.array([1, None], object), fields],
+        "nested": [torch.nested.nested_tensor(nested), torch.nested.nested_tensor(nested, layout=torch.jagged)],
+        "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), quantized],
+        "expanded": [torch.ones(1, 3).expand(4, 3), np.broadcast_to(np.ones(3), (4, 3))],
+        "torch": [
+            torch.float32,
+            torch.strided,
+            torch.channels_last,
+            torch.Size([1]),
+            torch.device("cpu"),
+            torch.ones(2),
+        ],
+    }
+
+
+def hashed(tokens, ends):
+    """The positions that are in keys, or in members of sets."""
+    found = set()
+    for position, token in enumerate(tokens):
+        tag = token[0] if isinstance(token, list) else None
+        if tag in ("set", "fset"):
+            found.update(range(position + 1, ends[position]))
+        if tag not in ("dict", "odict", "ddict"):
+            continue
+        at = position + 1 + (tag == "ddict")
+        while at < ends[position]:
+            found.update(range(at, ends[at]))
+            at = ends[ends[at]]
+    return found
+
+
+def expanded(dice, tensors):
+    """Tensors, whose bytes are few, as if they had gigabytes."""
+    number = dice.randrange(tensors)
+    kind = dice.choice(["tensor", "array"])
+    return [["expanded", [1 << dice.choice([3, 31, 40])] * dice.choice([1, 2]), ""], [kind, number]]
+
+
+def drawn(dice, tokens, tensors):
+    """Tokens of which some values are replaced by others, and whether only keys are to blame for what runs."""
+    tokens = list(tokens)
+    of_keys = False
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        ends = ends_of(tokens)
+        keys = hashed(tokens, ends)
+        position = dice.randrange(len(tokens))
+        choice = dice.random()
+        if choice < 0.2 and tensors:
+            new = expanded(dice, tensors)
+        elif choice < 0.35:
+            other = dice.randrange(len(tokens))
+            new = tokens[other : ends[other]]
+        elif choice < 0.45 and isinstance(tokens[position], list) and tokens[position][0] == "type":
+            names = [token[1] for token in tokens if isinstance(token, list) and token[0] == "type"]
+            new = [["type", dice.choice(names), *tokens[position][2:]], *tokens[position + 1 : ends[position]]]
+        else:
+            new = dice.choice(LEAVES)
+        of_keys = of_keys or position in keys
+        tokens[position : ends[position]] = new
+    return tokens, of_keys or bool(hashed(tokens, ends_of(tokens)) & _named(tokens))
+
+
+def _named(tokens):
+    return {
+        at for at, token in enumerate(tokens) if isinstance(token, list) and str(token[1:2]).startswith("['hostile")
+    }
+
+
+def peak():
+    with Path("/proc/self/status").open(encoding="ascii") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
+
+
+def look(path, known):
+    """What a reader does with a file; returns how it ended."""
+    ends = []
+    for how in (
+        lambda: fastckpt.load(path, registry=known),
+        lambda: fastckpt.load(path, registry=known, framework="torch"),
+        lambda: fastckpt.load(path, registry=known, unknown="plain"),
+        lambda: fastckpt.open(path).structure,
+        lambda: fastckpt.open(path).metadata,
+    ):
+        try:
+            how()
+            ends.append("read")
+        except (fastckpt.CheckpointError, ImportError) as error:  # noqa: PERF203 - each ends by itself
+            ends.append(type(error).__name__)
+    return ends
+
+
+def main(seed, count):
+    import warnings
+
+    import torch  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    known, dice = registry(), random.Random(seed)
+    ends = collections.Counter()
+    with tempfile.TemporaryDirectory() as directory:
+        bodies = {}
+        for name, value in corpus().items():
+            path = Path(directory) / name
+            fastckpt.save(value, path)
+            look(path, known)
+            bodies[name] = manifest.body_of(path)
+        before, modules = peak(), set(sys.modules)
+        for _ in range(count):
+            name = dice.choice(list(bodies))
+            body, path = dict(bodies[name]), Path(directory) / name
+            body["structure"], of_keys = drawn(dice, body["structure"], len(body["tensors"]))
+            if dice.random() < 0.3:
+                body["metadata"] = [["dict", 1], "step", *dice.choice(LEAVES)]
+            manifest.forge(path, body)
+            ran.clear()
+            began = time.process_time()
+            ends.update(look(path, known))
+            took = time.process_time() - began
+            said = json.dumps(body["structure"])[:3000]
+            assert set(ran) <= (OF_KEYS if of_keys else set()), (ran, said)
+            assert took < SECONDS, (took, said)
+            assert peak() - before < GROWTH, (peak() - before, said)
+            assert not set(sys.modules) - modules, (set(sys.modules) - modules, said)
+    print(json.dumps(ends))
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_nothing_of_a_file_runs_and_nothing_grows(seed):
+    needs.package("omegaconf")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, __file__, str(seed), str(DRAWS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ends = json.loads(done.stdout)
+    # Most are refused, and some changes do no harm.
+    assert ends["CorruptCheckpointError"] > DRAWS
+    assert ends["read"] > DRAWS
+    assert set(ends) <= {"read", "CorruptCheckpointError", "CheckpointError", "UnsupportedTypeError"}
+
+
+@pytest.mark.parametrize("part", ["values", "constituents", "state"])
+def test_an_expanded_tensor_is_no_part_of_another(tmp_path, part):
+    torch = pytest.importorskip("torch")
+    wide = [["expanded", [1 << 40], ""], ["tensor", 0]]
+    fastckpt.save({"a": torch.zeros(1, dtype=torch.uint8), "i": torch.zeros(1, 1, dtype=torch.int64)}, tmp_path / "c")
+    body = manifest.body_of(tmp_path / "c")
+    body["structure"] = {
+        "values": [["coo", [1], False, ""], ["tensor", 1], *wide],
+        "constituents": [
+            *(["type", "torch.nested.nested_tensor"], ["dict", 3], "constituents", ["list", 1], *wide),
+            *("dtype", ["dtype", "uint8"], "flags", ""),
+        ],
+        "state": [["type", "torch.Generator"], ["dict", 2], "device", "cpu", "state", *wide],
+    }[part]
+    manifest.forge(tmp_path / "c", body)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match=r"expanded tensor that is part|not a tensor"):
+        fastckpt.load(tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_parts_that_are_used_again_are_bounded(tmp_path):
+    torch = pytest.importorskip("torch")
+    fastckpt.save({"big": torch.zeros(4 << 20, dtype=torch.uint8)}, tmp_path / "c")
+    body = manifest.body_of(tmp_path / "c")
+
+    def nested(times):
+        one = [["type", "torch.nested.nested_tensor"], ["dict", 3], "constituents", ["list", 1], ["tensor", 0]]
+        return [["list", times], *[*one, "dtype", ["dtype", "uint8"], "flags", ""] * times]
+
+    for times, taken in ((20, True), (100, False)):
+        body["structure"] = nested(times)
+        manifest.forge(tmp_path / "c", body)
+        if taken:
+            assert len(fastckpt.load(tmp_path / "c")) == times
+        else:
+            with pytest.raises(fastckpt.CorruptCheckpointError, match="part of too many others"):
+                fastckpt.load(tmp_path / "c")
+
+
+def test_what_no_load_would_make_is_not_saved(tmp_path):
+    torch = pytest.importorskip("torch")
+    matrix = torch.ones(2 << 20).to_sparse()
+    fastckpt.save([matrix] * 60, tmp_path / "c")
+    assert len(fastckpt.load(tmp_path / "c")) == 60
+    with pytest.raises(fastckpt.UnsupportedTypeError, match="at so many places"):
+        fastckpt.save([matrix] * 100, tmp_path / "d")
+
+
+def test_parts_of_tensors_are_stored_in_full(tmp_path):
+    """As graphs have them: the values of a matrix are one number, expanded."""
+    torch = pytest.importorskip("torch")
+    indices = torch.stack([torch.arange(50), torch.arange(50)])
+    matrix = torch.sparse_coo_tensor(indices, torch.ones(1).expand(50), (50, 50))
+    nested = torch.nested.nested_tensor_from_jagged(torch.ones(1, 3).expand(7, 3), torch.tensor([0, 3, 7]))
+    report = fastckpt.save({"m": matrix, "n": nested, "leaf": torch.ones(1).expand(50)}, tmp_path / "c")
+    assert report.bytes >= 50 * 16 + 50 * 4 + 84
+    back = fastckpt.load(tmp_path / "c")
+    assert torch.equal(back["m"].to_dense(), matrix.to_dense())
+    assert torch.equal(back["n"].values(), torch.ones(7, 3))
+    assert back["leaf"].stride() == (0,)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "fset"])
+def test_deep_keys_are_refused_before_they_are_hashed(tmp_path, kind):
+    """In C, without an end: a thread with a small stack would die of them."""
+    np_state = tmp_path / "c"
+    fastckpt.save({"a": 1}, np_state)
+    body = manifest.body_of(np_state)
+    for depth, taken in ((100, True), (101, False), (9000, False)):
+        for holder in ([["dict", 1], *[[kind, 1]] * depth, 1, 2], [["set", 1], *[[kind, 1]] * depth, 1]):
+            body["structure"] = holder
+            manifest.forge(np_state, body)
+            if taken:
+                assert len(fastckpt.load(np_state)) == 1
+            else:
+                with pytest.raises(fastckpt.CorruptCheckpointError, match="nested deeper than 100 levels"):
+                    fastckpt.load(np_state)
+    key = ()
+    for _ in range(101):
+        key = (key,)
+    with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
+        fastckpt.save({key: 1}, tmp_path / "d")
+    with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
+        fastckpt.save({key}, tmp_path / "d")
+
+
+@pytest.mark.parametrize("lengths", [[float("nan"), 1.0], [True, True]])
+def test_lengths_of_a_nested_tensor_are_integers(tmp_path, lengths):
+    torch = pytest.importorskip("torch")
+    state = [torch.ones(5), torch.tensor([0, 2, 5]), torch.tensor(lengths)]
+    fastckpt.save(state, tmp_path / "c")
+    body = manifest.body_of(tmp_path / "c")
+    body["structure"] = [
+        *(["type", "torch.nested.nested_tensor"], ["dict", 5], "values", ["tensor", 0], "offsets", ["tensor", 1]),
+        *("lengths", ["tensor", 2], "jagged_dim", 1, "flags", ""),
+    ]
+    manifest.forge(tmp_path / "c", body)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="not integers"):
+        fastckpt.load(tmp_path / "c")
+
+
+def test_deep_metadata_is_shown(tmp_path, capsys):
+    from fastckpt._tools import cli
+
+    deep = 1
+    for _ in range(1500):
+        deep = {"x": deep}
+    queue = 1
+    for _ in range(1500):
+        queue = collections.deque([queue])
+    fastckpt.save({"a": 1}, tmp_path / "c", metadata={"deep": deep, "queue": queue})
+    assert cli.main(["info", str(tmp_path / "c"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["metadata"]
+    assert "nested deeper than 100 levels" in json.dumps(shown["deep"])
+    assert shown["queue"] == "a deep deque"
+
+
+def test_info_shows_no_environment(tmp_path, capsys, monkeypatch):
+    omegaconf = needs.package("omegaconf")
+    from fastckpt._tools import cli
+
+    monkeypatch.setenv("TOKEN_OF_MINE", "secret")
+    config = omegaconf.OmegaConf.create({"a": "${oc.env:TOKEN_OF_MINE}"})
+    fastckpt.save({"cfg": config}, tmp_path / "c", metadata={"cfg": config})
+    for command in (["info"], ["info", "--json"], ["diff", str(tmp_path / "c")]):
+        assert cli.main([command[0], str(tmp_path / "c"), *command[1:]]) == 0
+        assert "secret" not in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
