@@ -3,6 +3,7 @@
     python tests/manager/kill_campaign.py --kills 2000 DIRECTORY
     python tests/manager/kill_campaign.py --kills 2000 --remote REMOTE DIRECTORY
     python tests/manager/kill_campaign.py --kills 2000 --ranks 4 --remote REMOTE DIRECTORY
+    python tests/manager/kill_campaign.py --kills 300 --store DIRECTORY
 
 A child forked for each round restores, saves and removes as fast as it can with ``keep=1``, and tells its parent when
 it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase. After
@@ -10,7 +11,8 @@ each kill another child must be able to restore, without a warning, the newest s
 one, bit for bit. The oracle, the acknowledged step, is the parent's alone. It prints one JSON document; its exit status
 is 1 if anything was lost.
 
-With a remote tier, a directory, the drain is a phase, too. After each kill the remote by itself must have the newest
+With a remote tier, a directory or with ``--store`` the bucket of a server of S3 on loopback, which is not killed and
+keeps one checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest
 step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
 drained is then all that was acknowledged, and the next child fetches it.
 
@@ -31,11 +33,13 @@ import sys
 import time
 import traceback
 import warnings
+from pathlib import Path
 
 import numpy as np
 
 import fastckpt
 from fastckpt._manager import drain, fetch, manager, retention
+from fastckpt._paths import is_url
 
 PHASES = ("restore", "save", "retention")
 #: Those of a run with a remote tier: a drain begins, and a fetch.
@@ -45,9 +49,9 @@ MESSAGE = struct.Struct("=Bq")
 KINDS = (*PHASES, *FAR, "acknowledged", "drained")
 #: In one round out of so many the local tier is lost.
 LOST = 8
-#: The longest time from the beginning of a phase to the kill, in seconds; of several ranks, and from the first kill to
-#: the next.
-LONGEST, LONGEST_OF_RANKS, APART = 0.012, 0.1, 0.1
+#: The longest time from the beginning of a phase to the kill, in seconds; of several ranks or with a store, and from
+#: the first kill to the next.
+LONGEST, LONGEST_OF_MANY, APART = 0.012, 0.1, 0.1
 
 
 def state(step):
@@ -81,7 +85,7 @@ def train(directory, remote, tell, asynchronous):
     retention.Retention.clear = told
     tell_of_copies(drain, tell, "drain", "drained")
     tell_of_copies(fetch, tell, "fetch")
-    far = {} if remote is None else {"remote": remote, "remote_keep": 2}
+    far = {} if remote is None else {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}
     run = manager.Manager(directory, keep=1, async_save=asynchronous, save_options={"shard_size": 160_000}, **far)
     tell("restore", 0)
     found = run.restore()
@@ -198,11 +202,37 @@ class Ranks:
             os.waitpid(pid, 0)
 
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
+
+
+def keep_bucket(writing):
+    """Serve S3 with one empty bucket as long as the parent lives."""
+    from harness.s3 import BUCKET, Server
+
+    parent, server = os.getppid(), Server()
+    server.client().create_bucket(Bucket=BUCKET)
+    os.write(writing, server.url.encode())
+    while os.getppid() == parent:
+        # What it was asked is of no use here.
+        server.forget()
+        time.sleep(0.5)
+
+
+def store():
+    """Begin to serve S3, and have the environment lead there; the URL of the run."""
+    from harness.s3 import BUCKET, environment
+
+    _, pipe = in_children(lambda writing, _: keep_bucket(writing))
+    os.environ.update(environment(os.read(pipe, 1000).decode()))
+    os.close(pipe)
+    return f"s3://{BUCKET}/run"
+
+
 def one_round(directory, remote, known, phase, seed, ranks):
     """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``."""
     asynchronous = seed.random() < 0.7
     after = seed.randrange(1, 4) if phase not in {"restore", "fetch"} else 1
-    delay = seed.uniform(0, LONGEST if ranks.size == 1 else LONGEST_OF_RANKS)
+    delay = seed.uniform(0, LONGEST if ranks.size == 1 and not is_url(remote or "") else LONGEST_OF_MANY)
 
     def work(writing, rank):
         ranks.meet(rank)
@@ -282,8 +312,10 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remote", help="a directory: the remote tier")
     parser.add_argument("--ranks", type=int, default=1, help="processes that save together")
+    parser.add_argument("--store", action="store_true", help="the remote tier is in an object store")
     options = parser.parse_args()
-    done = campaign(options.directory, options.remote, options.kills, options.seed, options.ranks)
+    remote = store() if options.store else options.remote
+    done = campaign(options.directory, remote, options.kills, options.seed, options.ranks)
     print(json.dumps(done))
     return 1 if done["violations"] else 0
 

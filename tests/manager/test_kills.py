@@ -32,6 +32,13 @@ def test_kills_within_drains_and_fetches_lose_nothing(tmp_path):
 
 
 @pytest.mark.timeout(300 + 4 * KILLS)
+def test_kills_within_uploads_lose_nothing(tmp_path):
+    """Mutant: the manifest of a step that is copied again goes before the new one is there."""
+    result = campaign(KILLS // 2, "--store", str(tmp_path / "run"))
+    assert result["newest_drained"] > 0
+
+
+@pytest.mark.timeout(300 + 4 * KILLS)
 def test_kills_of_several_ranks_lose_nothing(tmp_path):
     """Mutant: the first rank removes the checkpoint that has become durable, and not the older ones."""
     kills = KILLS // 8
