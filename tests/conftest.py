@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -14,6 +15,15 @@ from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 # Torch's idle threads spin in wait of the next operator: on a busy machine that takes most of the time of a test that
 # trains. The library of threads reads this once, when torch is imported, here and in all that the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Drawn tests draw the same each time, so that a failure is one of the change at hand. FASTCKPT_TEST_DRAWS=new draws
+# anew, and hypothesis prints how to draw that again.
+with contextlib.suppress(ImportError):  # scripts/gpu takes a machine as it is
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True)
+    settings.register_profile("new", derandomize=False, print_blob=True)
+    settings.load_profile(os.environ.get("FASTCKPT_TEST_DRAWS", "same"))
 
 # A shell runs what is in the background without Ctrl-C, and nohup without a hang-up; their children would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

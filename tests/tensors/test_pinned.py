@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,7 +274,8 @@ def test_memory_that_is_given_up_early_waits_for_one_piece_alone():
     assert begun.wait(60)
     closing = threading.Thread(target=registration.close)
     closing.start()
-    closing.join(0.05)
+    while not registration._is_closed:
+        time.sleep(0.001)
     assert closing.is_alive()
     go_on.set()
     closing.join(60)

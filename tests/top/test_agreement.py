@@ -72,8 +72,8 @@ class Trainer:
         self.child.stdin.flush()
 
     def save_for_long(self, path, step=None):
-        """Begin a save that lasts for half a minute: as long as a test needs that ends it."""
-        self.save(path, 120 * MB, 4 * MB, step)
+        """Begin a save that lasts for a minute: longer than a test needs that ends it."""
+        self.save(path, 120 * MB, 2 * MB, step)
 
     def end(self):
         self.child.kill()
@@ -212,7 +212,9 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         rank.save_for_long(tmp_path / str(number) / "last")
     for monitor in (watched, Monitor(place, 40 * MB)):
         # What is waited for is known from the second look on.
-        model = monitor.until(lambda model: model.main.elapsed_s > 1.3 and model.rows[0].wait_kind == "limit")
+        model = monitor.until(
+            lambda model: model.main.elapsed_s > 1.3 and model.rows[0].wait_kind == "limit" and model.main.sentence
+        )
         assert [(op.ranks, op.gpus, op.running) for op in model.ops] == [(2, 2, True), (2, 2, False)]
         assert model.main.total == pytest.approx(240 * MB, rel=0.01)
         now, target = text.rates(model.main.rate, 80 * MB)
