@@ -191,9 +191,10 @@ def save_async(  # noqa: PLR0913 - all by name
 
     What this rank holds is copied to host memory, and everything else happens in a thread: to agree with the other
     ranks, to write, to commit. Every rank of the group calls it, before or after other saves and loads of the group in
-    the same order; those wait for it on every rank. One asynchronous save is in flight at a time: another one of this
-    process is waited for. The memory is kept for the next save (see :func:`fastckpt.release_buffers`). The process does
-    not end before the checkpoint is durable, or has failed.
+    the same order; those wait for it on every rank. One asynchronous save of a group is in flight at a time: another
+    one is waited for. Those of several groups go on side by side, in any order, each with memory of its own. The memory
+    is kept for the next save (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is
+    durable, or has failed.
 
     Args:
         state: as for :func:`save`.
@@ -262,7 +263,8 @@ def save_async(  # noqa: PLR0913 - all by name
                     threads=threads,
                     bandwidth_limit=bandwidth_limit,
                 )
-                pending = PendingSave(call.path, began, on_error)
+                group = call.session if call.session.group.size > 1 else None
+                pending = PendingSave(call.path, began, on_error, group)
                 job = background.Job(pending, call, placed, pin=most, progress=progress)
             except BaseException:
                 # The turn is taken: the other ranks must hear of it.

@@ -1,7 +1,8 @@
 """Ranks in one process, with a simulated store and clock: drawn delays, deaths, stops, losses and late starts.
 
 A run is a function of its seed. What the ranks do is the protocol itself (``fastckpt._ranks.protocol``), and around it
-a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits.
+a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits. Other operations
+are like the wait of a manager: the ranks ask each other until all are ready, so often as that takes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Later(NamedTuple):
     request: Any
 
 
+class Effect(NamedTuple):
+    """A request that the store gets to when its rank has given it up."""
+
+    request: Any
+
+
 @dataclass
 class Faults:
     """What is to go wrong, drawn once a run."""
@@ -47,6 +54,8 @@ class Faults:
     loss: float = 0.0
     #: (operation, rank) -> the step of the script at which the rank raises.
     raises: dict[tuple[int, int], int] = field(default_factory=dict)
+    #: When the store stands still, and for how long.
+    pause: tuple[float, float] | None = None
 
 
 class BoomError(Exception):
@@ -128,6 +137,9 @@ class World:
 
     def advance(self, process: Process, reply: Any, error: BaseException | None) -> None:
         """Give a process its answer, and serve what it asks next."""
+        if type(reply) is Effect:
+            self.effect(reply.request)
+            return
         if type(reply) is Later:
             self.serve(process, reply.request)
             return
@@ -179,6 +191,9 @@ class World:
                 self.effect(request)
             self.later(process, min(self.timeout, process.deaf_until - self.now), None, UnreachableError("the store"))
             return
+        if faults.pause and faults.pause[0] <= self.now < sum(faults.pause) and type(request) is not Wait:
+            self.serve_late(process, request, sum(faults.pause))
+            return
         if type(request) is Wait:
             missing = {key for key in request.keys if key not in self.store}
             if not missing:
@@ -193,6 +208,17 @@ class World:
             self.later(process, self.latency(), None)
             return
         self.later(process, self.latency(), self.effect(request))
+
+    def serve_late(self, process: Process, request: Any, until: float) -> None:
+        """The store stands still until a time. What it was asked, it may do then, whether the rank waits or not."""
+        self.serial += 1
+        if until - self.now <= self.timeout:
+            self.later(process, until - self.now, Later(request))
+            return
+        if self.draw.random() < 0.7:
+            helper = Process(process.rank, iter(()))
+            heapq.heappush(self.events, (until, self.serial, helper, helper.wakes, Effect(request), None))
+        self.later(process, self.timeout, None, UnreachableError("the store"))
 
     def effect(self, request: Any) -> Any:
         store = self.store
@@ -257,6 +283,14 @@ class Job:
     processes: list[Process] = field(default_factory=list)
     members: dict[int, Member] = field(default_factory=dict)
     call_of: Any = None
+    #: (operation, rank): those that a rank does not come to, for an error outside of them.
+    missed: set[tuple[int, int]] = field(default_factory=set)
+    #: What tells operations apart: ``path``, ``mark``, or nothing.
+    apart: str = ""
+    #: Whether ranks go on after an operation, and answer others that are late to the first.
+    answers: bool = True
+    #: Operations that are waits, and when a rank is ready in one: seconds after its beginning.
+    waits: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def start(self) -> None:
         word = f"{self.world.draw.getrandbits(48):x}"
@@ -269,28 +303,72 @@ class Job:
         for number in range(self.operations):
             yield Sleep(max(0.0, self.begins.get(number, 0.0) - self.world.now))
             yield Sleep(self.lateness.get((number, member.rank), 0.0))
+            if (number, member.rank) in self.missed:
+                continue
             self.ready[number, member.rank] = self.world.now
-            kind, path = self.call_of(number, member.rank) if self.call_of else ("save", "/checkpoint")
-            turn = self.turn(member, kind, path, self.world.timeout)
             result = self.results[number, member.rank] = Result(float("nan"))
-            raised: BaseException | None = None
-            try:
-                result.answer = yield from self.body(turn, number)
-            except UnreachableError as error:
-                raised = turn.unreachable(error)
-            except (RanksError, BoomError, Interrupt) as error:
-                raised = error
-            result.error = raised
-            try:
-                result.verdict = yield from turn.end(raised)
-            except UnreachableError as error:
-                result.verdict = turn.unreachable(error)
+            if number in self.waits:
+                yield from self.waiting(member, number, result)
+            else:
+                yield from self.operate(
+                    self.turn_of(member, number), result, lambda turn, at=number: self.body(turn, at)
+                )
             result.ended = self.world.now
+            if self.answers and not member.has_met and member.session:
+                self.world.start(member.rank, self.answering(member, member.turn))
+
+    def turn_of(self, member: Member, number: int) -> protocol.Turn:
+        kind, path = self.call_of(number, member.rank) if self.call_of else ("save", "/checkpoint")
+        if self.apart == "path":
+            path += f"-{number}"
+        turn = self.turn(member, kind, path, self.world.timeout)
+        if self.apart == "mark":
+            turn.marks["step"] = str(number)
+        return turn
+
+    def operate(self, turn: protocol.Turn, result: Result, body: Any) -> Any:
+        raised: BaseException | None = None
+        try:
+            result.answer = yield from body(turn)
+        except UnreachableError as error:
+            raised = turn.unreachable(error)
+        except (RanksError, BoomError, Interrupt) as error:
+            raised = error
+        result.error = raised
+        try:
+            result.verdict = yield from turn.end(raised)
+        except UnreachableError as error:
+            result.verdict = turn.unreachable(error)
+
+    def waiting(self, member: Member, number: int, result: Result) -> Any:
+        """Ask until all are ready, as a manager's wait does."""
+        ready = self.world.now + self.waits[number][member.rank]
+        while result.error is None and result.answer is not True:
+            yield Sleep(min(max(0.0, ready - self.world.now), 1.0))
+            over = self.world.now >= ready
+
+            def ask(turn: protocol.Turn, over: bool = over) -> Any:
+                return (yield from turn.round(protocol.LAST, over, None, all))
+
+            yield from self.operate(self.turn(member, "wait", "/run", self.world.timeout), result, ask)
+
+    def answering(self, member: Member, turn: int) -> Any:
+        """Answer ranks that are late to their first call, as ``Peers`` does, until the rank's next call."""
+        until = self.world.now + 3 * self.world.timeout
+        while member.turn == turn and not member.has_met and self.world.now < until:
+            yield Sleep(0.5)
+            try:
+                yield from member.answer_late()
+            except UnreachableError:
+                return
 
     def body(self, turn: protocol.Turn, number: int) -> Any:
         rank = turn.member.rank
         self.raise_at(number, rank, 0)
-        everybody = yield from turn.round("arrive", rank)
+        arrived = yield from turn.round("arrive", [rank, number], None, None, self.compare)
+        everybody = [rank for rank, _ in arrived]
+        if any(other != number for _, other in arrived):
+            raise ViolationError(f"a mixture of operations: {arrived}")
         self.raise_at(number, rank, 1)
         total = yield from turn.round("joined", 1, None, sum, lambda count: count)
         if sorted(everybody) != list(range(self.size)) or total != self.size:
@@ -300,6 +378,12 @@ class Job:
         self.raise_at(number, rank, 3)
         self.succeeded.add((number, rank))
         return (yield from turn.round("done", 1, None, sum, lambda count: self.commit(number, count)))
+
+    def compare(self, arrived: list[Any]) -> Any:
+        """The values of states are compared, at the coordinator: where they tell operations apart, it sees that."""
+        if self.apart == "mark" and len({number for _, number in arrived}) > 1:
+            raise BoomError("the step differs between ranks")
+        return arrived
 
     def working(self, turn: protocol.Turn, number: int) -> Any:
         left = self.work.get((number, turn.member.rank), 0.0)
@@ -337,12 +421,14 @@ class Job:
     def outcomes(self, number: int) -> dict[int, Result]:
         """Return what became of an operation on the ranks that live."""
         alive = [process.rank for process in self.processes if not process.dead]
-        return {rank: self.results[number, rank] for rank in alive}
+        return {rank: self.results[number, rank] for rank in alive if (number, rank) in self.results}
 
     def check_verdict(self, number: int) -> None:
         """At most one verdict: all answers are equal, and none is told that nothing was committed if it was."""
         if self.committed.count(number) > 1:
             raise ViolationError(f"operation {number}: committed twice")
+        if number in self.waits:
+            return
         results = self.outcomes(number)
         answers = [rank for rank, result in results.items() if result.error is None]
         if answers and number not in self.committed:

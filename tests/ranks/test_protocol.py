@@ -6,6 +6,7 @@ import pytest
 
 from fastckpt import RankFailure, RanksError
 from fastckpt._ranks import protocol, tree, words
+from fastckpt._ranks.called import Called
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.messages import Message, join
 from harness.simulated import Faults, Job, World
@@ -233,9 +234,9 @@ def test_a_combination_that_fails_names_its_rank():
     def combine(values):
         raise ValueError("overlap")
 
-    own = Message(["save", "/checkpoint", "done"], [], 0, 1)
+    own = Message(Called("save", "/checkpoint", None, {}), "done", [], 0, 1, [])
     member = protocol.Member(0, 2, "host", "word")
-    joined = join(member, own, {1: Message(own.call, [], 0, 1)}, combine)
+    joined = join(member, own, {1: own}, combine)
     assert joined.failures == [RankFailure(0, "host", "failed: ValueError: overlap")]
     assert joined.value is None
 

@@ -117,6 +117,7 @@ def one_run_with_failures(seed, **options):
     interrupted = draw.random() < 0.3
     steps = {rank: draw.randrange(4) + 10 * (interrupted and draw.random() < 0.5) for rank in failing}
     job.world.faults = Faults(raises={(0, rank): step for rank, step in steps.items()})
+    job.answers = draw.random() < 0.5
     last_works(job)
     run(job)
     if job.committed[:1] == [0]:
@@ -180,6 +181,89 @@ def one_run_with_mismatched_calls(seed, **options):
     clean(job)
 
 
+def one_run_with_missed_calls(seed, **options):
+    """A rank's program fails outside of a call, which it misses; the others give up before the next, and that works."""
+    job = drawn(seed, 6, sizes=(2, 100), **options)
+    draw = job.world.draw
+    job.apart = draw.choice(("path", "mark"))
+    job.work.clear()
+    for number in draw.sample(range(5), draw.randint(1, 3)):
+        job.missed |= {(number, rank) for rank in draw.sample(range(job.size), min(job.size, draw.choice((1, 1, 2))))}
+    job.begins = {number: number * 20 * job.world.timeout for number in range(6)}
+    job.start()
+    job.world.run(until=1000 * job.world.timeout)
+    job.check()
+    missed = {number for number, _ in job.missed}
+    for number in range(6):
+        if number not in missed:
+            job.check_success(number)
+
+
+def one_run_with_calls_out_of_step(seed, **options):
+    """A rank that has missed a call comes with its next one while the others are still in that."""
+    job = drawn(seed, 8, sizes=(2, 12), **options)
+    draw = job.world.draw
+    job.apart = draw.choice(("path", "mark"))
+    job.work.clear()
+    job.lateness.clear()
+    odd = draw.randrange(job.size)
+    job.missed = {(number, odd) for number in draw.sample(range(3), draw.randint(1, 2))}
+    job.start()
+    job.world.run(until=1000 * job.world.timeout)
+    job.check()
+    job.check_success(7)
+    if any(number in job.committed for number, _ in job.missed):
+        raise ViolationError("committed without a rank")
+
+
+def one_run_with_calls_that_nothing_tells_apart(seed, **options):
+    """Ranks come with old calls when the others have given these up: that fails, and nothing is mixed."""
+    job = drawn(seed, 6, sizes=(2, 12), **options)
+    draw = job.world.draw
+    paths = draw.choice((("/a",), ("/a", "/b")))
+    job.call_of = lambda number, _: ("save" if number % 3 else "load", paths[number % len(paths)])
+    for number in range(4):
+        job.lateness[number, draw.randrange(job.size)] = draw.random() * 3 * job.world.timeout
+    last_works(job)
+    run(job)
+    job.check_success(5)
+
+
+def one_run_with_a_pause_of_the_store(seed, **options):
+    """The store stands still for a while, shorter or longer than the timeout, while ranks save, or wait for a save."""
+    job = drawn(seed, 8, sizes=(2, 12), **options)
+    draw = job.world.draw
+    job.apart = draw.choice(("path", "mark"))
+    job.lateness.clear()
+    job.work = {key: seconds / 10 for key, seconds in job.work.items()}
+    timeout = job.world.timeout
+    for number in draw.sample(range(6), 3):
+        job.waits[number] = {rank: draw.random() * timeout / 5 for rank in range(job.size)}
+    job.world.faults = Faults(pause=(draw.random() * timeout, draw.random() * 3 * timeout))
+    last_works(job)
+    run(job)
+    job.check_success(7)
+
+
+def one_run_with_a_rank_late_to_the_first_call(seed, **options):
+    """It is told what the others were told, and soon: it blames nobody else."""
+    job = drawn(seed, 2, sizes=(2, 30), **options)
+    draw = job.world.draw
+    timeout = job.world.timeout
+    late = draw.randrange(1, job.size)
+    job.work.clear()
+    job.lateness = {(0, late): timeout * (1.2 + draw.random())}
+    job.begins = {1: 20 * timeout}
+    job.start()
+    job.world.run(until=1000 * timeout)
+    job.check()
+    job.check_named(0, {late})
+    told = job.results[0, late]
+    if told.ended - job.ready[0, late] > SLACK + timeout / 10:
+        raise ViolationError(f"rank {late} is told after {told.ended - job.ready[0, late]:.1f} s: {told.error}")
+    job.check_success(1)
+
+
 def one_run_with_all_of_it(seed, **options):
     job = drawn(seed, 3, sizes=(2, 100), **options)
     draw = job.world.draw
@@ -194,7 +278,10 @@ def one_run_with_all_of_it(seed, **options):
         cuts=some(lambda: (draw.randint(1, 90), draw.random() * 3 * timeout)),
         loss=draw.choice((0, 0, 0.01)),
         raises={(0, rank): step for rank, step in some(lambda: draw.randrange(14)).items()},
+        pause=draw.choice((None, None, (draw.random() * timeout, draw.random() * 3 * timeout))),
     )
+    job.apart = "mark"
+    job.missed = {(1, rank) for rank in some(lambda: None)} if draw.random() < 0.3 else set()
     last_works(job)
     run(job)
     if not job.world.faults.loss and not any(process.dead for process in job.processes):
@@ -212,6 +299,11 @@ RUNS = {
     one_run_with_cuts: 800,
     one_run_with_a_restart: 700,
     one_run_with_mismatched_calls: 400,
+    one_run_with_missed_calls: 500,
+    one_run_with_calls_out_of_step: 500,
+    one_run_with_calls_that_nothing_tells_apart: 1000,
+    one_run_with_a_pause_of_the_store: 800,
+    one_run_with_a_rank_late_to_the_first_call: 300,
     one_run_with_all_of_it: 1000,
 }
 
@@ -289,8 +381,8 @@ class Drifting(protocol.Turn):
 
     def end(self, error):
         if error is not None and not self.rounds:
-            self.member.turn -= 1
             self.over = True
+            self.member.coming.remove(self)
             return None
         return (yield from super().end(error))
 
@@ -298,7 +390,7 @@ class Drifting(protocol.Turn):
 class Untidy(protocol.Turn):
     """Leaves its keys."""
 
-    def leave(self, *, failed=False):  # noqa: ARG002 - as the method that it stands for
+    def _depart(self, *, failed=False):  # noqa: ARG002 - as the method that it stands for
         self.over = True
         yield from ()
 
@@ -328,6 +420,34 @@ class Closed(protocol.Turn):
         return state.decided or (state.failed is not None and state.now - state.failed >= self._grace)
 
 
+class Stubborn(protocol.Turn):
+    """Takes the verdict of a turn that it has missed."""
+
+    def _is_of_others(self, verdict):  # noqa: ARG002 - as the method that it stands for
+        return False
+
+
+class Careless(protocol.Turn):
+    """Goes on from every turn that has failed without it, also if that was of its own call."""
+
+    def _is_of_others(self, verdict):
+        return verdict[:1] == b"!" and not self.passed
+
+    passed = False
+
+    def _pass(self):
+        self.passed = True
+        yield from super()._pass()
+
+
+class Forgetful(protocol.Turn):
+    """Does not know that it is ahead of the others."""
+
+    def round(self, *given):
+        self.member.behind = []
+        return (yield from super().round(*given))
+
+
 MUTANTS = {
     Counts: one_run_that_is_calm,
     Patient: one_run_with_a_death,
@@ -339,6 +459,9 @@ MUTANTS = {
     Mute: one_run_that_is_calm,
     Strange: one_run_with_a_restart,
     Closed: one_run_with_failures,
+    Stubborn: one_run_with_missed_calls,
+    Careless: one_run_with_calls_that_nothing_tells_apart,
+    Forgetful: one_run_with_calls_out_of_step,
 }
 
 

@@ -20,12 +20,14 @@ class SaveInFlight:
     Attributes:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
+        group: the ranks that save together; None for a save of this process alone.
         started: whether another thread has taken over.
         finished: set when it is over.
     """
 
     path: str
     caller: int
+    group: object | None
     started: bool
     finished: Event
 
@@ -55,16 +57,21 @@ _registered = False
 
 
 def admit(save: SaveInFlight, most: int) -> None:
-    """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in."""
+    """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in.
+
+    Those of other groups do not count: other ranks may have called in another order, and would wait for this one.
+    """
     _register()
     while True:
         # Before the count, or a save may end between the two.
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            others = [other for other in _in_flight if other.holds_others()]
+            there = [other for other in _in_flight if other.holds_others()]
+            others = [other for other in there if other.group is save.group]
+            beside = [other for other in there if save.group is None or other.group in {None, save.group}]
             # Of two saves to one path the later must win.
-            if len(others) < most and all(other.path != save.path for other in others):
+            if len(others) < most and all(other.path != save.path for other in beside):
                 _in_flight.append(save)
                 break
         ended.wait()

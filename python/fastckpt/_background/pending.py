@@ -61,9 +61,10 @@ class PendingSave(in_flight.SaveInFlight):
         path: the checkpoint's directory, absolute.
     """
 
-    def __init__(self, path: str, began: float, on_error: OnError = "raise") -> None:
+    def __init__(self, path: str, began: float, on_error: OnError = "raise", group: object | None = None) -> None:
         self.path = path
         self.caller = threading.get_ident()
+        self.group = group
         self.started = False
         self.finished = Event()
         #: Opens when the state may change, whoever changes it.

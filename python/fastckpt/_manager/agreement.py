@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastckpt._ranks.called import location_of
 from fastckpt._ranks.peers import LAST
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import is_initialised
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+#: What a wait has in the place of a step.
+_NO_STEP = {"step": "0"}
 #: Seconds between two signs of life of a rank for which others wait.
 _BEAT = 1.0
 
@@ -136,6 +139,9 @@ class Alone:
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
 
+    def give_up_waiting(self, why: str) -> None:
+        """This rank waits no longer: those that wait hear why, and no others."""
+
 
 class Together(Alone):
     """All ranks of a process group.
@@ -157,6 +163,7 @@ class Together(Alone):
         self.leads = self.rank == 0
         self.share = None
         self._directory = directory
+        self._place = location_of(directory, ranks.group.host)
         self._timeout = timeout
         self.host = ranks.group.host
         #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
@@ -240,7 +247,8 @@ class Together(Alone):
             return [signals, left, asked.saved, due, over, 0 if due else self._pace(asked.apart)]
 
         value = [asked.step, asked.step, list(asked.signals), asked.left, asked.over]
-        signals, left, saved, due, over, self._skip = self._round(operation, value, combine, decide)
+        marks = {"step": str(asked.step)}
+        signals, left, saved, due, over, self._skip = self._round(operation, value, combine, decide, marks)
         self._passed = 0
         return Agreed(tuple(signals), left, saved, due, over)
 
@@ -250,7 +258,7 @@ class Together(Alone):
         Raises:
             RanksError: it failed.
         """
-        with self._peers.operation("restore", self._directory, self._timeout) as operation:
+        with self._turn("restore") as operation:
             found = None
             if self.leads:
                 with _beating(operation, self._timeout):
@@ -269,8 +277,14 @@ class Together(Alone):
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
-        with contextlib.suppress(RanksError, Ended), self._peers.operation("Manager", self._directory, self._timeout):
+        with contextlib.suppress(RanksError, Ended), self._turn(""):
             raise Ended(why)
+
+    def give_up_waiting(self, why: str) -> None:
+        """This rank waits no longer: those that wait hear why, and no others."""
+        with contextlib.suppress(RanksError, SaveFailed), self._turn("wait") as turn:
+            turn.mark(_NO_STEP)
+            raise SaveFailed(why)
 
     def _round(
         self,
@@ -278,9 +292,14 @@ class Together(Alone):
         value: Any,
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
+        marks: Mapping[str, str] | None = None,
     ) -> Any:
-        with self._peers.operation(operation, self._directory, self._timeout) as turn:
+        with self._turn(operation) as turn:
+            turn.mark(marks or {})
             return turn.round(LAST, value if combine else [value], combine=combine or _joined, decide=decide)
+
+    def _turn(self, operation: str) -> Operation:
+        return self._peers.operation(operation, self._directory, self._timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
         """How many boundaries come in so many seconds, as far as the last ones tell.
@@ -297,6 +316,10 @@ class Together(Alone):
 
 class Ended(BaseException):
     """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
+
+
+class SaveFailed(Ended):
+    """The save that a rank has waited for has failed."""
 
 
 def agreement(operation: str, process_group: Any, directory: str, timeout: float, *, alone: bool) -> Alone:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
+from fastckpt.exceptions import RanksError
+
 from .aftermath import Aftermath, left_until
-from .agreement import Asked, failed_of
+from .agreement import Asked, SaveFailed, failed_of
 from .cadence import Cadence
 from .run import Run
 from .signals import Signals
@@ -98,7 +100,7 @@ class Boundary(Run):
         end = math.inf if timeout is None else time.monotonic() + timeout
         pending = self._pending
         if self._is_shared:
-            self._wait_together(end, self._is_saved)
+            self._wait_for_all(end)
         if pending is not None:
             around, self._steady = self._steady, self._steady or self._settle
             try:
@@ -169,6 +171,33 @@ class Boundary(Run):
             return
         if failure is not None:
             self._saved = None
+
+    def _wait_for_all(self, end: float) -> None:
+        """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
+        pending = self._pending
+
+        def has_failed(limit: float) -> BaseException | None:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                return None if pending is None else pending.exception(left_until(limit))
+            return None
+
+        def is_over(limit: float) -> bool:
+            over = self._is_saved(limit)
+            failure = has_failed(0.0) if over else None
+            if failure is not None:
+                why = f"the save that it waited for has failed: {failure}"
+                self._agree.give_up_waiting(why)
+                raise SaveFailed(why)
+            return over
+
+        try:
+            self._wait_together(end, is_over)
+        except SaveFailed:
+            return
+        except RanksError as told:
+            # What has failed on all, this rank hears of itself, or has been told already.
+            if not failed_of(told, SaveFailed) or (pending is not None and has_failed(end) is None):
+                raise
 
     def _is_saved(self, limit: float) -> bool:
         """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""

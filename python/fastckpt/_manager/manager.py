@@ -298,7 +298,14 @@ class Manager(Preemption):
         metadata: Mapping[str, Any] | None,
         per_rank: Any,
     ) -> bool:
-        about = metadata_of(step_of("save", step), metrics, metadata)
+        step = step_of("save", step)
+        try:
+            about = metadata_of(step, metrics, metadata)
+        except Exception:
+            if self._is_shared and step != self._wanted:
+                # The others ask whether the step is to be saved, and wait for this rank.
+                self._is_wanted(step, force=force)
+            raise
         # Ranks ask each other once about a step that is to be saved; one process looks again.
         if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
             return False

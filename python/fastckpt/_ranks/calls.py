@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._stores.urls import place_of
 
+from .called import location_of
+
 if TYPE_CHECKING:
     from .session import Session
 
@@ -41,7 +43,8 @@ class Call:
             self.timeout = timeout_of(kind, timeout)
         except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to be taken; `check` raises it
             self._problem = error
-        self.operation = session.peers.operation(kind, self.path, self.timeout)
+        place = location_of(self.path, session.group.host) if session.group.size > 1 else None
+        self.operation = session.peers.operation(kind, self.path, self.timeout, place=place)
 
     def check(self) -> None:
         """Raise what is wrong with the arguments, in the operation, so that other ranks hear of it."""

@@ -9,6 +9,7 @@ that. When the rank itself comes, its hello has another word, which the rank abo
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,11 @@ from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
+    from fastckpt._ranks.called import Called
     from fastckpt._ranks.protocol import Turn
+
+#: How many of the calls that it has left behind, and how many of its saves a rank remembers.
+_BEHIND, _SAVES = 8, 64
 
 
 @dataclass
@@ -30,16 +35,20 @@ class Member:
         size: ranks in the group.
         host: the name of its host.
         word: a random word that no other rank, and no earlier process, has.
+        serves: the rank whose process may have the server of the store; None if that is none of them.
     """
 
     rank: int
     size: int
     host: str
     word: str
+    serves: int | None = None
     #: The session, which is the word of rank 0; empty until it is known.
     session: str = ""
     #: The number of the next turn.
     turn: int = 0
+    #: The turns that have no number yet, in their order.
+    coming: deque[Turn] = field(default_factory=deque)
     #: Hosts of the ranks that it has heard of.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.
@@ -48,8 +57,12 @@ class Member:
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
     owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
-    #: The last turn that it left before others did.
-    left: Turn | None = None
+    #: The key that is there until all have left the last turn that this rank left before others did.
+    parting: str = ""
+    #: The calls that it has left behind without success since the last that succeeded.
+    behind: list[Called] = field(default_factory=list)
+    #: The last saves that it has come with.
+    saves: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
 
     def __post_init__(self) -> None:
         self.hosts[self.rank] = self.host
@@ -60,6 +73,21 @@ class Member:
     def has_met(self) -> bool:
         """Whether it knows the ranks above and below it, and they know it."""
         return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
+
+    def come(self, called: Called) -> list[Called]:
+        """Note that this rank comes with a call; return the calls by which others may find that it is ahead of them.
+
+        A save that nothing tells from an earlier one is never ahead: it could meet a later one of the others.
+        """
+        if called.kind != "save":
+            return self.behind
+        again = any(not called.is_other(each) for each in self.saves)
+        self.saves.append(called)
+        return [] if again else self.behind
+
+    def leave_behind(self, called: Called) -> None:
+        """Note that a call of this rank has ended without success."""
+        self.behind = [*self.behind, called][-_BEHIND:]
 
     def failure(self, message: str) -> RankFailure:
         """Return a failure of this rank."""
@@ -103,6 +131,12 @@ class Member:
     def welcome(self) -> str:
         """Return the key in which the rank above answers the hello of this rank."""
         return _welcome(self.rank, self.word)
+
+    def answer_late(self) -> Steps:
+        """Answer ranks below that have come for the first time when this rank was in no turn."""
+        late = [rank for rank in tree.below(self.rank, self.size) if rank not in self.known]
+        hellos = yield Get(tuple(map(hello_of, late)))
+        yield from self.answer(dict(zip(late, hellos, strict=True)))
 
     def answer(self, hellos: dict[int, bytes | None]) -> Steps:
         """Answer the ranks below that have said hello since they were answered."""

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._ranks import words
+from fastckpt._ranks.called import Called
 from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
@@ -15,27 +16,37 @@ if TYPE_CHECKING:
     from fastckpt._ranks.member import Member
 
 
+#: How many calls of ranks that are out of step are told apart.
+_MET = 8
+
+
 @dataclass
 class Message:
     """What one rank says in a round, for itself or for all ranks below it too."""
 
-    #: What it does: the operation, the path, the round.
-    call: list[str]
+    called: Called
+    #: The round.
+    name: str
     failures: list[RankFailure]
     #: How many failures there are beyond those listed.
     more: int
     #: Nothing, where there are failures.
     value: Any
+    #: The calls of these ranks, each with those that its ranks have left behind without success; None: too many.
+    met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        return words.encode([self.call, [list(one) for one in self.failures], self.more, self.value])
+        return words.encode(
+            [self.called, self.name, [list(one) for one in self.failures], self.more, self.value, self.met]
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
         """Return what ``encode`` was called on."""
-        call, failures, more, value = words.decode(data)
-        return cls(call, [RankFailure(*one) for one in failures], more, value)
+        called, name, failures, more, value, met = words.decode(data)
+        calls = None if met is None else [(Called(*one), [Called(*each) for each in left]) for one, left in met]
+        return cls(Called(*called), name, [RankFailure(*one) for one in failures], more, value, calls)
 
 
 def join(
@@ -45,27 +56,67 @@ def join(
     failures, more = list(own.failures), own.more + sum(message.more for message in below.values())
     for rank, message in below.items():
         failures += message.failures
-        if not own.failures and not message.failures and message.call != own.call:
-            why = _mismatch(member.rank, own.call, message.call)
-            failures.append(RankFailure(rank, member.hosts.get(rank, ""), why))
+        if not own.failures and not message.failures and not _agree(own, message):
+            failures.append(RankFailure(rank, member.hosts.get(rank, ""), _mismatch(member.rank, own, message)))
+    met = _met([own, *below.values()])
     if failures:
         each = words.one_a_rank(failures)
-        return Message(own.call, each[: words.LISTED], more + len(each[words.LISTED :]), None)
+        return Message(own.called, own.name, each[: words.LISTED], more + len(each[words.LISTED :]), None, met)
     values = [own.value, *(message.value for message in below.values())]
     try:
         if combine is None:
             value = list(chain.from_iterable(values))
         else:
             value = combine(values) if below or member.rank == 0 else own.value
-        return Message(own.call, [], 0, value)
+        return Message(own.called, own.name, [], 0, value, met)
     except Exception as error:  # noqa: BLE001 - whatever it is, it fails the operation for all
-        return Message(own.call, [member.failure(words.told(error))], 0, None)
+        return Message(own.called, own.name, [member.failure(words.told(error))], 0, None, met)
 
 
-def _mismatch(rank: int, own: list[str], other: list[str]) -> str:
-    def told(call: list[str]) -> str:
-        kind, path, name = call
+def ahead(met: list[tuple[Called, list[Called]]] | None) -> list[tuple[Called, bool]] | None:
+    """Which of the calls of ranks that are out of step wait for the others.
+
+    A call waits if a rank is at one that its own ranks have left behind. Of two of which that is true, the first does.
+    """
+    if met is None:
+        return None
+
+    def left(at: int, other: int) -> bool:
+        return any(not met[other][0].is_other(each) for each in met[at][1])
+
+    count = range(len(met))
+    return [
+        (called, any(left(at, other) and not (other < at and left(other, at)) for other in count if other != at))
+        for at, (called, _) in enumerate(met)
+    ]
+
+
+def _met(messages: list[Message]) -> list[tuple[Called, list[Called]]] | None:
+    """The calls of several messages, one of each kind."""
+    met: list[tuple[Called, list[Called]]] = []
+    for message in messages:
+        if message.met is None:
+            return None
+        for called, left in message.met:
+            known = next((each for one, each in met if not called.is_other(one)), None)
+            if known is None:
+                met.append((called, list(left)))
+            else:
+                known += [each for each in left if all(each.is_other(one) for one in known)]
+    return met if len(met) <= _MET else None
+
+
+def _agree(own: Message, other: Message) -> bool:
+    """Whether two ranks are in one round of one call, as far as their names tell."""
+    return own.name == other.name and own.called.kind == other.called.kind and own.called.leads_to(other.called)
+
+
+def _mismatch(rank: int, own: Message, other: Message) -> str:
+    apart = own.called.kind != other.called.kind or not own.called.leads_to(other.called)
+
+    def told(message: Message) -> str:
+        kind, path = message.called.kind, message.called.path
         does = f"{kind}s" if kind in {"save", "load"} else f"calls {kind} for"
-        return f"{does} {path}" if own[:2] != other[:2] else f"{does} {path} and is at {name!r}"
+        return f"{does} {path}" if apart else f"{does} {path} and is at {message.name!r}"
 
     return f"{told(other)}, rank {rank} {told(own)}: all ranks must make the same calls in the same order"

@@ -10,19 +10,21 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from fastckpt import _core
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.protocol import LAST, StopError, Turn
-from fastckpt._ranks.requests import Steps, UnreachableError, Wait
+from fastckpt._ranks.requests import Steps, UnreachableError, Wait, value_of
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
 #: Seconds that the store may take when the user has interrupted the program.
 _HURRY = 5.0
+#: Seconds between two looks for ranks that are late to their first call.
+_LATE = 0.5
 #: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
 _PARTING, _LOOK = 2.0, 0.01
 
@@ -37,19 +39,24 @@ class Peers:
         size: processes in the group.
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
+        serves: the rank whose process may have the server of the store; None if that is none of them.
         shown: whether the monitor shows the group, and for whom this rank waits.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, host: str, *, shown: bool = True) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Any, host: str, *, serves: int | None = None, shown: bool = True
+    ) -> None:
         self.rank, self.size, self.host = rank, size, host
         self._process = os.getpid()
-        self._member = Member(rank, size, host, secrets.token_hex(8))
+        self._member = Member(rank, size, host, secrets.token_hex(8), serves)
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
         self._ended: set[int] = set()
         self._taken = self._next = 0
         #: The threads that are in a turn, or wait for theirs.
         self._threads: dict[int, int] = {}
+        #: Ends the thread that answers late ranks.
+        self._busy: threading.Event | None = None
         #: Whether the monitor knows the group; None if it need not.
         self._shown: bool | None = False if shown else None
 
@@ -67,7 +74,9 @@ class Peers:
         """Return the name of a rank's host; empty where this rank has not heard of it."""
         return self._member.hosts.get(rank, "")
 
-    def operation(self, kind: str, path: str, timeout: float, label: str | None = None) -> Operation:
+    def operation(
+        self, kind: str, path: str, timeout: float, label: str | None = None, place: list[Any] | None = None
+    ) -> Operation:
         """Take the next turn: an operation that all ranks begin in the same order.
 
         It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
@@ -78,10 +87,11 @@ class Peers:
             path: to what, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
             label: what the ranks know this operation by, where they cannot count: one that is never used again.
+            place: where the path leads, if its directory may have another name on other ranks.
         """
         with self._turns:
             self._taken += 1
-            return Operation(self, Turn(self._member, kind, path, timeout, label), self._taken - 1)
+            return Operation(self, Turn(self._member, kind, path, timeout, label, place), self._taken - 1)
 
     def close(self) -> None:
         """End the threads of the store.
@@ -90,11 +100,11 @@ class Peers:
         """
         if self._transport is None or self._process != os.getpid():
             return
-        turn = self._member.left
-        if turn is not None and self.rank == 0:
+        self._end_answers()
+        if self._member.parting and self.rank == 0:
             until = time.monotonic() + _PARTING
             with contextlib.suppress(UnreachableError):
-                while self._run(turn.is_awaited(), _PARTING) and time.monotonic() < until:
+                while self._run(value_of(self._member.parting), _PARTING) is not None and time.monotonic() < until:
                     time.sleep(_LOOK)
         self._transport.close()
 
@@ -131,7 +141,27 @@ class Peers:
         _core.wait_for(whom)
         return whom
 
+    def _answer_late(self) -> None:
+        """Answer ranks that come to their first call while this rank is in none: they have missed a verdict."""
+        member = self._member
+        if self._transport is None or self.session == "" or member.has_met or self._process != os.getpid():
+            return
+        busy = self._busy = threading.Event()
+
+        def answer() -> None:
+            with contextlib.suppress(UnreachableError):
+                while not (busy.wait(_LATE) or member.has_met):
+                    self._run(member.answer_late(), _HURRY)
+
+        threading.Thread(target=answer, name="fastckpt-answer", daemon=True).start()
+
+    def _end_answers(self) -> None:
+        if self._busy is not None:
+            self._busy.set()
+            self._busy = None
+
     def _enter(self, place: int) -> None:
+        self._end_answers()
         thread = threading.get_ident()
         with self._turns:
             if thread in self._threads.values():
@@ -150,6 +180,8 @@ class Peers:
                 self._ended.remove(self._next)
                 self._next += 1
             self._turns.notify_all()
+            if not self._threads:
+                self._answer_late()
 
 
 class Operation:
@@ -208,6 +240,10 @@ class Operation:
             RanksError: a rank has failed or does not answer, or the store does not.
         """
         return self._run(self._turn.round(name, value, None, combine, decide, is_done))
+
+    def mark(self, marks: Mapping[str, str]) -> None:
+        """Say before the first round what tells this call from others to the same path; equal on ranks that have it."""
+        self._turn.marks.update(marks)
 
     def alive(self) -> None:
         """Say that this rank makes progress. Cheap: most calls do nothing."""

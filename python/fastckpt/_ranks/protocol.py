@@ -14,6 +14,13 @@ So a coordinator that was stopped, and wakes up after the others have given up, 
 was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The bell is a
 key that appears after the verdict, to wake those who wait; it may also ring for nothing.
 
+**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it comes with a
+call to a turn that has failed without it, or in which others have come with another one. A verdict says of which calls
+it is (``called.py``). A rank whose call is not among them goes on to the next turn with it, until it is with the
+others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs. Of
+calls that met in one turn all fail, but for those of ranks that have left the others' call behind already: these wait
+in the next turn. So ranks meet again, and calls that nothing tells apart are never taken for one another.
+
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
 works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
@@ -26,7 +33,8 @@ have never been heard of are waited for longer: they need an answer to their hel
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
 all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
-store did not answer) says so when it next comes: until then it is silent.
+store did not answer) says so when it next comes: until then it is silent. The rank in whose process the store may be
+waits, when all has succeeded, until the others have read that.
 """
 
 from __future__ import annotations
@@ -38,8 +46,9 @@ from itertools import chain
 from typing import Any
 
 from fastckpt._ranks import tree, words
+from fastckpt._ranks.called import Called
 from fastckpt._ranks.member import Member, hello_of
-from fastckpt._ranks.messages import Message, join
+from fastckpt._ranks.messages import Message, ahead, join
 from fastckpt._ranks.requests import (
     Add,
     Call,
@@ -107,19 +116,28 @@ class Turn:
         path: to what.
         timeout: seconds of silence after which a rank is taken to be gone.
         label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
+        place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
+
+    Attributes:
+        marks: what tells this call from others of its kind to the same path, see :class:`Called`; to be filled before
+            the first round.
     """
 
-    def __init__(self, member: Member, kind: str, path: str, timeout: float, label: str | None = None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        kind: str,
+        path: str,
+        timeout: float,
+        label: str | None = None,
+        place: list[Any] | None = None,
+    ) -> None:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
-        self.number: int | str = member.turn if label is None else label
-        member.turn += label is None
+        self.marks: dict[str, str] = {}
+        self._label, self._place = label, place
+        if label is None and member.size > 1:
+            member.coming.append(self)
         self.name = ""
-        #: Rounds that it has begun.
-        self.rounds = 0
-        #: It is in a round, not between two.
-        self.inside = False
-        #: It has the verdict of its last round, or has left without.
-        self.over = False
         #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed. Large
         #: groups look less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
@@ -127,10 +145,22 @@ class Turn:
         #: How long it works before it looks who is silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
-        self._beaten: float | None = None
-        #: Whom this rank listens to while it works, and what it has heard since the last round.
+        #: Whom this rank listens to while it works.
         self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
-        self._silence = Silence(timeout)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be at the beginning of a turn: the first, or the next where that was of another call."""
+        self._number = self._label
+        #: Rounds that it has begun.
+        self.rounds = 0
+        #: It is in a round, not between two.
+        self.inside = False
+        #: It has the verdict of its last round, or has left without.
+        self.over = False
+        self._beaten: float | None = None
+        #: What it has heard since the last round.
+        self._silence = Silence(self.timeout)
         #: Somebody has failed, and all can know.
         self._aborted = False
         #: This rank has said that it succeeded, and does not know the outcome.
@@ -142,7 +172,24 @@ class Turn:
         self._posted: list[str] = []
         self._answers: dict[int, list[str]] = {}
 
+    @property
+    def called(self) -> Called:
+        """The call that this is."""
+        return Called(self.kind, self.path, self._place, self.marks)
+
     # Keys.
+
+    @property
+    def number(self) -> str:
+        """What the turn is called in the store: taken when it is first needed, by earlier turns of this rank before."""
+        while self._number is None:
+            self.member.coming.popleft().take_number()
+        return self._number
+
+    def take_number(self) -> None:
+        """Be the next turn."""
+        self._number = str(self.member.turn)
+        self.member.turn += 1
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("fastckpt", self.member.session, self.number, *parts)))
@@ -238,28 +285,50 @@ class Turn:
         self.name = name
         if self.member.size == 1:
             return self._alone(value, failure, combine, decide)
+        left: list[Called] = []
+        if not self.rounds:
+            left = self.member.come(self.called)
+        while True:
+            own = Message(
+                self.called,
+                name,
+                [failure] if failure else [],
+                0,
+                [value] if combine is None else value,
+                [(self.called, left)],
+            )
+            verdict = yield from self._attempt(own, combine, decide, is_done)
+            if self.rounds > 1 or self._label is not None or not self._is_of_others(verdict):
+                break
+            yield from self._pass()
+        answer = yield from self._take(verdict)
+        self.inside = self._unknown = False
+        self._silence.clear()
+        return answer
+
+    def _attempt(
+        self,
+        own: Message,
+        combine: Callable[[list[Any]], Any] | None,
+        decide: Callable[[Any], Any] | None,
+        is_done: Callable[[], bool] | None,
+    ) -> Steps:
+        """Take part in one round, and return the verdict."""
         self._posted.clear()
         if not self.member.session:
             yield from self._meet()
         yield from self._settle()
         self.rounds += 1
         self.inside = True
-        call = [self.kind, self.path, name]
-        own = Message(call, [failure] if failure else [], 0, [value] if combine is None else value)
         messages = yield from self._collect(own)
         if messages is None:
-            verdict = yield from value_of(self._register())
-        elif self.member.rank:
-            message = join(self.member, own, messages, combine)
-            self._unknown = name == LAST and not message.failures
-            yield from self._post(self._up(self.member.rank), message.encode())
-            verdict = yield from self._await()
-        else:
-            verdict = yield from self._decide(join(self.member, own, messages, combine), decide, is_done)
-        answer = yield from self._take(verdict)
-        self.inside = self._unknown = False
-        self._silence.clear()
-        return answer
+            return (yield from value_of(self._register()))
+        joined = join(self.member, own, messages, combine)
+        if not self.member.rank:
+            return (yield from self._decide(joined, decide, is_done))
+        self._unknown = own.name == LAST and not joined.failures
+        yield from self._post(self._up(self.member.rank), joined.encode())
+        return (yield from self._await())
 
     def _alone(
         self,
@@ -329,7 +398,7 @@ class Turn:
         member = self.member
         values = yield Get(tuple(keys.values()))
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
-        hellos = {rank: data for rank, data in came.items() if rank not in member.answered}
+        hellos = {rank: data for rank, data in came.items() if keys[rank] == hello_of(rank)}
         state.silence.begin(hellos, state.now)
         read: list[str] = []
         for rank, data in came.items():
@@ -381,8 +450,9 @@ class Turn:
         self, joined: Message, decide: Callable[[Any], Any] | None, is_done: Callable[[], bool] | None
     ) -> Steps:
         """Make the answer, as the coordinator, and return the verdict, which may be another's."""
+        calls = ahead(joined.met)
         if joined.failures:
-            return (yield from self._conclude(b"", words.failed(joined.failures, joined.more)))
+            return (yield from self._conclude(b"", words.failed(joined.failures, joined.more, words.NOTHING, calls)))
         yield Remove(tuple(self._answers.pop(self.rounds - 1, ())))
         yield from self.alive()
         verdict = yield Swap(self._register(), b"", DECIDING)
@@ -394,8 +464,11 @@ class Turn:
         except BaseException as error:
             # A signal may have come after the last step, and the last step may have failed when all was in its place.
             self._committed = is_done is not None and is_done()
+            failure = self.member.failure(words.told(error))
             outcome = words.COMMITTED if self._committed else words.NOTHING
-            yield from self._conclude(DECIDING, words.failed([self.member.failure(words.told(error))], outcome=outcome))
+            verdict = yield from self._conclude(DECIDING, words.failed([failure], 0, outcome, calls))
+            if isinstance(error, Exception) and self.rounds == 1 and self._is_of_others(verdict):
+                return verdict
             yield from self.leave(failed=True)
             raise
         self._committed = self.name == LAST
@@ -431,17 +504,34 @@ class Turn:
         """Make the coordinator's silence the verdict, unless there is one, and return it."""
         silent = self.member.silent(0, self.timeout)
         yield from self._tell(silent)
-        verdict = yield from self._conclude(b"", words.failed([silent]))
+        verdict = yield from self._conclude(b"", self._failed(silent))
         if verdict == DECIDING:
             outcome = words.UNKNOWN if self.name == LAST else words.NOTHING
-            verdict = yield from self._conclude(DECIDING, words.failed([silent], outcome=outcome))
+            verdict = yield from self._conclude(DECIDING, self._failed(silent, outcome))
         return verdict
+
+    def _failed(self, failure: RankFailure, outcome: str = words.NOTHING) -> bytes:
+        """Return the verdict of a rank that knows of no other call than its own."""
+        return words.failed([failure], 0, outcome, [(self.called, False)])
+
+    def _is_of_others(self, verdict: bytes) -> bool:
+        """Whether the first round has failed, and the ranks will come to this call in a later turn."""
+        if verdict[:1] != b"!":
+            return False
+        calls = json.loads(verdict[1:])[3]
+        return calls is not None and all(waits for one, waits in calls if not self.called.is_other(Called(*one)))
+
+    def _pass(self) -> Steps:
+        """Go on to the next turn with the same call."""
+        yield from self._depart(failed=True)
+        self._begin()
+        self.member.coming.appendleft(self)
 
     def _take(self, verdict: bytes) -> Steps:
         """Return the answer that a verdict is, or raise the failure."""
         self._answers[self.rounds] = []
         if verdict[:1] == b"!":
-            failures, more, outcome = json.loads(verdict[1:])
+            failures, more, outcome, _ = json.loads(verdict[1:])
             yield from self.leave(failed=True)
             raise self.error([RankFailure(*one) for one in failures], more, outcome)
         data = yield from self._fetch(self._register(), verdict, self._answers[self.rounds])
@@ -460,6 +550,13 @@ class Turn:
 
     def leave(self, *, failed: bool = False) -> Steps:
         """End the turn on this rank; the last rank to leave clears what is left of it."""
+        if failed:
+            self.member.leave_behind(self.called)
+        elif self.name == LAST:
+            self.member.behind = []
+        yield from self._depart(failed=failed)
+
+    def _depart(self, *, failed: bool) -> Steps:
         self.over = True
         member = self.member
         if member.size == 1 or not member.session:
@@ -474,14 +571,23 @@ class Turn:
                 verdicts = [key for one in rounds if one > 0 for key in (self._register(one), self._bell(one))]
                 parts = chain.from_iterable(self._answers.values())
                 yield Remove((self._key("left"), self._abort, *dict.fromkeys([*verdicts, *parts])))
-            else:
-                member.left = self
+                if not failed and member.serves is not None and member.serves != member.rank:
+                    yield Put({self._key("gone"): b""})
+                return
+            member.parting = self._key("left")
+            if not failed and self.name == LAST and member.serves == member.rank:
+                yield from self._see_off()
         except UnreachableError:
             return  # the verdict is known; keys that stay hurt nobody
 
-    def is_awaited(self) -> Steps:
-        """Return whether ranks have not left that may still have to read the verdict."""
-        return (yield from value_of(self._key("left"))) is not None
+    def _see_off(self) -> Steps:
+        """Wait until the others have read the last answer, or are late with that: this process may have the store."""
+        gone, began = self._key("gone"), (yield Now())
+        while not (yield Wait((gone,), self.slice, tree.below(0, self.member.size)[0])):
+            if (yield Now()) - began >= self._grace:
+                yield Forget()
+                break
+        yield Remove((gone,))
 
     def end(self, error: BaseException | None) -> Steps:
         """End the body of the operation, which may have raised; return the verdict where that is a failure."""
@@ -504,26 +610,44 @@ class Turn:
     def quit(self, error: BaseException) -> Steps:
         """Leave because the user wants to get away: nobody waits for anybody."""
         if self.member.size > 1:
-            yield from self.abandon(self.member.failure(words.told(error)))
+            failure = self.member.failure(words.told(error))
+            while (yield from self.abandon(failure)):
+                yield from self._pass()
 
     def abandon(self, failure: RankFailure) -> Steps:
-        """Leave without a verdict, so that the others have one at once."""
+        """Leave without a verdict, so that the others have one at once; return whether they are in a later turn."""
         if not self.member.session:
             self.owe(failure.message)
-            return
+            return False
         self.over = True
-        verdict = words.failed([failure])
         yield from self._tell(failure)
         first = self.rounds if self.inside else self.rounds + 1
         for number in (first, first + 1):
-            held = yield from self._conclude(b"", verdict, number)
+            held = yield from self._conclude(b"", self._failed(failure), number)
+            if held == DECIDING and not self.member.rank:
+                # It was this rank that decided, and its last word has not arrived.
+                outcome = words.COMMITTED if self._committed else words.NOTHING
+                held = yield from self._conclude(DECIDING, self._failed(failure, outcome), number)
             if held[:1] == b"!" or self.name == LAST:
                 break
+        if not self.rounds and self._label is None and self._is_over(held):
+            return True
         yield from self.leave(failed=True)
+        return False
+
+    def _is_over(self, held: bytes) -> bool:
+        """Whether the turn that this rank has just come to leave has failed without it, for another call."""
+        if self.kind or held[:1] != b"!":
+            return self._is_of_others(held)
+        # One that goes for good, whatever call the others are in, tells those that are in a later one.
+        calls = json.loads(held[1:])[3]
+        return calls is None or all(one[0] for one, _ in calls)
 
     def owe(self, why: str) -> None:
         """Leave without a verdict, and without a word: the others are told when this rank next comes."""
         if not self.over and self.member.size > 1:
+            _ = self.number  # before a later turn takes it
+            self.member.leave_behind(self.called)
             self.member.owed.append((self, self.member.failure(why)))
         self.over = True
 

@@ -28,6 +28,7 @@ from fastckpt._units import bytes_of
 
 from .agreement import PER_RANK, Agreement
 from .attention import Attention
+from .called import marks_of
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
@@ -99,6 +100,7 @@ class Order:
         tailor: what is left out and cast.
         base: an earlier checkpoint to take files over from, absolute.
         frozen: the tensors that are said to stay as they are.
+        marks: what tells this save from others to the same path.
     """
 
     local: Local
@@ -106,13 +108,17 @@ class Order:
     tailor: Tailor
     base: str | None
     frozen: Patterns | None
+    marks: dict[str, str]
 
-    def terms(self) -> str:
-        """What has to be equal on all ranks beside the state."""
+    def terms(self, path: str) -> str:
+        """What has to be equal on all ranks beside the state, in a save to ``path``."""
         files = {name: hashlib.sha256(content).hexdigest() for name, content in self.settings["files"]}
         chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
         frozen = None if self.frozen is None else self.frozen.texts
-        more = {"base": self.base, "frozen": frozen, "files": files, "model_key": self.local.model_key}
+        base = self.base
+        if base is not None and Path(base).parent == Path(path).parent:
+            base = Path(base).name  # the directory may have another name on each rank
+        more = {"base": base, "frozen": frozen, "files": files, "model_key": self.local.model_key}
         return json.dumps({**chosen, **more}, sort_keys=True)
 
 
@@ -169,7 +175,9 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     warn_of_unnamed(
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
-    return Order(local, settings, tailor, earlier, patterns)
+    # What is left out may differ between ranks.
+    marks = marks_of(metadata, None if tailor.excluded else state)
+    return Order(local, settings, tailor, earlier, patterns, marks)
 
 
 def save_order(
@@ -187,9 +195,10 @@ def save_order(
     ``began`` is when the program called (``time.perf_counter``).
     """
     agreement = Agreement(order.local)
+    operation.mark(order.marks)
     verdict = operation.round(
         "arrive",
-        [agreement.arrival(), [[session.group.rank, order.terms()]], order.tailor.unused],
+        [agreement.arrival(), [[session.group.rank, order.terms(path)]], order.tailor.unused],
         combine=_combine_calls,
         decide=lambda arrived: _decide(agreement, path, arrived),
     )

@@ -20,7 +20,7 @@ class Session:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.peers = Peers(group.rank, group.size, group.store, group.host)
+        self.peers = Peers(group.rank, group.size, group.store, group.host, serves=group.serves)
         self.link = Link(group, self.peers.host_of)
         self._apart: list[Peers] = []
         self._made = 0
@@ -37,7 +37,7 @@ class Session:
         self._made += 1
         group = self.group
         store = store_below(group.store, f"apart/{self._made}")
-        self._apart.append(Peers(group.rank, group.size, store, group.host, shown=False))
+        self._apart.append(Peers(group.rank, group.size, store, group.host, serves=group.serves, shown=False))
         return self._apart[-1]
 
     def end(self, peers: Peers) -> None:

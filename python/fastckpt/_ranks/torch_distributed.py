@@ -49,6 +49,7 @@ class Group(NamedTuple):
         ranks: the rank of each in the default group.
         host: the name of the machine that this one runs on.
         store: a torch store under a name that no other group has; None for a process that works alone.
+        serves: the rank whose process may have the server of that store; None if that is none of them.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
     host: str
     store: Any
+    serves: int | None = None
 
 
 _alone: list[Any] = []
@@ -141,7 +143,10 @@ def _group_of(group: Any) -> Group:
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
     # what a former group of the same name has left.
-    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()))
+    # By default the first process serves it; torchrun's agents do where they say so.
+    apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = None if apart or 0 not in ranks else ranks.index(0)
+    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()), serves)
 
 
 def store_below(store: Any, name: str) -> Any:

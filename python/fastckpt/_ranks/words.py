@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastckpt.exceptions import RankFailure
 
 #: The one key of a dict that stands for bytes.
@@ -102,6 +104,15 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     return "nothing was committed, the old checkpoint stands"
 
 
-def failed(failures: list[RankFailure], more: int = 0, *, outcome: str = NOTHING) -> bytes:
-    """Return the verdict that says what failed."""
-    return b"!" + json.dumps([[list(one) for one in failures], more, outcome]).encode()
+def failed(
+    failures: list[RankFailure], more: int, outcome: str, calls: Sequence[tuple[Sequence[Any], bool]] | None
+) -> bytes:
+    """Return the verdict that says what failed.
+
+    Args:
+        failures: of which ranks.
+        more: how many further ones there are.
+        outcome: what is left.
+        calls: the calls that were in the turn, and which of them wait for the next; None: too many to tell apart.
+    """
+    return b"!" + json.dumps([[list(one) for one in failures], more, outcome, calls]).encode()

@@ -1,0 +1,79 @@
+"""Which call of the program a rank is in: what tells the calls of ranks apart that have come out of step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+#: How many values tell a call from others, how long their text is, and how large a number.
+_MARKS, _LONGEST, _BITS = 16, 32, 64
+#: How many directories above it tell where a path leads.
+_LEVELS = 4
+
+
+class Called(NamedTuple):
+    """One call of one rank.
+
+    Attributes:
+        kind: what it does; empty where it ends whatever the others do.
+        path: to what.
+        place: where the path leads, by :func:`location_of`; None where that is not known.
+        marks: what is equal on all ranks that have it, by name: the step.
+    """
+
+    kind: str
+    path: str
+    place: list[Any] | None
+    marks: Mapping[str, str]
+
+    def is_other(self, other: Called) -> bool:
+        """Whether these cannot be one call of all ranks. Where nothing tells them apart, they can."""
+        if not (self.kind and other.kind):
+            return False
+        if self.kind != other.kind or not self.leads_to(other):
+            return True
+        return any(other.marks.get(name, mark) != mark for name, mark in self.marks.items())
+
+    def leads_to(self, other: Called) -> bool:
+        """Whether the paths are those of one directory, as far as this host can see."""
+        if self.path == other.path:
+            return True
+        if self.place is None or other.place is None:
+            return False
+        (host, *levels), (its_host, *its_levels) = self.place, other.place
+        # Each host numbers its devices for itself. The ranks of a save prove later that they see one directory.
+        first = 0 if host == its_host else 1
+        return any(one[first:] == its[first:] for one in levels for its in its_levels)
+
+
+def location_of(path: str, host: str) -> list[Any]:
+    """Where a path leads: the host, and of the nearest directories that are there device, inode, and what follows.
+
+    Of several, for the nearest may just have been made, or replaced.
+    """
+    levels: list[Any] = []
+    at, rest = path, ""
+    while len(levels) < _LEVELS:
+        with contextlib.suppress(OSError, ValueError):
+            found = os.stat(at)  # noqa: PTH116 - a path may be the user's bytes
+            levels.append([found.st_dev, found.st_ino, rest])
+        above, name = os.path.split(at)
+        if above == at:
+            break
+        at, rest = above, f"{name}/{rest}"
+    return [host, *levels]
+
+
+def marks_of(*given: Any) -> dict[str, str]:
+    """The plain values at the top of states: what is equal on all ranks that have it, and often differs by call."""
+    marks: dict[str, str] = {}
+    for number, state in enumerate(given):
+        for key, value in dict.items(state) if isinstance(state, dict) else ():
+            # Of these types alone: the methods of others are the user's.
+            kind = type(value)
+            plain = kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)
+            if type(key) is str and plain and len(marks) < _MARKS:
+                marks[f"{number}.{key[:_LONGEST]}"] = repr(value[:_LONGEST] if kind is str else value)
+    return marks

@@ -1,0 +1,240 @@
+"""Groups that go on: after a missed call, a call that came too late, an error outside, the next call works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fastckpt
+import fastckpt.distributed
+from harness import groups, parallel
+
+#: Where a rank is to be missed.
+SHORT = 2.0
+LONG = 60.0
+
+
+def state(number: int) -> dict[str, object]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": parallel.distributed(torch.full((64, 100), float(number)), mesh, [Shard(0)]), "step": number}
+
+
+def outcome(function, *args, **kwargs) -> str:
+    """What became of a call: ``ok``, or the error."""
+    try:
+        function(*args, **kwargs)
+    except (fastckpt.CheckpointError, RuntimeError, ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def save(path: str, number: int, timeout: float = LONG) -> str:
+    return outcome(fastckpt.distributed.save, state(number), path, timeout=timeout, threads=1)
+
+
+def save_in_background(path: str, number: int, timeout: float = LONG) -> str:
+    pending = fastckpt.distributed.save_async(state(number), path, timeout=timeout, threads=1)
+    return outcome(pending.result, LONG)
+
+
+def load(path: str, number: int, timeout: float = LONG) -> str:
+    del number
+    return outcome(fastckpt.distributed.load, path, timeout=timeout, threads=1)
+
+
+def missed(call, path: str, odd: int, same: bool) -> list[str]:
+    """Four calls, the second of which a rank misses; ranks meet before each, as training does."""
+    told = []
+    for number in range(4):
+        dist.barrier()
+        where = path if same or call is load else f"{path}-{number}"
+        if number == 1 and dist.get_rank() == odd:
+            told.append("missed")
+            continue
+        told.append(call(where, number, SHORT if number == 1 else LONG))
+    return told
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "same"),
+    [(save, False), (save, True), (save_in_background, False)],
+    ids=["save", "save-to-one-path", "save_async"],
+)
+def test_the_call_after_a_missed_one_works(forge, tmp_path, call, same, odd):
+    path = tmp_path / "c"
+    with forge.group(3) as group:
+        for rank, told in enumerate(group.run(missed, call, str(path), odd, same)):
+            assert [told[number] for number in (0, 2, 3)] == ["ok"] * 3, told
+            if rank != odd:
+                assert f"rank {odd}" in told[1]
+                assert "nothing was committed" in told[1]
+    last = path if same else Path(f"{path}-3")
+    assert fastckpt.load(last)["step"] == 3
+
+
+def late(path: str, odd: int, plain: bool) -> list[str]:
+    """A rank comes with its second call when the others wait in the third."""
+    told = []
+    for number in range(5):
+        if number == 3:
+            dist.barrier()
+        given = state(number)
+        if plain:
+            del given["step"]
+        if number == 1 and dist.get_rank() == odd:
+            # The others have given it up, and more than one of them is in the next.
+            until(path, "given up")
+            time.sleep(0.3)
+        timeout = SHORT if number == 1 else LONG
+        told.append(outcome(fastckpt.distributed.save, given, path, timeout=timeout, threads=1))
+        if number == 1 and dist.get_rank() != odd:
+            Path(f"{path}.given up").touch()
+    return told
+
+
+def until(path: str, what: str) -> None:
+    while not Path(f"{path}.{what}").exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(forge, tmp_path, plain):
+    """Where the state has no values beside tensors, nothing tells the calls apart: the old one fails all the same."""
+    path = tmp_path / "c"
+    with forge.group(3) as group:
+        for told in group.run(late, str(path), 1, plain):
+            assert "rank 1" in told[1]
+            assert "has not answered" in told[1]
+            assert [told[number] for number in (0, 2, 3, 4)] == ["ok"] * 4, told
+    assert fastckpt.load(path)["w"].unique().tolist() == [4.0]
+
+
+def first_call_late(path: str) -> tuple[list[str], float]:
+    """A rank is late to the first call of all; what each was told, and how long the late one waited."""
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        until(path, "given up")
+        began = time.monotonic()
+    told = [save(path, 0, 5 * SHORT)]
+    took = time.monotonic() - began
+    Path(f"{path}.given up").touch()
+    dist.barrier()
+    return [*told, save(path, 1)], took
+
+
+def test_a_rank_that_is_late_to_the_first_call_is_told_so_at_once(forge, tmp_path):
+    path = tmp_path / "c"
+    with forge.group(3) as group:
+        found = group.run(first_call_late, str(path))
+    for told, _ in found:
+        assert "rank 1 has not answered" in told[0], told
+        assert told[1] == "ok"
+    # The others have waited for the whole timeout, and this one does not.
+    assert found[1][1] < 5 * SHORT < found[0][1]
+
+
+def other_orders(path: str) -> list[str]:
+    """Two groups, in another order on each rank."""
+    two = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    given = {"w": torch.full((1000,), 1.0)}
+    pending = {
+        number: fastckpt.distributed.save_async(
+            given, f"{path}-{number}", process_group=two[number], timeout=LONG, threads=1
+        )
+        for number in order
+    }
+    return [outcome(pending[number].result, LONG) for number in range(2)]
+
+
+def test_groups_save_in_the_background_in_any_order(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(other_orders, str(tmp_path / "c"), timeout=2 * LONG) == [["ok"] * 2] * 2
+    for number in range(2):
+        assert fastckpt.verify(tmp_path / f"c-{number}").ok
+
+
+def two_names(first: str, second: str) -> list[str]:
+    """One directory, under another name on each rank."""
+    here = first if dist.get_rank() == 0 else second
+    told = [save(f"{here}/c", 1), load(f"{here}/c", 1)]
+    with fastckpt.Manager(f"{here}/run", timeout=LONG) as manager:
+        told += [outcome(manager.save, step, state(step)) for step in (1, 2)]
+        told.append(outcome(manager.wait))
+    return told
+
+
+def test_a_directory_may_have_another_name_on_each_rank(forge, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    with forge.group(2) as group:
+        for told in group.run(two_names, str(tmp_path / "there"), str(tmp_path / "link")):
+            assert told == ["ok"] * 5
+        (tmp_path / "other").mkdir()
+        for told in group.run(two_names_of_two, str(tmp_path / "there" / "c"), str(tmp_path / "other" / "c")):
+            assert "all ranks must make the same calls in the same order" in told
+    assert fastckpt.load(tmp_path / "there" / "c")["step"] == 1
+    assert fastckpt.Manager(tmp_path / "there" / "run", read_only=True).steps() == [1, 2]
+
+
+def two_names_of_two(first: str, second: str) -> str:
+    return save(first if dist.get_rank() == 0 else second, 2)
+
+
+def leave_at_once(path: str) -> None:
+    save(path, 1)
+    if fastckpt.load(path)["step"] == 1:
+        groups.report("saved")
+        os._exit(0)
+
+
+def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
+    """The first has the store, which goes with it: the others are slow to read the last answer."""
+    with forge.group(3, store="rank0") as group:
+        strike = groups.Strike(2, "fastckpt._ranks.protocol:Turn._take", signal.SIGSTOP, nth=4)
+        group.start(leave_at_once, str(tmp_path / "c"), strike=strike)
+        [stopped] = group.outcomes(LONG, ranks=[2])
+        assert stopped.kind == "stopped"
+        assert group.heard(1) == "saved"
+        time.sleep(0.5)
+        group.resume(2)
+        assert [group.heard(rank) for rank in (2, 0)] == ["saved"] * 2
+
+
+def fails_in_the_save(out: str) -> list[str]:
+    """One rank's save raises, and it does not wait; the others do. Then all go on."""
+    told = []
+    with fastckpt.Manager(out, timeout=LONG) as manager:
+        for step in (1, 2):
+            given = state(step)
+            if step == 1 and dist.get_rank() == 1:
+                given["bad"] = object()
+            told.append(outcome(manager.save, step, given))
+            if step == 2 or dist.get_rank() != 1:
+                began = time.monotonic()
+                told.append(outcome(manager.wait))
+                assert time.monotonic() - began < LONG / 2
+            dist.barrier()
+    return told
+
+
+def test_a_rank_that_waits_for_a_save_is_told_at_once_why_it_failed(forge, tmp_path):
+    with forge.group(3) as group:
+        first, odd, last = group.run(fails_in_the_save, str(tmp_path / "run"), timeout=2 * LONG)
+    for told in (first, last):
+        assert told[0] == "ok"
+        assert "rank 1" in told[1]
+        assert "UnsupportedTypeError" in told[1]
+        assert told[2:] == ["ok", "ok"]
+    assert "bad" in odd[0]
+    assert odd[1:] == ["ok", "ok"]
+    assert fastckpt.Manager(tmp_path / "run", read_only=True).steps() == [2]
