@@ -2,7 +2,10 @@
 
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
 fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
-fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as there are now
+state = fastckpt.distributed.load("step-1000", into=state)   # on as many ranks as there are now
+
+``into=`` has its tensors filled and its objects restored where they are. Other values, as the step, are in what
+``load`` returns, and not in ``into``.
 
 The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
 fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
