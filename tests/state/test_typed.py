@@ -759,3 +759,21 @@ def test_registered_types_take_no_attributes_of_others(registry, tmp_path):
     registry(Dict, dict, lambda value: value)
     with pytest.raises(CheckpointError, match=r"has attributes, which the decode registered for .* does not take"):
         fastckpt.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("state", ["a\ud83d\ude00", {"\ud83d\ude00": 1, "\U0001f600": 2}, [{"x": ("\ud83d\ude00",)}]])
+def test_pairs_of_surrogates_are_refused(tmp_path, state):
+    """JSON has no way to tell them from the character that they make."""
+    with pytest.raises(UnsupportedTypeError, match="pair of surrogates"):
+        fastckpt.save(state, tmp_path / "c")
+    fine = ["\ud83d", "\ude00", "\ude00\ud83d", "\U0001f600", {"\udc80": 1}]
+    fastckpt.save(fine, tmp_path / "c")
+    assert fastckpt.load(tmp_path / "c") == fine
+
+
+@pytest.mark.parametrize("name", ["items", "__class__"])
+def test_attributes_that_hide_a_method_of_an_ordered_dict_are_refused(tmp_path, name):
+    state = collections.OrderedDict(a=1)
+    vars(state)[name] = 7
+    with pytest.raises(UnsupportedTypeError, match="would hide a method"):
+        fastckpt.save({"s": state}, tmp_path / "c")

@@ -128,6 +128,9 @@ def _dict(value: dict[Any, Any]) -> Parts:
 
 def _ordered(value: OrderedDict[Any, Any]) -> Parts:
     if vars(value):
+        for name in vars(value):
+            if type(name) is not str or hasattr(OrderedDict, name):
+                raise Unsupported(f"its attribute {name!r} would hide a method of an OrderedDict: rename it")
         return Parts(f'["type","{ATTRIBUTED}"]', ((THROUGH, _Attributed(value)),))
     return _items(value)
 
@@ -418,7 +421,7 @@ class _Flattener:
             kind = type(value)
             if keyed:
                 if type(key) is str:
-                    emit(quote(key))
+                    emit(_values.encode_text(key))
                 else:
                     frame.key = key
                     key = self.key(key)  # noqa: PLW2901 - the key as places and names show it

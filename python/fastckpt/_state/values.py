@@ -45,6 +45,7 @@ _DIGITS = 4300
 # Compiled at their first use, so that an import does not pay for it.
 _DECIMAL = r"-?[0-9]{1,4300}"
 _HEX = r"-?0x[0-9a-f]+"
+_PAIR = r"[\ud800-\udbff][\udc00-\udfff]"
 _BASE64 = r"[A-Za-z0-9+/]*={0,2}"
 
 _INFINITY = float("inf")
@@ -61,6 +62,13 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     "tuple": tuple,
 }
 FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+
+
+def encode_text(value: str) -> str:
+    """A text as JSON. Two surrogates that make one character are not two in JSON, and would come back as that one."""
+    if not value.isascii() and re.search(_PAIR, value) is not None:
+        raise Unsupported("a text with a pair of surrogates cannot be stored: store the character that they make")
+    return quote(value)
 
 
 def _int(value: int) -> str:
@@ -136,7 +144,7 @@ def path_encoder(kind: type) -> Callable[[Any], str] | None:
 ENCODERS: dict[type, Callable[[Any], str]] = {
     type(None): lambda _: "null",
     bool: lambda value: "true" if value else "false",
-    str: quote,
+    str: encode_text,
     int: _int,
     float: _float,
     complex: _complex,

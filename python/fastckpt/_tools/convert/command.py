@@ -34,6 +34,11 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="append",
         help="from a checkpoint: only tensors of these names",
     )
+    parser.add_argument(
+        "--expand",
+        action="store_true",
+        help="write expanded, tied and overlapping tensors in full, whatever that takes",
+    )
     parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
     parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: take it off names")
     parser.add_argument(
@@ -65,6 +70,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         options.destination,
         keys=options.keys,
         overwrite=options.overwrite,
+        expand=options.expand,
         to_hugging_face=to_hugging_face,
     )
     what = f"{count(done.tensors, 'tensor')}, {size(done.bytes)}"

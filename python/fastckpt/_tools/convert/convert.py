@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._paths import refuse_url
+from fastckpt._state.flatten import flatten
 from fastckpt.exceptions import CheckpointError
 
 from . import distributed, hugging_face, one_file
-from .needs import MANIFEST, PICKLED, torch_for
+from .needs import MANIFEST, PICKLED, refuse_growth, unpickling_torch_for
 from .sources import read
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def convert(
     *,
     keys: Sequence[str] | None,
     overwrite: bool,
+    expand: bool = False,
     to_hugging_face: Mapping[str, Any] | None = None,
 ) -> Converted:
     """Convert ``source`` to ``destination``; the kind of each follows from what it is and from its name.
@@ -50,6 +52,7 @@ def convert(
         destination: a new checkpoint; where the source is a checkpoint, a ``.safetensors`` file.
         keys: glob patterns over tensor names; only for a checkpoint as the source, None takes everything.
         overwrite: whether ``destination`` may exist.
+        expand: whether many times the bytes of the source may be written, where tensors are expanded, tied or overlap.
         to_hugging_face: with these options of :func:`hugging_face.write`, a checkpoint becomes a directory of Hugging
             Face's.
 
@@ -85,16 +88,20 @@ def convert(
                 f"cannot convert the checkpoint {source} to {destination}: a checkpoint is converted to one "
                 "safetensors file; give a name that ends in .safetensors"
             )
-        tensors, size = one_file.write(source, destination, keys)
+        tensors, size = one_file.write(source, destination, keys, expand=expand)
     elif (source / distributed.METADATA_FILE).exists():
         _refuse(source, destination, keys)
-        torch_for(source)
+        unpickling_torch_for(source)
         from .distributed_plan import write  # noqa: PLC0415 - imports torch.distributed
 
-        tensors, size = write(source, destination, overwrite=overwrite)
+        tensors, size = write(source, destination, overwrite=overwrite, expand=expand)
     else:
         _refuse(source, destination, keys)
         state, metadata = read(source)
+        if not expand and source.is_file():
+            flat = flatten(state, operation="convert")
+            refuse_growth(source, sum(one.capacity for one in flat.tensors), source.stat().st_size)
+            flat.keep.clear()
         report = fastckpt.save(state, destination, overwrite=overwrite, metadata=metadata)
         tensors, size = report.tensors, report.bytes
     return Converted(

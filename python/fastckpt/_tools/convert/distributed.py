@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import struct
 import zipfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +22,9 @@ _TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "Byt
 #: Keys that lead to an entry, and members of lists that the table leaves out: torch does so with empty mappings.
 _DEPTH, _GAPS = 200, 1 << 20
 #: What reading a pickle or an archive that is damaged raises.
-_DAMAGED = (
+DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, EOFError, ImportError, RecursionError, NotImplementedError),
-    *(RuntimeError, zipfile.BadZipFile),
+    *(RuntimeError, ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile),
 )
 
 
@@ -74,7 +75,7 @@ class Directory:
                 f"cannot convert {source}: {METADATA_FILE} is damaged, or holds more than torch writes there, and "
                 f"fastckpt never executes what a pickle names: {first_line(error)}"
             ) from error
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise self._damaged(METADATA_FILE, error) from error
 
     def _damaged(self, what: str, error: Exception) -> CorruptCheckpointError:
@@ -122,6 +123,17 @@ class Directory:
         values = (item.pieces[0].length for item in self.items.values() if item.sizes is None)
         return (self.source / METADATA_FILE).stat().st_size + sum(values)
 
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors, as the table lists them."""
+        return sum(
+            math.prod(item.sizes) * item.dtype.itemsize for item in self.items.values() if item.sizes is not None
+        )
+
+    def size(self) -> int:
+        """Bytes of the files that hold them."""
+        files = {piece.file for item in self.items.values() for piece in item.pieces}
+        return sum((self.source / file).stat().st_size for file in files)
+
     def read(self, key: str, number: int = 0) -> Any:
         """A value, or a piece of a tensor, as views of the mapped file.
 
@@ -141,7 +153,7 @@ class Directory:
                 "fastckpt never executes what a pickle names: load it with torch.distributed.checkpoint, and give the "
                 f"state to fastckpt.save; {first_line(error)}"
             ) from error
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise self._damaged(f"{key!r} in {piece.file}", error) from error
         if item.sizes is None:
             return found

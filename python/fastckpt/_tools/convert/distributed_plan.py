@@ -13,11 +13,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from fastckpt._state.flatten import flatten
 from fastckpt.dcp import Writer
 from fastckpt.exceptions import CheckpointError
 
 from . import pickled as _pickled
-from .distributed import Directory
+from .distributed import METADATA_FILE, Directory
+from .needs import refuse_growth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands out what is in the directory."""
+    """Hands out what is in the directory; ``values`` are what is read of it already."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, values: dict[str, Any]) -> None:
         super().__init__()
         self._directory = directory
+        self._values = values
         self._numbers = {
             (key, piece.offsets): number
             for key, item in directory.items.items()
@@ -39,17 +42,19 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value, or the piece of a tensor."""
+        if index.fqn in self._values:
+            return self._values[index.fqn]
         return self._directory.read(index.fqn, self._numbers[index.fqn, tuple(index.offset or ())])
 
 
-def write(source: Path, destination: Path, *, overwrite: bool) -> tuple[int, int]:
+def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> tuple[int, int]:
     """Write what a directory of torch.distributed.checkpoint holds as a checkpoint.
 
     Returns:
         The number of tensors, and their bytes.
 
     Raises:
-        CheckpointError: it is damaged, or holds what is not read.
+        CheckpointError: it is damaged, holds what is not read, or would grow, and ``expand`` is not set.
     """
     try:
         _pickled.check(source)
@@ -58,13 +63,24 @@ def write(source: Path, destination: Path, *, overwrite: bool) -> tuple[int, int
             f"cannot convert {source}: {error}; if you trust it, load it with torch.distributed.checkpoint and give "
             "the state to fastckpt.save"
         ) from error
-    directory = Directory(source)
+    try:
+        with _pickled.bounded((source / METADATA_FILE).stat().st_size):
+            directory = Directory(source)
+        # The very objects that fitted are what is written.
+        with _pickled.bounded(directory.nbytes()):
+            values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
+            flat = flatten(values, operation="convert")
+    except MemoryError as error:
+        raise CheckpointError(f"cannot convert {source}: it has changed since it was looked at") from error
+    if not expand:
+        refuse_growth(source, directory.tensor_bytes() + sum(one.capacity for one in flat.tensors), directory.size())
+    flat.keep.clear()
     writer = Writer(destination, overwrite=overwrite)
     items = [made for key, item in directory.items.items() for made in _items(key, item)]
     plan = SavePlan(items, planner_data={key: item.path for key, item in directory.items.items()})
     writer.set_up_storage_writer(is_coordinator=True)
     (plan,) = writer.prepare_global_plan([plan])
-    writer.write_data(plan, _Planner(directory)).wait()
+    writer.write_data(plan, _Planner(directory, values)).wait()
     assert writer.report is not None  # noqa: S101 - it has written
     return writer.report.tensors, writer.report.bytes
 

@@ -27,6 +27,32 @@ def torch_for(source: Path) -> Any:
     return module.torch
 
 
+def unpickling_torch_for(source: Path) -> Any:
+    """Likewise, of a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
+    torch = torch_for(source)
+    if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
+        raise CheckpointError(
+            f"cannot convert {source}: torch {torch.__version__} executes code that such a file names, whatever "
+            "weights_only says (CVE-2025-32434): use torch 2.6 or later"
+        )
+    return torch
+
+
+def refuse_growth(source: Path, written: int, read: int) -> None:
+    """Refuse to write many times the bytes that are read, which nobody has asked for.
+
+    Args:
+        source: what is converted.
+        written: bytes of the tensors that would be written.
+        read: bytes that the source has.
+    """
+    if written > 2 * read + (64 << 20):
+        raise CheckpointError(
+            f"cannot convert {source}: its {read} bytes would become {written}, because tensors in it are expanded, "
+            "tied or overlap: give --expand to write them all, or choose tensors with --keys"
+        )
+
+
 def safetensors_for(source: Path) -> ModuleType:
     """Return the module safetensors with its part for torch, or say that it is needed."""
     torch_for(source)

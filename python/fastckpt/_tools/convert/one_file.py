@@ -16,15 +16,15 @@ from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
-from .needs import HEADER, first_line, safetensors_for, torch_for
+from .needs import HEADER, first_line, refuse_growth, safetensors_for, torch_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import ModuleType
 
 
-def write(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[int, int]:
+def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool) -> tuple[int, int]:
     """Write the tensors of a checkpoint to one file, durable and whole or not at all."""
     library, torch = safetensors_for(source), torch_for(source)
     if destination.is_dir():
@@ -55,6 +55,7 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[
         tensors[name] = tensor
     if keys is not None and not tensors:
         raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
+    _check_growth(source, tensors.values(), expand=expand)
     # By falling element size, so that each begins at a multiple of its own.
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(order, dtypes, source)
@@ -71,6 +72,13 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[
             temporary.unlink()
     _fsync(destination.parent)
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _check_growth(source: Path, tensors: Iterable[Any], *, expand: bool) -> None:
+    if not expand:
+        with fastckpt.open(source) as checkpoint:
+            stored = sum(checkpoint.info(name).bytes for name in checkpoint)
+        refuse_growth(source, sum(tensor.nbytes for tensor in tensors), stored)
 
 
 def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, int]], source: Path) -> bytes:

@@ -7,6 +7,7 @@ its size may take.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 #: Memory for the objects, bytes: for any file, and for each byte of it.
@@ -139,11 +141,32 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
-def _limit(size: int) -> None:
+@contextlib.contextmanager
+def bounded(size: int) -> Iterator[None]:
+    """Within it, this process may take as much memory more as the child may: the file may have changed meanwhile."""
+    import resource  # noqa: PLC0415 - Linux alone comes here
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data(size)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data(size: int) -> int:
+    """Bytes of memory that this process may have while it reads a file of that size."""
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no pathlib needed
         data = int(file.read().split()[5]) * resource.getpagesize()
+    return data + _MEMORY + _MEMORY_OF_BYTE * size
+
+
+def _limit(size: int) -> None:
+    import resource  # noqa: PLC0415 - Linux alone comes here
+
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime + _SECONDS + size / _BYTES_OF_SECOND
 
@@ -153,6 +176,6 @@ def _limit(size: int) -> None:
         resource.setrlimit(what, (limit, hard))
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
-    lower(resource.RLIMIT_DATA, data + _MEMORY + _MEMORY_OF_BYTE * size)
+    lower(resource.RLIMIT_DATA, _data(size))
     # One that is ended by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)

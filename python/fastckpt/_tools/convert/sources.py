@@ -12,7 +12,16 @@ from fastckpt._foreign import file_format
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
 
 from . import pickled as _pickled
-from .needs import HEADER, HUGGING_FACE_INDEX, MANIFEST, PICKLED, first_line, regular, safetensors_for, torch_for
+from .needs import (
+    HEADER,
+    HUGGING_FACE_INDEX,
+    MANIFEST,
+    PICKLED,
+    first_line,
+    regular,
+    safetensors_for,
+    unpickling_torch_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,10 +47,13 @@ def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
 
 def _read_pickled(source: Path) -> Any:
     """Return what ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
-    torch = torch_for(source)
+    torch = unpickling_torch_for(source)
     try:
         _pickled.check(source)
-        return _pickled.load(torch, source)
+        with _pickled.bounded(source.stat().st_size):
+            return _pickled.load(torch, source)
+    except MemoryError as error:
+        raise CheckpointError(f"cannot convert {source}: it has changed since it was looked at") from error
     except _pickled.RefusedError as error:
         if error.kind == "UnpicklingError":
             raise UnsupportedTypeError(

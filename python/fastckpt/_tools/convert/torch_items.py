@@ -1,6 +1,8 @@
 """Pickles of torch.distributed.checkpoint, read with a fixed list of what may be in them. Nothing else is imported.
 
-Tensors are not read: they become views of the mapped file.
+What a pickle names is found as a recorder: it takes checked arguments, and nothing can be set on it. No class of
+numpy's is found, because numpy believes the states that its classes are given. Tensors are not read: they become views
+of the mapped file.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ import datetime as dt
 import io
 import math
 import pickle
+import re
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -57,8 +60,38 @@ class Record:
         raise AttributeError(name)
 
 
+class _Fixed(type):
+    """The type of classes on which a pickle sets nothing."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"{cls.__name__} is not changed by a pickle")
+
+
 def _kind(name: str) -> type[Record]:
-    return type(name, (Record,), {"__slots__": ()})
+    made: Any = _Fixed(name, (Record,), {"__slots__": ()})
+    kind: type[Record] = made
+    return kind
+
+
+class Recorder:
+    """Stands for a function or a class that a pickle calls.
+
+    Args:
+        make: what it does, with checked arguments.
+        kind: for a built-in class, that class.
+    """
+
+    __slots__ = ("kind", "make")
+
+    def __init__(self, make: Callable[..., Any], kind: Any = None) -> None:
+        self.make = make
+        self.kind = kind
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.make(*arguments)
+
+    def __setstate__(self, _: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a state of what has none")
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -98,20 +131,63 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    return OrderedDict(_plain(items, list, tuple))
+
+
+def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
+    known = None if factory is None else _plain(factory, Recorder).kind
+    if factory is not None and known not in _FACTORIES:
+        raise pickle.UnpicklingError("a factory that is none")
+    return defaultdict(known, _plain(items, tuple, dict))
+
+
+def _plain(value: Any, *kinds: type) -> Any:
+    """``value``, which is of one of these types and of no subclass: no method of another is called."""
+    if type(value) not in kinds:
+        raise pickle.UnpicklingError(f"{type(value).__name__} instead of {kinds[0].__name__}")
+    return value
+
+
+def _taking(kind: Any, *kinds: type, most: int = 1) -> Recorder:
+    """A built-in class whose arguments are of these types alone."""
+
+    def make(*arguments: Any) -> Any:
+        if len(arguments) > most:
+            raise pickle.UnpicklingError(f"too many arguments of {kind.__name__}")
+        return kind(*(_plain(argument, *kinds) for argument in arguments))
+
+    return Recorder(make, kind)
+
+
 #: What may be in either pickle, by module and name.
 _PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("_codecs", "encode"): _encode,
+    ("collections", "OrderedDict"): Recorder(_ordered),
+    ("torch", "Size"): Recorder(size),
+    ("torch.serialization", "_get_layout"): Recorder(_layout),
+    ("_codecs", "encode"): Recorder(_encode),
 }
+_NUMBERS = (int, float)
+#: No number is an argument of bytes: it would be their length.
 _BUILT_IN = {
-    one.__name__: one for one in (set, frozenset, complex, bytearray, slice, dict, list, tuple, int, float, str)
+    "set": _taking(set, list, tuple),
+    "frozenset": _taking(frozenset, list, tuple),
+    "complex": _taking(complex, *_NUMBERS, most=2),
+    "bytearray": _taking(bytearray, bytes),
+    "slice": _taking(slice, int, type(None), most=3),
+    **{one.__name__: _taking(one, one) for one in (dict, list, tuple, int, float, str, bool)},
 }
+_FACTORIES = frozenset((set, dict, list, tuple, int, float, str, bool))
 _VALUES: dict[tuple[str, str], Any] = {
-    **{("collections", one.__name__): one for one in (defaultdict, Counter, deque)},
+    ("collections", "defaultdict"): Recorder(_default),
+    ("collections", "Counter"): _taking(Counter, dict),
+    ("collections", "deque"): _taking(deque, tuple, list, int, type(None), most=2),
     **{(module, name): one for module in ("builtins", "__builtin__") for name, one in _BUILT_IN.items()},
-    **{("datetime", one.__name__): one for one in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone)},
+    ("datetime", "datetime"): _taking(dt.datetime, bytes, dt.timezone, most=2),
+    ("datetime", "date"): _taking(dt.date, bytes),
+    ("datetime", "time"): _taking(dt.time, bytes, dt.timezone, most=2),
+    ("datetime", "timedelta"): _taking(dt.timedelta, int, most=3),
+    ("datetime", "timezone"): _taking(dt.timezone, dt.timedelta, str, most=2),
 }
 _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"})
 
@@ -136,7 +212,7 @@ class MetadataUnpickler(pickle.Unpickler):
         """One of the fixed list."""
         known = KINDS.get((module, name)) or _PLAIN.get((module, name))
         if known is None and module.partition(".")[0] == "pathlib" and name in _PATHS:
-            known = _path
+            known = Recorder(_path)
         if known is None and module == "torch":
             known = _dtype(self._torch, name)
         return known if known is not None else _refuse(module, name)
@@ -169,6 +245,8 @@ class Archive:
         Raises:
             UnpicklingError: there is more in it than plain values and tensors.
         """
+        if self._zip.getinfo(self._name).compress_type:
+            raise zipfile.BadZipFile("its data.pkl is compressed, which torch does not do")
         return _ItemUnpickler(self._torch, self, io.BytesIO(self._zip.read(self._name))).load()
 
     def storage(self, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -183,16 +261,70 @@ class Archive:
         return found
 
 
-class _ItemUnpickler(pickle.Unpickler):
+#: Pickles in Python: what each opcode does can be limited, and none allocates more than the pickle has.
+_Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - the module's own other reader
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+    *(pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1),
+    *(pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.DICT),
+    *(pickle.EMPTY_SET, pickle.FROZENSET, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.ADDITEMS, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.BUILD, pickle.BINPERSID),
+    *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE),
+)
+
+
+def _on(opcode: bytes, *kinds: type, marked: bool) -> Callable[[Any], None]:
+    """What an opcode does that adds to a container: to one of these types, and nothing to anything else."""
+    add = _Unpickler.dispatch[opcode[0]]
+
+    def checked(reader: Any) -> None:
+        stack = reader.metastack[-1] if marked else reader.stack[: -2 if opcode == pickle.SETITEM else -1]
+        _plain(stack[-1], *kinds)
+        add(reader)
+
+    return checked
+
+
+def _build(reader: Any) -> None:
+    """Give a state: an array its elements, an OrderedDict its attributes, and nothing to anything else."""
+    state = reader.stack.pop()
+    made = reader.stack[-1]
+    if type(made) is _Dtype:
+        made.read(state)
+    elif type(made) is np.ndarray:
+        _fill(made, state)
+    elif type(made) is OrderedDict and all(type(name) is str for name in _plain(state, dict)):
+        vars(made).update(state)
+    else:
+        raise pickle.UnpicklingError(f"a state of a {type(made).__name__}")
+
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+class _ItemUnpickler(_Unpickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{opcode[0]: _Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
+        pickle.APPEND[0]: _on(pickle.APPEND, list, deque, marked=False),
+        pickle.APPENDS[0]: _on(pickle.APPENDS, list, deque, marked=True),
+        pickle.SETITEM[0]: _on(pickle.SETITEM, *_MAPPINGS, marked=False),
+        pickle.SETITEMS[0]: _on(pickle.SETITEMS, *_MAPPINGS, marked=True),
+        pickle.ADDITEMS[0]: _on(pickle.ADDITEMS, set, marked=True),
+        pickle.BUILD[0]: _build,
+    }
+
     def __init__(self, torch: Any, archive: Archive, file: Any) -> None:
         super().__init__(file, encoding="utf-8")
         self._torch = torch
         self._archive = archive
         self._storages: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-        self._rebuild: Mapping[str, Callable[..., Any]] = {
-            "_rebuild_tensor_v2": self._tensor,
-            "_rebuild_tensor_v3": self._tensor_of_dtype,
-            "_rebuild_parameter": self._parameter,
+        self._rebuild: Mapping[str, Recorder] = {
+            "_rebuild_tensor_v2": Recorder(self._tensor),
+            "_rebuild_tensor_v3": Recorder(self._tensor_of_dtype),
+            "_rebuild_parameter": Recorder(self._parameter),
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -202,31 +334,36 @@ class _ItemUnpickler(pickle.Unpickler):
         if known is None and module in {"torch", "torch.storage"} and name in _DTYPE_OF_STORAGE:
             known = _dtype(self._torch, _DTYPE_OF_STORAGE[name])
         if known is None and module == "torch":
-            known = self._torch.device if name == "device" else _dtype(self._torch, name)
+            known = Recorder(self._device) if name == "device" else _dtype(self._torch, name)
         if known is None:
             known = _numpys(module, name)
         return known if known is not None else _refuse(module, name)
 
+    def _device(self, name: Any, *index: Any) -> Any:
+        return self._torch.device(_plain(name, str), *(_plain(one, int) for one in index))
+
     def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage" or type(key) is not str or not isinstance(dtype, self._torch.dtype):
+        kind, dtype, key, _, _ = _plain(pid, tuple)
+        if type(kind) is not str or kind != "storage" or type(key) is not str or type(dtype) is not self._torch.dtype:
             raise pickle.UnpicklingError("a reference that is no storage")
         if key not in self._storages:
             self._storages[key] = self._archive.storage(key)
         return dtype, self._storages[key]
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, *_: Any) -> Any:
-        dtype, content = storage
+        dtype, content = _plain(storage, tuple)
         return self._view(content, dtype, offset, shape, strides, grad)
 
     def _tensor_of_dtype(
         self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, _: Any, dtype: Any, *__: Any
     ) -> Any:
-        return self._view(storage[1], dtype, offset, shape, strides, grad)
+        return self._view(_plain(storage, tuple)[1], dtype, offset, shape, strides, grad)
 
     def _view(self, content: Any, dtype: Any, offset: Any, shape: Any, strides: Any, grad: Any) -> Any:
         shape, strides = size(shape), size(strides)
-        if not isinstance(dtype, self._torch.dtype) or len(shape) != len(strides) or type(offset) is not int:
+        if type(dtype) is not self._torch.dtype or len(shape) != len(strides) or type(offset) is not int:
+            raise pickle.UnpicklingError("a tensor that is none")
+        if type(content) is not np.ndarray or content.dtype != np.uint8 or content.ndim != 1:
             raise pickle.UnpicklingError("a tensor that is none")
         reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + 1
         elements = len(content) // dtype.itemsize
@@ -235,36 +372,85 @@ class _ItemUnpickler(pickle.Unpickler):
         if offset < 0 or offset + reach > elements:
             raise pickle.UnpicklingError("a tensor outside its storage")
         whole = self._torch.from_numpy(content[: elements * dtype.itemsize]).view(dtype)
-        return whole.as_strided(shape, strides, offset).requires_grad_(bool(grad))
+        return whole.as_strided(shape, strides, offset).requires_grad_(_plain(grad, bool))
 
     def _parameter(self, data: Any, grad: Any, *_: Any) -> Any:
-        return self._torch.nn.Parameter(data, requires_grad=bool(grad))
+        _plain(data, self._torch.Tensor)
+        return self._torch.nn.Parameter(data, requires_grad=_plain(grad, bool))
+
+
+#: Elements of numpy's that are read, by the codes of pickled dtypes: numbers, text, bytes; times; objects.
+_CODE = r"b1|[iu][1248]|f[248]|c(8|16)|[SU][0-9]{1,6}"
+_TIMES, _OBJECTS = ("m8", "M8"), "O8"
+_UNITS = frozenset({b"generic", *(unit.encode() for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns"))})
+
+
+class _Dtype:
+    """Stands for a plain dtype of numpy's: its code, its byte order and the unit of a time."""
+
+    __slots__ = ("code", "order", "unit")
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if re.fullmatch(rf"{_CODE}|[mM]8|{_OBJECTS}", _plain(code, str)) is None:
+            raise pickle.UnpicklingError("a dtype that is none")
+        self.code, self.order, self.unit = code, "|", ""
+
+    def read(self, state: Any) -> None:
+        """Take byte order and unit from the state of a pickled dtype."""
+        _, order, *parts, _, _, _ = _plain(state, tuple)[:8]
+        if type(order) is not str or order not in {"<", ">", "|", "="} or any(part is not None for part in parts):
+            raise pickle.UnpicklingError("a dtype that is not plain")
+        self.order = order
+        if self.code in _TIMES:
+            unit, number, *_ = _plain(_plain(state[8], tuple)[1], tuple)
+            if _plain(unit, bytes) not in _UNITS or not 0 < _plain(number, int) < 1 << 31:
+                raise pickle.UnpicklingError("a unit of time that is none")
+            self.unit = "" if unit == b"generic" else f"[{number}{unit.decode()}]"
+
+    def plain(self) -> np.dtype[Any]:
+        """The dtype of numpy's."""
+        made: np.dtype[Any] = np.dtype("O" if self.code == _OBJECTS else f"{self.order}{self.code}{self.unit}")
+        return made
+
+
+#: Stands for ``numpy.ndarray`` where a pickle makes an array.
+_ARRAY = Recorder(lambda *_: _refuse("numpy", "ndarray"))
 
 
 def _numpys(module: str, name: str) -> Any:
     """What pickled arrays and scalars of numpy name, under its old and its new modules."""
-    if module == "numpy" and name in {"ndarray", "dtype"}:
-        return getattr(np, name)
+    if module == "numpy":
+        return {"ndarray": _ARRAY, "dtype": Recorder(_Dtype)}.get(name)
     if module in {"numpy.core.multiarray", "numpy._core.multiarray"}:
-        if name == "_reconstruct":
-            return _array
-        if name == "scalar":
-            return _scalar
+        return {"_reconstruct": Recorder(_array), "scalar": Recorder(_scalar)}.get(name)
     return None
 
 
 def _array(kind: Any, shape: Any, dtype: Any) -> Any:
     """An empty array, which the state that follows fills."""
-    if kind is not np.ndarray or shape != (0,) or dtype not in (b"b", "b"):
+    if kind is not _ARRAY or _plain(shape, tuple) != (0,) or _plain(dtype, bytes, str) not in (b"b", "b"):
         raise pickle.UnpicklingError("an array that is none")
     return np.ndarray((0,), np.int8)
 
 
+def _fill(made: Any, state: Any) -> None:
+    """Give an empty array its shape, dtype and elements, whose number is compared."""
+    _, shape, dtype, fortran, content = _plain(state, tuple)
+    shape, found = size(shape), _plain(dtype, _Dtype).plain()
+    if made.shape != (0,) or made.dtype != np.int8 or type(fortran) is not bool:
+        raise pickle.UnpicklingError("an array that is none")
+    expected = math.prod(shape) * (1 if found.hasobject else found.itemsize)
+    if len(_plain(content, list if found.hasobject else bytes)) != expected:
+        raise pickle.UnpicklingError("an array of another size")
+    made.__setstate__((1, shape, found, fortran, content))
+
+
 def _scalar(dtype: Any, content: Any) -> Any:
     """A scalar of numpy from its bytes."""
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(content) is not bytes:
+    found = _plain(dtype, _Dtype).plain()
+    if found.hasobject or len(_plain(content, bytes)) != found.itemsize:
         raise pickle.UnpicklingError("a scalar that is none")
-    return np.frombuffer(content, dtype, 1)[0]
+    return np.frombuffer(content, found, 1)[0]
 
 
 class _View(io.RawIOBase):
