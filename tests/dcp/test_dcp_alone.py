@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import io
@@ -465,3 +466,10 @@ def test_torch_makes_its_own_file_of_it(tmp_path):
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert torch.equal(loaded["w"], torch.ones(2))
     assert loaded["step"] == 3
+
+
+def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):
+    kind = dataclasses.make_dataclass("Settings", [("rate", float)])
+    kind.__module__ = "__main__"
+    with pytest.warns(RuntimeWarning, match=r"dcp\.save: the checkpoint holds values of __main__\.Settings"):
+        dcp.save({"settings": kind(0.5), "w": torch.ones(2)}, storage_writer=Writer(tmp_path / "c"))

@@ -55,8 +55,18 @@ def resumes(forge, folder, name, steps, *, killed, preempted, ranks=1, boundarie
 
     last = play(forge, page, folder / "cut", ranks=ranks)
     assert [each.value for each in last] == [[step for step in boundaries if step > left]] * ranks, last
+    # Started again, a run that has ended takes no step, ends well and leaves its checkpoints.
+    before = manifests(folder / "cut" / run)
+    assert f"step-{steps:08d}" in before
+    again = play(forge, page, folder / "cut", ranks=ranks)
+    assert [each.value for each in again] == [[]] * ranks, again
+    assert manifests(folder / "cut" / run) == before
     found, wanted = (fastckpt.load(folder / which / run / f"step-{steps:08d}") for which in ("cut", "whole"))
     return found, wanted
+
+
+def manifests(run):
+    return {each.parent.name: each.read_bytes() for each in run.glob("*/fastckpt.json")}
 
 
 def goes_on(forge, folder, name, boundaries, *, ranks):

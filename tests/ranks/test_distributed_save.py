@@ -155,8 +155,6 @@ def save_different(path, what):
         state["step"] = rank
     elif what == "option":
         options["shard_size"] = 1000 + rank
-    elif what == "files":
-        options["files"] = {"a.txt": str(rank)}
     elif what == "environment":
         os.environ["FASTCKPT_BLOCK_SIZE"] = str(4096 << rank)
     elif what == "path":
@@ -169,7 +167,6 @@ def save_different(path, what):
     [
         ("value", "step"),
         ("option", "shard_size="),
-        ("files", "files="),
         (
             "environment",
             "ranks 0 and 1 would lay out its files differently: give the same shard_size=, the same FASTCKPT_",
@@ -185,6 +182,18 @@ def test_what_must_be_equal_and_is_not_is_named(forge, tmp_path, what, words):
     assert all(each.kind == "raised" and words in each.raised.text for each in outcomes), outcomes
     assert names(tmp_path) == ["c"]
     assert fastckpt.load(tmp_path / "c") == {"old": 1}
+
+
+def save_with_files(path):
+    rank = dist.get_rank()
+    distributed.save({"w": torch.ones(10)}, path, files={"a.txt": f"of {rank}"} if rank < 2 else None)
+
+
+def test_the_files_are_those_of_the_first_rank(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_with_files, tmp_path / "c")
+    assert (tmp_path / "c" / "a.txt").read_text() == "of 0"
+    assert names(tmp_path) == ["c"]
 
 
 def save_bad(path, argument):

@@ -61,14 +61,14 @@ class Calls:
         """Save at once; ``how`` may have arguments that only a save in the background takes."""
         if not self._agree.grouped and per_rank is None:
             return save(state, path, **_accepted(save, save_async, how))
-        given = _accepted(distributed.save, distributed.save_async, self._given(how))
+        given = _accepted(distributed.save, distributed.save_async, how)
         return distributed.save(state, path, per_rank=per_rank, **self._to_ranks(), **given)
 
     def save_async(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> PendingSave:
         """Save in the background."""
         if not self._agree.grouped and per_rank is None:
             return save_async(state, path, **how)
-        return distributed.save_async(state, path, per_rank=per_rank, **self._to_ranks(), **self._given(how))
+        return distributed.save_async(state, path, per_rank=per_rank, **self._to_ranks(), **how)
 
     def miss(self, path: str, why: str) -> None:
         """Tell the others, which save together now, that this rank does not; it hardly waits for them."""
@@ -97,11 +97,6 @@ class Calls:
         if self._ranks is None:
             raise ValueError("save: per_rank: the manager acts for this process alone: put it into the state")
         return self._ranks
-
-    def _given(self, how: Mapping[str, Any]) -> dict[str, Any]:
-        known = _options(distributed.save_async) | {"metadata"}
-        # The manager gives a base by itself.
-        return {name: value for name, value in how.items() if name in known or name != "base"}
 
 
 def _accepted(now: Callable[..., Any], later: Callable[..., Any], how: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ outcomes of the ranks.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -111,14 +110,13 @@ class Order:
     marks: dict[str, str]
 
     def terms(self, path: str) -> str:
-        """What has to be equal on all ranks beside the state, in a save to ``path``."""
-        files = {name: hashlib.sha256(content).hexdigest() for name, content in self.settings["files"]}
+        """What has to be equal on all ranks beside the state, in a save to ``path``. The coordinator's files count."""
         chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
         frozen = None if self.frozen is None else self.frozen.texts
         base = self.base
         if base is not None and Path(base).parent == Path(path).parent:
             base = Path(base).name  # the directory may have another name on each rank
-        more = {"base": base, "frozen": frozen, "files": files, "model_key": self.local.model_key}
+        more = {"base": base, "frozen": frozen, "model_key": self.local.model_key}
         return json.dumps({**chosen, **more}, sort_keys=True)
 
 
@@ -275,10 +273,9 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
     if len(terms) > 1:
         (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in terms]
         name = next(name for name in own if own[name] != other[name])
-        values = ["other contents", "these"] if name == "files" else [repr(own[name]), repr(other[name])]
         raise ValueError(
-            f"save: {path}: {name}= differs between ranks: {values[0]} on rank {first}, {values[1]} on rank {second}: "
-            "give the same on all ranks"
+            f"save: {path}: {name}= differs between ranks: {own[name]!r} on rank {first}, {other[name]!r} on rank "
+            f"{second}: give the same on all ranks"
         )
     if unused:
         raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")

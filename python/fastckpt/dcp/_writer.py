@@ -212,12 +212,13 @@ class Writer(_torch.StorageWriter):
         return _torch.done([_result(item) for item in plan.items])
 
     def _about(self, types: Types) -> Flat:
-        return flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+        about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+        warn_of_unnamed("dcp.save", about)
+        return about
 
     def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
         about = self._about(types)
         taken = take(plan, planner, types)
-        warn_of_unnamed("dcp.save", about)
         united = unite([taken.table()], self._model_key)
         tensors, movers = whole(united, memories_of(taken, united))
         sources = Sources("dcp.save", movers)
