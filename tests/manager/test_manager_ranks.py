@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import save_when
-from fastckpt._manager import retention
+from fastckpt._manager import directory
 from harness import groups, parallel
 
 #: Long, for machines that are busy; and short, where a rank is to be missed.
@@ -46,7 +46,7 @@ def fill(out, *steps, **options):
 def train(out, steps, options):
     """Train from where the run is; what this rank saw."""
     removed = []
-    real, retention.remove = retention.remove, lambda path, **more: (removed.append(path), real(path, **more))
+    real, directory.remove = directory.remove, lambda path, **more: (removed.append(path), real(path, **more))
     try:
         with fastckpt.Manager(out, timeout=TIMEOUT, **options) as manager:
             found = manager.restore(into=state(0))
@@ -60,7 +60,36 @@ def train(out, steps, options):
             here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
             return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saved
     finally:
-        retention.remove = real
+        directory.remove = real
+
+
+def go_back(out):
+    """Save three steps, go back to the second, and save another one; what this rank restores then."""
+    fill(out, 1000, 2000, 3000)
+    with fastckpt.Manager(out, timeout=TIMEOUT) as manager:
+        manager.restore(into=state(0), step=2000)
+        manager.save(2100, state(2100))
+    found = fastckpt.Manager(out, timeout=TIMEOUT).restore(into=state(0))
+    left = fastckpt.Manager(out, timeout=TIMEOUT).restore(into=state(0), step=3000)
+    with fastckpt.open(f"{out}/step-00002100") as checkpoint:
+        return found.step, found.state["step"], left.state["step"], checkpoint.metadata["lineage"]["continues"]
+
+
+def begin_anew(out):
+    """Restore where a run was; the error, and what a new beginning is."""
+    manager = fastckpt.Manager(out, timeout=TIMEOUT, name="other-{step}")
+    try:
+        manager.restore(into=state(0))
+    except fastckpt.CheckpointError as error:
+        return str(error), manager.restore(into=state(0), fresh=True)
+    return None
+
+
+def test_ranks_follow_the_branch_that_saved_last(four, tmp_path):
+    assert four.run(go_back, tmp_path / "run") == [(2100, 2100, 3000, 2000)] * 4
+    for text, found in four.run(begin_anew, tmp_path / "run"):
+        assert "step-00001000 is a checkpoint" in text
+        assert found is None
 
 
 @pytest.mark.parametrize("async_save", [True, False])

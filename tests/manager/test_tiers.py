@@ -218,10 +218,10 @@ def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, 
     fill(local, remote, [1], remote_keep=1)
     bring = fetching.Fetch.bring
 
-    def slow(self, step):
+    def slow(self, step, **how):
         if step == 1:
             fill(local, remote, [2], remote_keep=1)
-        return bring(self, step)
+        return bring(self, step, **how)
 
     monkeypatch.setattr(fetching.Fetch, "bring", slow)
     found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()

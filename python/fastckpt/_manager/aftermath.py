@@ -14,6 +14,9 @@ from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
 from fastckpt.keep import Saved
 
+from . import lineage
+from .catalogue import Entry
+
 if TYPE_CHECKING:
     from .cadence import Cadence
     from .catalogue import Catalogue
@@ -106,7 +109,8 @@ class Aftermath:
             self._cadence.durable(began, stall)
             if not self._leads:
                 return
-            self._catalogue.add(Saved(step, time.time() - report.seconds, about["metrics"]))
+            created = time.time() - report.seconds
+            self._catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
             # Two saves may end at nearly the same time, and the later one may be here first.
             if began < self._latest:
                 return

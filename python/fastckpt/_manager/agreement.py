@@ -45,6 +45,7 @@ class Asked:
         due: whether a policy wants the step; the first rank's counts.
         apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
         over: whether nothing is in flight that this rank waits for.
+        plan: what a save of the step notes of its place in the run; the first rank's counts.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Asked:
     due: Callable[[], bool]
     apart: float
     over: bool = True
+    plan: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Agreed:
         saved: what the first rank says.
         due: likewise.
         over: whether no rank waits for anything.
+        plan: where it is due, what the first rank says.
     """
 
     signals: tuple[int, ...]
@@ -73,6 +76,7 @@ class Agreed:
     saved: int | None
     due: bool
     over: bool
+    plan: Any
 
 
 class Alone:
@@ -126,7 +130,8 @@ class Alone:
 
     def decide(self, operation: str, asked: Asked) -> Agreed:  # noqa: ARG002 - ranks say it in errors
         """What holds for all ranks at this boundary."""
-        return Agreed(asked.signals, asked.left, asked.saved, bool(asked.signals) or asked.due(), asked.over)
+        due = bool(asked.signals) or asked.due()
+        return Agreed(asked.signals, asked.left, asked.saved, due, asked.over, asked.plan() if due else None)
 
     def first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds: which checkpoints there are. It may take long."""
@@ -244,13 +249,14 @@ class Together(Alone):
                     "the same step"
                 )
             due = bool(signals) or asked.due()
-            return [signals, left, asked.saved, due, over, 0 if due else self._pace(asked.apart)]
+            plan = asked.plan() if due else None
+            return [signals, left, asked.saved, due, over, plan, 0 if due else self._pace(asked.apart)]
 
         value = [asked.step, asked.step, list(asked.signals), asked.left, asked.over]
         marks = {"step": str(asked.step)}
-        signals, left, saved, due, over, self._skip = self._round(operation, value, combine, decide, marks)
+        signals, left, saved, due, over, plan, self._skip = self._round(operation, value, combine, decide, marks)
         self._passed = 0
-        return Agreed(tuple(signals), left, saved, due, over)
+        return Agreed(tuple(signals), left, saved, due, over, plan)
 
     def first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds; the others wait for as long as it takes.

@@ -9,6 +9,8 @@ from typing import Any
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
 
+from .lineage import KEY
+
 
 def step_of(operation: str, step: int) -> int:
     """A step."""
@@ -29,7 +31,7 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
             found[str(name)] = float(value)
         except (TypeError, ValueError):  # noqa: PERF203 - a loop of a few turns
             raise TypeError(f"save: metrics: {name!r} must be a number, not {type(value).__name__}") from None
-    taken = {"step", "metrics"} & set(more or {})
+    taken = {"step", "metrics", KEY} & set(more or {})
     if taken:
         raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names that the manager uses itself")
     return {**(more or {}), "step": step, "metrics": found}

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt.exceptions import RanksError
 
+from . import lineage
 from .aftermath import Aftermath, left_until
 from .agreement import Asked, SaveFailed, failed_of
 from .cadence import Cadence
+from .lineage import History
 from .run import Run
 from .signals import Signals
 
@@ -74,6 +76,10 @@ class Boundary(Run):
         self._pending: PendingSave | None = None
         #: The step that needs no further save: saved, being saved, or restored.
         self._saved: int | None = None
+        #: What the next save continues; and what the metadata of the next one note of that, the same on all ranks.
+        self._history = History()
+        self._planned: dict[str, Any] = {}
+        self._looked = False
         #: What it was at the last boundary, on all ranks: the next save may take files from that step.
         self._base: int | None = None
         #: The report of the last durable save.
@@ -135,18 +141,56 @@ class Boundary(Run):
     def _in_flight(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def _how(self, about: Mapping[str, Any], saved: int | None) -> dict[str, Any]:
-        """What a save gets beside state and path; ``saved`` is the step that it may take files from."""
+    def _plan(self, step: int) -> dict[str, Any]:
+        """What a save of a step is to note of its place in the run."""
+        return {**self._history.plan(step), "files": sorted(self._calls.options.get("files") or ())}
+
+    def _plan_first(self, step: int) -> dict[str, Any]:
+        """Likewise, where there is time to look at what is there."""
+        if not self._looked:
+            self._looked = True
+            steps = self.steps()
+            for entry in self._catalogue.entries(steps).values():
+                self._history.see(entry.lineage.order)
+            self._history.see(self._catalogue.last.order)
+            if steps and steps[-1] > step:
+                logger.warning(
+                    "%s: step %d is saved, and step %d of an earlier run is left behind: restore and retention follow "
+                    "this run; restore(step=..., discard_newer=True) removes what it replaces",
+                    *(self.directory, step, steps[-1]),
+                )
+        return self._plan(step)
+
+    def _how(self, about: dict[str, Any], saved: int | None, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """What a save gets beside state and path, which begins now.
+
+        Args:
+            about: its metadata.
+            saved: the step that it may take files from.
+            plan: what it notes of its place in the run.
+        """
+        if plan:
+            about[lineage.KEY] = plan
+            self._history.begin(about["step"], plan)
         # Of a failed save nothing is there: then everything is written once.
         base = None if saved is None else self.path(saved)
         return {"base": base, **self._calls.options, "metadata": about}
 
-    def _ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, *, over: bool = True) -> Agreed:
+    def _ask(
+        self,
+        operation: str,
+        step: int,
+        due: Callable[[], bool],
+        apart: float,
+        *,
+        over: bool = True,
+        plan: Callable[[], Any] = lambda: None,
+    ) -> Agreed:
         """Agree with the other ranks on what happens at a boundary."""
         deadline = self._signals.deadline
         left = None if deadline == math.inf else deadline - time.monotonic()
         asked = Asked(
-            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over
+            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over, plan
         )
         agreed = self._agree.decide(operation, asked)
         self._base = agreed.saved

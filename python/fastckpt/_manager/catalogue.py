@@ -1,9 +1,10 @@
-"""What each checkpoint of a run says of itself: when it was saved, and with which metrics.
+"""What each checkpoint of a run says of itself: when it was saved, with which metrics, and what it continues.
 
-The metrics lie in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
+All that lies in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,
 by what :meth:`.directory.Directory.identity` says. Without the file, or with a damaged one, all is read again from the
-checkpoints.
+checkpoints. The place of the last save is in the file by itself: its branch is followed also where its checkpoint has
+lost its manifest.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._api.checkpoint import Checkpoint
 from fastckpt.exceptions import CheckpointError
 from fastckpt.keep import Saved
+
+from . import lineage
+from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .directory import Identity
@@ -24,11 +29,27 @@ if TYPE_CHECKING:
 
 
 FILE = ".fastckpt-run.json"
-_VERSION = 1
+_VERSION = 2
+#: How many manifests are read at a time: each of a remote tier costs a journey there and back.
+_AT_A_TIME = 16
+
+
+class Entry(NamedTuple):
+    """What is known of one checkpoint.
+
+    Attributes:
+        saved: what policies are told.
+        lineage: its place in the run.
+        changed: the share of the bytes of each trained group that changed with it, where that is known.
+    """
+
+    saved: Saved
+    lineage: Lineage
+    changed: Mapping[str, float] = {}
 
 
 class Catalogue:
-    """When and with which metrics the checkpoints of a directory were saved.
+    """What the checkpoints of a directory say of themselves.
 
     Args:
         directory: the run.
@@ -39,26 +60,57 @@ class Catalogue:
         self.directory = directory
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
-        self._known: dict[str, tuple[Identity, Saved]] = {}
+        self._known: dict[str, tuple[Identity, Entry]] = {}
         self._changed = False
+        #: The place of the last save that was ever seen here.
+        self.last = Lineage(0)
         found = self._read()
         #: The policies of whoever wrote the file last, or those given.
         self.keep: list[str] | None = list(keep) if keep is not None else found
         self._changed = self._changed or self.keep != found
 
-    def of(self, steps: Iterable[int]) -> list[Saved]:
+    def entries(self, steps: Iterable[int]) -> dict[int, Entry]:
         """What is known of these checkpoints, in the same order; those that cannot be opened are left out."""
         with self._lock:
-            return [one for one in map(self._one, steps) if one is not None]
+            found: dict[int, Entry | None] = {}
+            unknown: list[tuple[int, str, Identity]] = []
+            for step in steps:
+                name = self.directory.names.name_of(step)
+                identity = self.directory.identity(name)
+                known = self._known.get(name)
+                found[step] = known[1] if known is not None and known[0] == identity else None
+                if found[step] is None and identity is not None:
+                    unknown.append((step, name, identity))
+            if len(unknown) > _AT_A_TIME:
+                with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
+                    fresh = [*threads.map(self._read_one, unknown)]
+            else:
+                fresh = [self._read_one(one) for one in unknown]
+            found.update((step, entry) for (step, _, _), entry in zip(unknown, fresh, strict=True))
+            return {step: entry for step, entry in found.items() if entry is not None}
 
-    def add(self, saved: Saved) -> None:
+    def of(self, steps: Iterable[int]) -> list[Saved]:
+        """What policies are told of these checkpoints, in the same order."""
+        return [entry.saved for entry in self.entries(steps).values()]
+
+    def branch(self, steps: Iterable[int]) -> set[int]:
+        """Which of these checkpoints belong to the branch that saved last, or may, as far as they tell."""
+        listed = [*steps]
+        entries = self.entries(listed)
+        tip = self.tip(entries)
+        return {*listed} - {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
+
+    def tip(self, entries: Mapping[int, Entry]) -> Lineage:
+        """The place of the save that was the last."""
+        return max([self.last, *(entry.lineage for entry in entries.values())])
+
+    def add(self, entry: Entry) -> None:
         """Note a checkpoint that has just been saved."""
         with self._lock:
-            name = self.directory.names.name_of(saved.step)
+            name = self.directory.names.name_of(entry.saved.step)
             identity = self.directory.identity(name)
             if identity is not None:
-                self._known[name] = identity, saved
-                self._changed = True
+                self._note(name, identity, entry)
 
     def write(self, steps: Iterable[int]) -> None:
         """Write the file, with what is known of these checkpoints.
@@ -74,38 +126,39 @@ class Catalogue:
             if not self._changed and not gone:
                 return
             known = {
-                name: [*identity, saved.created, dict(saved.metrics)]
-                for name, (identity, saved) in list(self._known.items())
+                name: [*identity, saved.created, dict(saved.metrics), place, dict(changed)]
+                for name, (identity, (saved, place, changed)) in list(self._known.items())
             }
-            document = {"version": _VERSION, "keep": self.keep, "checkpoints": known}
+            document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
             self.directory.replace(FILE, json.dumps(document).encode(), durable=False)
             self._changed = False
 
-    def _one(self, step: int) -> Saved | None:
-        name = self.directory.names.name_of(step)
-        identity = self.directory.identity(name)
-        if identity is None:
-            return None
-        known = self._known.get(name)
-        if known is not None and known[0] == identity:
-            return known[1]
+    def _note(self, name: str, identity: Identity, entry: Entry) -> None:
+        self._known[name] = identity, entry
+        self.last = max(self.last, entry.lineage)
+        self._changed = True
+
+    def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
+        step, name, identity = one
         try:
-            saved = read(self.directory.path_of(step), step)
+            entry = read(self.directory.path_of(step), step)
         except (CheckpointError, OSError):
             return None
-        self._known[name] = identity, saved
-        self._changed = True
-        return saved
+        self._note(name, identity, entry)
+        return entry
 
     def _read(self) -> list[str] | None:
         try:
             document = json.loads(self.directory.read(FILE))
             if document["version"] != _VERSION:
                 return None
-            for name, (changed, inode, written, created, metrics) in document["checkpoints"].items():
+            for name, (changed, inode, written, *about) in document["checkpoints"].items():
                 step = self.directory.names.step_of(name)
                 if step is not None:
-                    self._known[name] = (changed, inode, written), Saved(step, float(created), _numbers(metrics))
+                    created, metrics, place, share = about
+                    entry = Entry(Saved(step, float(created), _numbers(metrics)), lineage.parse(place), _numbers(share))
+                    self._known[name] = (changed, inode, written), entry
+            self.last = lineage.parse(document["last"])
             keep = document["keep"]
             return [str(one) for one in keep] if isinstance(keep, list) else None
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -113,7 +166,7 @@ class Catalogue:
             return None
 
 
-def read(path: str, step: int) -> Saved:
+def read(path: str, step: int) -> Entry:
     """What a checkpoint says of itself.
 
     Raises:
@@ -123,7 +176,7 @@ def read(path: str, step: int) -> Saved:
     with Checkpoint(path) as checkpoint:
         created, metadata = checkpoint.origin.created, checkpoint.metadata
     metrics = metadata.get("metrics") if isinstance(metadata, dict) else None
-    return Saved(step, created, _numbers(metrics))
+    return Entry(Saved(step, created, _numbers(metrics)), lineage.of(metadata, created))
 
 
 def _numbers(metrics: Any) -> Mapping[str, float]:

@@ -15,11 +15,14 @@ import re
 import secrets
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from fastckpt._api.manage import leftovers, remove_leftover
+from fastckpt._api.checkpoint import Checkpoint
+from fastckpt._api.manage import leftovers, remove, remove_leftover
+from fastckpt._portable.listing import is_ours
+from fastckpt.exceptions import CorruptCheckpointError
 
 LATEST = "latest"
 #: A file of the run that is about to get its name.
@@ -27,7 +30,11 @@ _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: Seconds after which such a file is one that a killed process left.
 _STALE = 60.0
 PIN = ".pin"
-MANIFEST = "fastckpt.json"
+MANIFEST, INDEX = "fastckpt.json", "model.safetensors.index.json"
+#: Behind the name of a checkpoint that was removed: what others had put into it.
+FOREIGN = ".foreign"
+#: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
+_REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 #: What tells a checkpoint from another one under the same name.
 Identity: TypeAlias = tuple[int, int, int]
@@ -124,12 +131,9 @@ class Directory:
         steps.sort()
         return Listing(steps, pins.intersection(steps))
 
-    def newest(self) -> int | None:
-        """The newest step whose directory has a manifest."""
-        for step in reversed(self.look().steps):
-            if Path(self.path_of(step), MANIFEST).exists():
-                return step
-        return None
+    def is_whole(self, step: int) -> bool:
+        """Whether the directory of a step has a manifest."""
+        return Path(self.path_of(step), MANIFEST).exists()
 
     def pin(self, step: int) -> None:
         """Pin the checkpoint of a step, durably."""
@@ -146,6 +150,44 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             Path(self.path_of(step) + PIN).unlink()
         self._sync()
+
+    def remove(self, step: int, files: Collection[str]) -> str:
+        """Remove the checkpoint of a step; what it did not bring is moved into a directory beside it first.
+
+        Args:
+            step: which.
+            files: the names of what ``files=`` has put into it.
+
+        Returns:
+            What was moved, and to where, in words; empty where nothing was.
+
+        Raises:
+            NotACheckpointError: it is none.
+            OSError: it cannot be removed, or something was put into it at this moment; FileNotFoundError: it is gone.
+        """
+        path = self.path_of(step)
+        own: set[str] | None = None
+        with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
+            own = {MANIFEST, INDEX, *(name.partition("/")[0] for name in checkpoint.shards)}
+        with os.scandir(path) as entries:
+            names = {entry.name for entry in entries if not _REMNANT(entry.name)}
+        strange = sorted(names.difference(own if own is not None else {name for name in names if is_ours(name)}, files))
+        aside = path + FOREIGN
+        if strange:
+            # That of an earlier checkpoint of this step may still be there.
+            while os.path.lexists(aside):
+                aside += "+"
+            Path(aside).mkdir()
+            for name in strange:
+                Path(path, name).rename(Path(aside, name))
+            _sync(aside)
+            self._sync()
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                Path(path, name).unlink()
+        # All but its own keeps it.
+        remove(path)
+        return f"{', '.join(strange)} lie in {aside}" if strange else ""
 
     def write_latest(self, step: int) -> None:
         """Have ``latest`` name the checkpoint of a step."""
@@ -218,10 +260,14 @@ class Directory:
         """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""
 
     def _sync(self) -> None:
-        if os.name != "posix":
-            return
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(self.path)
+
+
+def _sync(path: str) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

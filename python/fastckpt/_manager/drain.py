@@ -27,7 +27,7 @@ from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
 from .directory import MANIFEST
-from .retention import reasons
+from .retention import reasons_on_branch
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
@@ -127,7 +127,10 @@ class Drain:
     def resume(self) -> None:
         """Queue what lies on the local tier: an earlier process may have ended before it was copied."""
         with self._lock:
-            for step in self._directory.look().steps:
+            steps = self._directory.look().steps
+            entries = self._catalogue.entries(steps)
+            # The one that was saved last counts as the last; what says nothing of itself comes behind.
+            for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
             self._start()
 
@@ -156,6 +159,18 @@ class Drain:
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
+            self._start()
+
+    def forget_beyond(self, step: int) -> None:
+        """Give up what is being copied, and copy nothing above a step that is here now."""
+        with self._lock:
+            self._stopped = True
+            self._wake.set()
+            idle = self._idle
+        idle.wait()
+        with self._lock:
+            self._stopped = False
+            self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
             self._start()
 
     @contextlib.contextmanager
@@ -322,6 +337,11 @@ class Drain:
 
     def _copy(self, step: int, number: int | None) -> None:
         source, target = self._directory.path_of(step), self._tier.place.path_of(step)
+        here, there = (each.entries([step]).get(step) for each in (self._catalogue, self._tier.retention.catalogue))
+        if here is not None and there is not None and there.lineage.order > here.lineage.order:
+            logger.info("%s: step %d is not copied: %s has a later save of it", self._directory.path, step, target)
+            self._drop(step, number)
+            return
         copied = copy_checkpoint(
             [source],
             target,
@@ -378,15 +398,15 @@ class Drain:
         top = max(waiting, key=lambda step: waiting[step])
         try:
             there, pinned = self._tier.place.look()
-            known = {one.step: one for one in self._tier.retention.catalogue.of(step for step in there if step <= top)}
+            known = self._tier.retention.catalogue.entries(step for step in there if step <= top)
         except OSError:
             self._changed = True
             raise
-        known.update((one.step, one) for one in self._catalogue.of(step for step in sorted(waiting) if step <= top))
-        saved = [known[step] for step in sorted(known)]
+        known.update(self._catalogue.entries(step for step in waiting if step <= top))
+        known = {step: known[step] for step in sorted(known)}
         pinned = {*pinned, *self._directory.look().pinned}
         try:
-            wanted = reasons(saved, self._tier.policies, pinned, time.time())
+            wanted = reasons_on_branch(known, self._catalogue.tip(known), self._tier.policies, pinned, time.time())
         except Exception:  # a policy of the caller's
             logger.exception("%s: a policy raised, and everything is copied", self._tier.place.path)
             return

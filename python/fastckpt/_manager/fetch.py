@@ -11,8 +11,9 @@ from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError
 
 if TYPE_CHECKING:
+    from .catalogue import Catalogue
     from .directory import Directory
-    from .tier import Tier
+    from .tier import Place, Tier
 
 logger = logging.getLogger("fastckpt")
 
@@ -51,11 +52,25 @@ class Fetch:
         """
         return self._tier.place.look().steps
 
-    def bring(self, step: int) -> str:
+    @property
+    def place(self) -> Place:
+        """The remote tier itself."""
+        return self._tier.place
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """What its checkpoints say of themselves."""
+        return self._tier.retention.catalogue
+
+    def bring(self, step: int, *, alone: bool = False) -> str:
         """Have the local tier hold what the remote one has of a step; where the checkpoint is to be loaded from.
 
         What of it is good on the local tier is not fetched. Where the local tier has no room, or cannot be written, the
         remote one is read in its place.
+
+        Args:
+            step: which.
+            alone: the local tier has another save of the step: nothing of that is taken.
 
         Raises:
             CorruptCheckpointError: the remote tier has it damaged, and the local one nothing of it.
@@ -64,7 +79,7 @@ class Fetch:
         here, there = self._directory.path_of(step), self._tier.place.path_of(step)
         if self._read_only:
             return there
-        sources = [here, there] if os.path.lexists(here) else [there]
+        sources = [here, there] if os.path.lexists(here) and not alone else [there]
         try:
             copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
         except CorruptCheckpointError:

@@ -124,9 +124,8 @@ class Manager(Preemption):
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
-        self._source = Source(self._directory, agree, calls, fetch)
+        self._source = Source(self._directory, self._catalogue, agree, calls, fetch)
         self._async = bool(async_save)
-        self._looked = False
         agree.begin(
             {
                 "keep": told(policies or ()),
@@ -215,12 +214,21 @@ class Manager(Preemption):
     # Coming back.
 
     def restore(
-        self, into: Any = None, *, step: int | None = None, exclude: str | Sequence[str] | None = None, **options: Any
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        exclude: str | Sequence[str] | None = None,
+        fresh: bool = False,
+        discard_newer: bool = False,
+        **options: Any,
     ) -> Restored | None:
         """Load the newest checkpoint that verifies, every byte of it, or that of a step.
 
-        A newer one that cannot be loaded is skipped with a warning that says why; it stays where it is, and does not
-        count as one that is kept. One of a format that this release does not read is not skipped but an error.
+        The newest is that of the branch that saved last: what a run left behind when it went back to an earlier step is
+        loaded by its number alone. A newer one that cannot be loaded is skipped with a warning that says why; it stays
+        where it is, and does not count as one that is kept. One of a format that this release does not read is not
+        skipped but an error.
 
         With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
         then; from the remote itself where the directory cannot take it.
@@ -229,16 +237,23 @@ class Manager(Preemption):
             into: as for :func:`fastckpt.load`.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
+            fresh: begin anew also where a run was and has no checkpoint left; without it that is an error.
+            discard_newer: with ``step``: then remove all higher steps but pinned ones, on each tier.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
         Returns:
-            Step, state, metrics; None where there is no checkpoint at all. All ranks get the same step.
+            Step, state, metrics; None where no run has been yet. All ranks get the same step.
 
         Raises:
+            CheckpointError: no checkpoint is here, but something else shows that a run was: the message names it.
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
+            NotACheckpointError: what has the names of checkpoints, or is here instead, is another program's.
             FileNotFoundError: there is none of ``step``.
             OSError: there is none in the directory, and the remote tier does not answer.
             RanksError: another rank could not load it.
+            RuntimeError: ``discard_newer``, and the manager is read-only.
+            TypeError: ``report`` is given: what is returned always has one.
+            ValueError: ``discard_newer`` without ``step``.
             Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
 
         Warns:
@@ -246,14 +261,24 @@ class Manager(Preemption):
                 answer.
         """
         self._agree.check("restore")
+        if "report" in options:
+            raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
+        if discard_newer:
+            self._check("restore: discard_newer")
+            if step is None:
+                raise ValueError("restore: discard_newer: give step=, too")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
             found = self._source.at(step_of("restore", step), how, stacklevel=3)
         else:
-            newest = self._source.newest(how, stacklevel=3)
+            newest = self._source.newest(how, fresh=bool(fresh), stacklevel=3)
             if newest is None:
                 return None
             found = newest
+        if discard_newer:
+            self._agree.first(lambda: self._discard_beyond(found.step))
+        self._history.resume(found.step, found.lineage)
+        self._history.see(self._source.order)
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
         self._cadence.resume(found.step)
@@ -312,9 +337,7 @@ class Manager(Preemption):
         if self._signals.called:
             self._wanted = None
             return self._answer(step, state, about, per_rank)
-        if self._agree.leads:
-            self._warn_of_later(step)
-        how = self._how(about, self._base)
+        how = self._how(about, self._base, self._planned)
         path = self.path(step)
         began = self._cadence.begin()
         # Whatever happens from here on, the others hear of it from the save.
@@ -338,6 +361,17 @@ class Manager(Preemption):
         finally:
             self._cadence.leave()
 
+    def _discard_beyond(self, step: int) -> None:
+        """Remove all steps above one, the highest first; pinned ones stay.
+
+        Raises:
+            OSError: the remote tier does not answer, or something cannot be removed.
+        """
+        if self._drain is not None:
+            self._drain.forget_beyond(step)
+        for retention in [self._retention, *([] if self._tier is None else [self._tier.retention])]:
+            retention.remove_beyond(step)
+
     def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
         """From here on this process copies to the remote tier, first what an earlier one has left."""
         self._drain = self._aftermath.drain = Drain(
@@ -351,18 +385,6 @@ class Manager(Preemption):
         )
         self._retention.held = self._drain.holds
         self._drain.resume()
-
-    def _warn_of_later(self, step: int) -> None:
-        """Say once that this run lies behind what is there, as after a restore of an older step."""
-        if not self._looked:
-            self._looked = True
-            steps = self.steps()
-            if steps and steps[-1] > step:
-                logger.warning(
-                    "%s: step %d is saved, but step %d of an earlier run is there, and restore takes the highest that "
-                    "verifies: remove what this run replaces",
-                    *(self.directory, step, steps[-1]),
-                )
 
     def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
         step = about["step"]

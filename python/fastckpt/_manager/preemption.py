@@ -109,7 +109,8 @@ class Preemption(Boundary):
         def due() -> bool:
             return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
 
-        agreed = self._ask("should_save", step, due, APART if self._when.may_wait else 0.0)
+        apart = APART if self._when.may_wait else 0.0
+        agreed = self._ask("should_save", step, due, apart, plan=lambda: self._plan_first(step))
         if agreed.signals:
             if step == agreed.saved:
                 self._settle()
@@ -117,7 +118,7 @@ class Preemption(Boundary):
             if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
                 self._answer(step, None)
                 return force
-        self._wanted = step if agreed.due else None
+        self._wanted, self._planned = (step, agreed.plan) if agreed.due else (None, {})
         return agreed.due
 
     def _miss(self, why: str) -> None:
@@ -145,15 +146,18 @@ class Preemption(Boundary):
         try:
             self._settle()
             saved, in_time = self._saved, False
+            plan: dict[str, Any] = {}
             if about is not None:
-                saved, in_time = self._agree.first(lambda: (self._saved, time.monotonic() < deadline))
+                saved, in_time, plan = self._agree.first(
+                    lambda: (self._saved, time.monotonic() < deadline, self._plan(step))
+                )
             if saved != step:
                 # Who has agreed to save takes part: the others wait for this rank.
                 with until(max(deadline, time.monotonic() + _LEAST) if in_time else 0.0):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
                     began = self._cadence.begin()
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
-                    how = {**self._how(about or {}, saved), "bandwidth_limit": None}
+                    how = {**self._how(about or {}, saved, plan), "bandwidth_limit": None}
                     report = self._calls.save(state, self.path(step), per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 # Removing old checkpoints is left to the next run: time is short.

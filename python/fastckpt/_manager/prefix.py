@@ -8,7 +8,7 @@ again has its old checkpoint until the new manifest takes the place of the old o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -77,9 +77,14 @@ class Prefix:
         pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
-    def newest(self) -> int | None:
-        """The newest step that has a manifest."""
-        return max(self.look().steps, default=None)
+    def names_below(self) -> tuple[list[str], list[str]]:
+        """The names below which there are objects, and those of the objects here.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        names, objects = self._objects.children()
+        return names, sorted(objects)
 
     def pin(self, step: int) -> None:
         """Pin the checkpoint of a step."""
@@ -93,6 +98,24 @@ class Prefix:
         """Take the pin off."""
         if self.is_pinned(step):
             self._objects.remove([self._pin(step)])
+
+    def remove(self, step: int, files: Collection[str]) -> str:
+        """Remove the checkpoint of a step; what it did not bring stays where it is.
+
+        Args:
+            step: which.
+            files: the names of what ``files=`` has put into it.
+
+        Returns:
+            What stays, in words; empty where nothing does.
+
+        Raises:
+            OSError: the store does not answer, or refuses; FileNotFoundError: there is none.
+        """
+        from fastckpt._stores.checkpoints import remove  # noqa: PLC0415 - for a URL alone
+
+        strange = remove(self.path_of(step), everything=False, files=files, leave=True)
+        return f"{', '.join(strange)} stay in {self.path_of(step)}" if strange else ""
 
     def write_latest(self, step: int) -> None:
         """Have ``latest`` name the checkpoint of a step."""

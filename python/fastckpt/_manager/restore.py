@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run that can be loaded."""
+"""The newest checkpoint of a run that can be loaded, on the branch that saved last."""
 
 from __future__ import annotations
 
@@ -15,18 +15,30 @@ from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
-from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
+from fastckpt.exceptions import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    RankFailure,
+    RanksError,
+)
 
+from . import lineage, traces
 from .agreement import is_told
+from .catalogue import FILE
+from .directory import Directory
+from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .agreement import Alone
     from .calls import Calls
-    from .directory import Directory
+    from .catalogue import Catalogue, Entry
     from .fetch import Fetch
 
 
 logger = logging.getLogger("fastckpt")
+
+_NOWHERE = Lineage(0)
 
 #: How often the directory is looked at again because a checkpoint was removed while it was read.
 _LOOKS = 20
@@ -52,6 +64,7 @@ class Restored:
         report: what the load did.
         per_rank: what this rank gave to ``save(per_rank=...)``; None where it gave nothing, or where another number of
             ranks has saved (:func:`fastckpt.distributed.load_per_rank` gives each).
+        lineage: its place in the run, as docs/manager.md tells.
     """
 
     step: int
@@ -62,6 +75,7 @@ class Restored:
     skipped: tuple[tuple[int, str], ...]
     report: LoadReport
     per_rank: Any = None
+    lineage: Lineage = _NOWHERE
 
 
 def candidates(directory: Directory) -> list[int]:
@@ -86,14 +100,20 @@ class Source:
 
     Args:
         directory: the run.
+        catalogue: what its checkpoints say of themselves.
         agree: the ranks.
         calls: what loads.
         fetch: what the remote tier has.
     """
 
-    def __init__(self, directory: Directory, agree: Alone, calls: Calls, fetch: Fetch | None) -> None:
+    def __init__(
+        self, directory: Directory, catalogue: Catalogue, agree: Alone, calls: Calls, fetch: Fetch | None
+    ) -> None:
         self._directory = directory
+        self._catalogue = catalogue
         self._agree = agree
+        #: The order of the last save that a look has found.
+        self.order = 0
         self._calls = calls
         self._fetch = fetch
 
@@ -123,25 +143,29 @@ class Source:
                 raise late or _of_others(self._fetch.path, further)
         raise error or _of_others(self._directory.path_of(step), failures)
 
-    def newest(self, how: Mapping[str, Any], *, stacklevel: int) -> Restored | None:
+    def newest(self, how: Mapping[str, Any], *, fresh: bool, stacklevel: int) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
 
         Args:
             how: arguments for the load.
+            fresh: None also where a run was, and nothing of it is a checkpoint.
             stacklevel: as for ``warnings.warn``.
 
         Raises:
+            CheckpointError: there is none, and a run was here.
             CorruptCheckpointError: none can be.
             OSError: there is none in the directory, and the remote tier does not answer.
         """
         skipped: dict[int, str] = {}
+        kinds: set[str] = set()
         tries, looks = self._find(stacklevel + 1), 1
         if not tries:
+            self._agree.first(lambda: None if fresh else self._refuse_traces())
             return None
         while tries:
-            step, far = tries.pop(0)
+            step, far, alone = tries.pop(0)
             path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how, far=far, first=True)
+            found, error = self._try(step, tuple(skipped.items()), how, far=far, alone=alone, first=True)
             failures = self._failures(error, far=far)
             if found is not None and not failures:
                 return found
@@ -153,15 +177,37 @@ class Source:
             if not all(failure.skips for failure in failures):
                 raise error or _of_others(path, failures)
             # What the remote tier has of it comes next.
-            is_last = [step, True] not in tries
+            is_last = not any(other == step for other, _, _ in tries)
             if is_last:
                 skipped[step] = failures[0].why
+                kinds.update(failure.kind for failure in failures)
             self._warn(step, failures[0], stacklevel + 1, last=is_last)
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
+        if kinds == {NotACheckpointError.__name__}:
+            if fresh:
+                return None
+            raise NotACheckpointError(
+                f"restore: {self._directory.path}: none of {len(skipped)} directories with the name of a step is a "
+                f"checkpoint; {newest} (to start anew beside them, restore(fresh=True))"
+            )
         raise CorruptCheckpointError(
             f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
             "(to start anew, move them away, or give the manager another directory)"
         )
+
+    def _refuse_traces(self) -> None:
+        """Nobody takes for a new beginning what is not one."""
+        places = [self._directory, *([] if self._fetch is None else [self._fetch.place])]
+        for place in places:
+            trace = traces.in_directory(place) if isinstance(place, Directory) else traces.in_store(place)
+            if trace is None and place is self._directory and self._catalogue.last.order:
+                trace = traces.Trace(f"{FILE} tells of a checkpoint that is not there")
+            if trace is not None:
+                kind = NotACheckpointError if trace.is_foreign else CheckpointError
+                raise kind(
+                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
+                    f"{trace.what} (to begin anew all the same, restore(fresh=True))"
+                )
 
     def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
         loaded = self._calls.load(path, how)
@@ -176,9 +222,11 @@ class Source:
             )
         about = dict(about) if type(about) is dict else {"metadata": about} if about is not None else {}
         metrics = about.pop("metrics", None)
-        about.pop("step", None)
+        place = lineage.of(about, 0.0)
+        for name in ("step", lineage.KEY):
+            about.pop(name, None)
         metrics = dict(metrics) if type(metrics) is dict else {}
-        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank)
+        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
@@ -189,20 +237,41 @@ class Source:
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
     def _find(self, stacklevel: int) -> list[list[Any]]:
-        """What to try, the highest step first: each with whether it is the remote tier's, which comes second."""
+        """What to try of the branch that saved last, the highest step first.
+
+        Each with whether it is the remote tier's, which comes second, and whether that is a later save of the step than
+        the local tier's.
+        """
 
         def find() -> list[list[Any]]:
             here = candidates(self._directory)
             there: list[int] = []
+            far: dict[int, Entry] = {}
             if self._fetch is not None:
                 try:
                     there = self._fetch.steps()
+                    far = self._fetch.catalogue.entries(there)
                 except OSError as error:
                     if not here:
                         raise
                     text = f"fastckpt: restore: {self._fetch.path} does not answer, and is left out: {error}"
                     warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 2)
-            tries = [*([step, False] for step in here), *([step, True] for step in there)]
+            near = self._catalogue.entries(here)
+            tip = self._catalogue.tip(near)
+            if self._fetch is not None and far:
+                tip = max(tip, self._fetch.catalogue.tip(far))
+            self.order = tip.order
+
+            def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
+                return step not in entries or not tip.has_left(step, entries[step].lineage)
+
+            def is_later(step: int) -> bool:
+                return step in near and step in far and near[step].lineage.order < far[step].lineage.order
+
+            tries = [
+                *([step, False, False] for step in here if is_own(step, near)),
+                *([step, True, is_later(step)] for step in there if is_own(step, far)),
+            ]
             return sorted(tries, key=lambda one: (-one[0], one[1]))
 
         return self._agree.first(find)
@@ -217,12 +286,30 @@ class Source:
             return False
 
     def _try(
-        self, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, far: bool, first: bool = False
+        self,
+        step: int,
+        skipped: tuple[tuple[int, str], ...],
+        how: Mapping[str, Any],
+        *,
+        far: bool,
+        alone: bool = False,
+        first: bool = False,
     ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded; ``first`` of several that may be tried."""
+        """Load the checkpoint of a step, or say why it cannot be loaded.
+
+        Args:
+            step: which.
+            skipped: those before it.
+            how: arguments for the load.
+            far: that of the remote tier.
+            alone: nothing of the local tier belongs to that.
+            first: others may be tried after it.
+        """
         try:
             fetch = self._fetch
-            path = self._agree.first(lambda: fetch.bring(step)) if far and fetch else self._directory.path_of(step)
+            path = self._directory.path_of(step)
+            if far and fetch:
+                path = self._agree.first(lambda: fetch.bring(step, alone=alone))
             if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
                 self._agree.first(lambda: verified(path))

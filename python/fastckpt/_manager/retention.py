@@ -5,22 +5,25 @@ and however many managers work on one directory, the newest durable checkpoint i
 is older than one of its own, and that one is still there or has a newer one above it.
 
 ``fastckpt.remove`` renames first, in one durable step, and removes the files after that: half a checkpoint never has
-its name, and what a killed process leaves the next save sweeps.
+its name, and what a killed process leaves the next save sweeps. What others have put into a checkpoint is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fastckpt._api.manage import remove
-from fastckpt.keep import Policy, Saved
+from fastckpt.exceptions import CheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
-    from .catalogue import Catalogue
+    from fastckpt.keep import Policy, Saved
+
+    from .catalogue import Catalogue, Entry
+    from .lineage import Lineage
     from .tier import Place
 
 
@@ -52,6 +55,15 @@ def reasons(
         for why in found.values():
             why.append("no policy")
     return found
+
+
+def reasons_on_branch(
+    entries: Mapping[int, Entry], tip: Lineage, policies: Sequence[Policy], pinned: Collection[int], now: float
+) -> dict[int, list[str]]:
+    """Likewise, where what the branch of ``tip`` has left behind counts for nothing, and stays if it is pinned."""
+    left = {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
+    found = reasons([entry.saved for step, entry in entries.items() if step not in left], policies, pinned, now)
+    return found | {step: ["pinned"] if step in pinned else [] for step in left}
 
 
 class Retention:
@@ -86,15 +98,17 @@ class Retention:
             steps, pinned = self._directory.look()
             if self._policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
-                saved = self.catalogue.of(older)
-                try:
-                    kept = reasons(saved, self._policies, pinned, time.time())
-                except Exception:  # a policy of the caller's
-                    logger.exception("%s: a policy raised, and nothing is removed", self._directory.path)
-                    return
-                # Its entry is the last one, unless it was replaced or removed at this moment.
-                if saved and saved[-1].step == durable:
-                    steps = self._remove(steps, [step for step, why in kept.items() if not why])
+                entries = self.catalogue.entries(older)
+                # Unless it was replaced or removed at this moment.
+                if durable in entries:
+                    try:
+                        tip = entries[durable].lineage
+                        kept = reasons_on_branch(entries, tip, self._policies, pinned, time.time())
+                    except Exception:  # a policy of the caller's
+                        logger.exception("%s: a policy raised, and nothing is removed", self._directory.path)
+                        return
+                    go = [step for step, why in kept.items() if not why]
+                    steps = self._remove(steps, {step: entries[step].lineage.files for step in go})
             try:
                 self.catalogue.write(steps)
             except OSError as error:
@@ -105,19 +119,17 @@ class Retention:
         if self._durable is not None:
             self.clear(self._durable)
 
-    def _remove(self, steps: list[int], go: list[int]) -> list[int]:
+    def _remove(self, steps: list[int], go: Mapping[int, Collection[str]]) -> list[int]:
         gone = set()
-        for step in go:
+        for step, files in go.items():
             path = self._directory.path_of(step)
             try:
                 with self.removing:
                     # It may have been pinned meanwhile: removals take a while.
                     if self._directory.is_pinned(step) or self.held(step):
                         continue
-                    remove(path, everything=True)
-            except FileNotFoundError:  # another manager was first
-                gone.add(step)
-            except OSError as error:
+                    self._take(step, files)
+            except (CheckpointError, OSError) as error:
                 # It is tried again after each save.
                 if step not in self._warned:
                     self._warned.add(step)
@@ -126,3 +138,30 @@ class Retention:
                 gone.add(step)
                 logger.info("%s: removed, no policy keeps it", path)
         return [step for step in steps if step not in gone]
+
+    def remove_beyond(self, step: int) -> None:
+        """Remove all checkpoints above a step, the highest first, but pinned ones, and have ``latest`` name the step.
+
+        Raises:
+            OSError: one cannot be removed, or the place does not answer.
+        """
+        steps, pinned = self._directory.look()
+        entries = self.catalogue.entries(steps)
+        for one in reversed([one for one in steps if one > step]):
+            why = "it is pinned"
+            if one not in pinned:
+                try:
+                    self._take(one, entries[one].lineage.files if one in entries else ())
+                    continue
+                except NotACheckpointError as error:
+                    why = str(error)
+            logger.warning("%s stays: %s", self._directory.path_of(one), why)
+        if step in steps:
+            self._directory.write_latest(step)
+
+    def _take(self, step: int, files: Collection[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another manager was first
+            kept = self._directory.remove(step, files)
+            if kept:
+                path = self._directory.path_of(step)
+                logger.warning("%s: removed but for what fastckpt did not write: %s", path, kept)

@@ -12,7 +12,7 @@ from fastckpt import keep as keeping
 
 from .arguments import have_text
 from .catalogue import Catalogue
-from .retention import Retention, reasons
+from .retention import Retention, reasons_on_branch
 
 if TYPE_CHECKING:
     from .agreement import Alone
@@ -74,8 +74,9 @@ class Run:
         return self._tier.place.look().steps
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint, or None. Whether it can be loaded :meth:`restore` finds out."""
-        return self._directory.newest()
+        """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
+        own = self._catalogue.branch(self.steps())
+        return next((step for step in sorted(own, reverse=True) if self._directory.is_whole(step)), None)
 
     @property
     def policies(self) -> list[keeping.Policy]:
@@ -99,14 +100,19 @@ class Run:
             ValueError: as for :attr:`policies`.
         """
         steps, pinned = self._directory.look()
-        found = reasons(self._catalogue.of(steps), self.policies, pinned, time.time())
+        entries = self._catalogue.entries(steps)
+        tip = self._catalogue.tip(entries)
+        found = reasons_on_branch(entries, tip, self.policies, pinned, time.time())
+        newest = max((step for step, entry in entries.items() if not tip.has_left(step, entry.lineage)), default=0)
         for step, why in found.items():
             if not why and os.getpid() == self._process and self._retention.held(step):
                 why.append("not yet at the remote")
+            if not why and step > newest:
+                why.append("left behind, until the run has passed it")
         return found
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step whose checkpoint has the best metric, or None where none has it.
+        """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
 
         Args:
             metric: its name; by default that of the first :class:`fastckpt.keep.Best` among the policies.
@@ -123,7 +129,8 @@ class Run:
         if mode is None:
             mode = known.mode if known is not None and known.metric == metric else "min"
         steps = self.steps()
-        ranked = keeping.Best(1, metric, mode).ranked(self._catalogue.of(steps))
+        own = self._catalogue.branch(steps)
+        ranked = keeping.Best(1, metric, mode).ranked(self._catalogue.of(sorted(own)))
         if self._agree.leads and not self._read_only:
             with contextlib.suppress(OSError):
                 self._catalogue.write(steps)

@@ -13,6 +13,8 @@ from .layout import Layout, file_of, leftovers, sums_of
 from .objects import Objects
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from fastckpt._portable.records import ListedCheckpoint
 
 #: Manifests that are read at the same time.
@@ -52,11 +54,20 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
         return [found for found in pool.map(look, folders) if found is not None]
 
 
-def remove(url: str, *, everything: bool) -> None:
+def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bool = False) -> list[str]:
     """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
 
     What a removal or a copy that was killed left is removed as well, with a manifest or without one: such objects are
     known by the sums that fastckpt notes with them.
+
+    Args:
+        url: where.
+        everything: also remove other objects right below it.
+        files: names of further objects that belong to it.
+        leave: let other objects stay, instead of refusing.
+
+    Returns:
+        The names of what stays.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -66,20 +77,22 @@ def remove(url: str, *, everything: bool) -> None:
     names = objects.sizes()
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
-    strange = [name for name in names if not is_ours(file_of(name))]
+    strange = [name for name in names if not is_ours(file_of(name)) and file_of(name) not in files]
     deep = [name for name in strange if "/" in file_of(name)]
     why = None
     if MANIFEST not in names and not all(
         sums_of(objects, [name for name in names if name not in strange] or names).values()
     ):
         why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
-    elif deep or (strange and not everything):
+    elif not leave and (deep or (strange and not everything)):
         why = f"it holds `{(deep or strange)[0]}`, which is not part of the checkpoint: move that elsewhere"
         why += "" if deep else ", or give everything=True"
     if why:
         raise OSError(errno.ENOTEMPTY, f"cannot remove `{url}`: {why}", url)
     objects.remove([MANIFEST])
-    objects.remove([name for name in names if name != MANIFEST])
+    stay = strange if leave else []
+    objects.remove([name for name in names if name != MANIFEST and name not in stay])
+    return stay
 
 
 def remove_leftovers(objects: Objects) -> int:

@@ -1,0 +1,93 @@
+"""Which checkpoints of a run follow from one another.
+
+A run that goes back to an older checkpoint leaves newer ones behind, and both branches lie in one directory. Each save
+notes its place in its metadata: an *order*, which rises from save to save on whatever host, and the *forks* of its
+branch. A fork is the order at which the run went on from an earlier step: what has a lower order and a higher step was
+left behind then. So a checkpoint tells by itself which others its branch has left, also those that it never saw, and
+also where those between them were removed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+#: Where the metadata of a checkpoint has it.
+KEY = "lineage"
+#: Forks that are noted at most: what older ones left behind, retention has removed long since.
+_MOST = 64
+
+
+class Lineage(NamedTuple):
+    """The place of one checkpoint.
+
+    Attributes:
+        order: how late it was saved.
+        forks: orders and steps, both rising.
+        files: the names of what ``files=`` put beside it.
+    """
+
+    order: int
+    forks: tuple[tuple[int, int], ...] = ()
+    files: tuple[str, ...] = ()
+
+    def has_left(self, step: int, other: Lineage) -> bool:
+        """Whether the branch of this checkpoint has left another one behind, that of ``step``."""
+        return any(other.order < order and step > back for order, back in self.forks)
+
+
+def of(metadata: Any, created: float) -> Lineage:
+    """What a checkpoint's metadata say of its place; one that no manager has saved goes by when it was ``created``."""
+    try:
+        noted = metadata[KEY]
+        return parse((noted["order"], noted["forks"], noted["files"]))
+    except (TypeError, ValueError, LookupError):
+        return Lineage(round(created * 1e6))
+
+
+def parse(noted: Any) -> Lineage:
+    """What JSON made of one.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: likewise.
+    """
+    order, forks, files = noted
+    return Lineage(int(order), tuple((int(at), int(back)) for at, back in forks), tuple(map(str, files)))
+
+
+class History:
+    """What the next save of this process continues."""
+
+    def __init__(self) -> None:
+        self._order = 0
+        self._forks: tuple[tuple[int, int], ...] = ()
+        #: The last step that was saved, or restored; None before the first.
+        self._step: int | None = None
+        #: Whether the next save begins a branch, as far as this process knows.
+        self._turns = True
+
+    def see(self, order: int) -> None:
+        """There is a checkpoint of this order: the next one gets a higher one."""
+        self._order = max(self._order, order)
+
+    def resume(self, step: int, lineage: Lineage) -> None:
+        """The run goes on from the checkpoint of a step."""
+        self._step, self._forks, self._turns = step, lineage.forks, True
+        self.see(lineage.order)
+
+    def plan(self, step: int) -> dict[str, Any]:
+        """What the metadata of a save of ``step`` are to note."""
+        # The clock orders what was never seen, as on a remote tier that does not answer.
+        order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
+        if self._turns or self._step is None or step <= self._step:
+            # Whoever restores by other means continues what lies below.
+            back = step - 1 if self._step is None else min(self._step, step - 1)
+            forks = (*(fork for fork in forks if fork[1] < back), (order, back))[-_MOST:]
+        return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}
+
+    def begin(self, step: int, plan: Mapping[str, Any]) -> None:
+        """A save begins with what was planned."""
+        self._order, self._forks, _ = parse((plan["order"], plan["forks"], ()))
+        self._step, self._turns = step, False

@@ -1,0 +1,88 @@
+"""What a run leaves in a directory where none of its checkpoints are found: the difference to a new beginning."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastckpt._foreign import of_distributed
+
+from .directory import LATEST, MANIFEST, PIN
+
+if TYPE_CHECKING:
+    from .directory import Directory
+    from .prefix import Prefix
+
+#: Names that others than this manager give to checkpoints of steps hold a number.
+_numbered = re.compile(r"[0-9]").search
+#: Where the system says what is to be mounted.
+_MOUNTS = Path("/etc/fstab")
+#: How many prefixes are asked for a manifest.
+_MOST = 32
+
+
+class Trace(NamedTuple):
+    """What shows that a run was here.
+
+    Attributes:
+        what: in words.
+        is_foreign: whether it was one of another program.
+    """
+
+    what: str
+    is_foreign: bool = False
+
+
+def in_directory(directory: Directory) -> Trace | None:
+    """What shows that a run was in a directory that has no checkpoint under the names of its manager."""
+    path = Path(directory.path)
+    mounts = _mount_points()
+    for each in (path, *path.parents):
+        if each.is_symlink() and not each.exists():
+            return Trace(f"{each} is a symbolic link to {each.readlink()}, where nothing is: is a disk not mounted?")
+        if str(each) in mounts and not each.is_mount():
+            return Trace(f"{_MOUNTS} names {each}, where nothing is mounted")
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries)
+    except FileNotFoundError:
+        return None
+    foreign: Trace | None = None
+    for name in names:
+        if name.startswith("."):
+            step = directory.names.step_of(name[1:].partition(".copy-")[0])
+            foreign = foreign or (None if step is None else Trace(f"{name} is a part of a checkpoint"))
+            continue
+        if _numbered(name) and (path / name / MANIFEST).exists():
+            return Trace(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+        what = of_distributed(path / name)
+        foreign = foreign or (Trace(f"{name}: {what}", is_foreign=True) if what else None)
+    return foreign or _small(names)
+
+
+def in_store(prefix: Prefix) -> Trace | None:
+    """What shows that a run was below a URL that has no checkpoint under the names of its manager."""
+    names, objects = prefix.names_below()
+    numbered = [name for name in names if _numbered(name)]
+    for name in numbered[-_MOST:]:
+        if prefix.names.step_of(name) is not None:
+            return Trace(f"objects lie below {name}/, and no manifest is among them")
+        if prefix.identity(name) is not None:
+            return Trace(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+    return _small(objects)
+
+
+def _small(names: list[str]) -> Trace | None:
+    """The files that a manager writes beside checkpoints, but its cache, which it writes before the first one."""
+    kept = next((name for name in names if name == LATEST or (name.endswith(PIN) and not name.startswith("."))), None)
+    return Trace(f"the file {kept} names a checkpoint that is not there") if kept else None
+
+
+def _mount_points() -> set[str]:
+    try:
+        lines = [line.split() for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return set()
+    return {line[1].replace("\\040", " ") for line in lines if len(line) > 1 and not line[0].startswith("#")} - {"/"}

@@ -1,0 +1,234 @@
+"""A run that goes back follows its new branch, and where a run was nobody begins anew by accident."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import keep
+from fastckpt._manager import catalogue, traces
+
+FORM = "step-{step:08d}"
+
+
+def state(step, branch="a"):
+    return {"model": {"w": np.full(1000, step)}, "branch": branch}
+
+
+def save(directory, steps, branch="a", *, at=None, **options):
+    """Save steps with a manager of their own, after a restore of the newest, or of ``at``."""
+    with fastckpt.Manager(directory, **options) as manager:
+        found = manager.restore(step=at)
+        for step in steps:
+            manager.save(step, state(step, branch), {"loss": float(step)})
+            manager.wait()
+    return found
+
+
+def restored(directory, **options):
+    found = fastckpt.Manager(directory, read_only=True, **options).restore()
+    return found.step, found.state["branch"]
+
+
+def damage(path):
+    with Path(path, "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+
+
+@pytest.fixture
+def rolled(tmp_path):
+    """Steps 1000, 2000, 3000, then back to 2000, and 2100."""
+    save(tmp_path, [1000, 2000, 3000])
+    save(tmp_path, [2100], "b", at=2000)
+    return tmp_path
+
+
+def test_a_restart_follows_the_branch_that_saved_last(rolled):
+    assert restored(rolled) == (2100, "b")
+    manager = fastckpt.Manager(rolled, read_only=True)
+    assert (manager.latest(), manager.best("loss", "max"), manager.steps()) == (2100, 2100, [1000, 2000, 2100, 3000])
+    assert manager.kept()[3000] == ["left behind, until the run has passed it"] or not manager.policies
+    # What the new branch does not have is not taken from the old one, which is still there under its number.
+    damage(rolled / "step-00002100")
+    with pytest.warns(RuntimeWarning, match="step-00002100"):
+        assert restored(rolled) == (2000, "a")
+    assert fastckpt.Manager(rolled).restore(step=3000).state["branch"] == "a"
+
+
+def test_a_newest_without_manifest_or_cache_falls_back_within_its_branch(rolled):
+    manifest = rolled / "step-00002100" / "fastckpt.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-9])
+    with pytest.warns(RuntimeWarning, match="step-00002100"):
+        assert restored(rolled) == (2000, "a")
+    manifest.write_bytes(whole)
+    (rolled / catalogue.FILE).unlink()
+    assert restored(rolled) == (2100, "b")
+
+
+def test_retention_counts_the_branch_alone(rolled):
+    with fastckpt.Manager(rolled, keep=keep.Last(2)) as manager:
+        assert manager.restore().step == 2100
+        for step, left in ((2200, [2100, 2200, 3000]), (2900, [2200, 2900, 3000]), (3100, [2900, 3100])):
+            manager.save(step, state(step, "b"))
+            manager.wait()
+            # What was left behind goes when the run has passed it, as all that is older.
+            assert manager.steps() == left
+    assert restored(rolled) == (3100, "b")
+
+
+def test_a_step_saved_again_belongs_to_the_new_branch(rolled):
+    save(rolled, [3000], "b")
+    assert restored(rolled) == (3000, "b")
+    # And back to the first one, of which 2000 is left.
+    save(rolled, [2500], "c", at=2000)
+    assert restored(rolled) == (2500, "c")
+    damage(rolled / "step-00002500")
+    with pytest.warns(RuntimeWarning, match="step-00002500"):
+        assert restored(rolled) == (2000, "a")
+
+
+def test_branches_are_told_apart_whatever_the_clock_says(tmp_path, monkeypatch):
+    save(tmp_path, [1000, 2000, 3000])
+    monkeypatch.setattr("time.time_ns", lambda: 7)
+    save(tmp_path, [2100], "b", at=2000)
+    assert restored(tmp_path) == (2100, "b")
+
+
+def test_a_loop_that_goes_back_by_itself_leaves_what_it_had(tmp_path):
+    with fastckpt.Manager(tmp_path) as manager:
+        for step in (1, 2, 3, 2):
+            manager.save(step, state(step, str(manager.steps())), force=True)
+            manager.wait()
+    assert restored(tmp_path) == (2, "[1, 2, 3]")
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
+    far = str(tmp_path / "far") if remote == "path" else f"memory://{tmp_path.name}/branches"
+    save(tmp_path / "one", [1000, 2000, 3000], remote=far)
+    # A node with an empty disk goes back; a third one has the disk of the first.
+    save(tmp_path / "two", [2100], "b", at=2000, remote=far)
+    for disk in ("two", "none", "one"):
+        assert restored(tmp_path / disk, remote=far) == (2100, "b")
+    # The remote has another 3000 than the disk of the first, whose files are not taken for it.
+    save(tmp_path / "two", [3000], "b", remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        assert manager.restore().state["branch"] == "b"
+
+
+def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1000, 2000, 3000, 4000], remote=far)
+    fastckpt.Manager(tmp_path / "run").pin(3000)
+    with fastckpt.Manager(tmp_path / "run", remote=far) as manager:
+        with caplog.at_level(logging.WARNING, "fastckpt"):
+            assert manager.restore(step=2000, discard_newer=True).step == 2000
+        assert manager.steps() == [1000, 2000, 3000]
+        assert manager.remote_steps() == [1000, 2000]
+        assert (tmp_path / "run" / "latest").read_text() == "step-00002000\n"
+        assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
+        with pytest.raises(ValueError, match="give step="):
+            manager.restore(discard_newer=True)
+    with pytest.raises(RuntimeError, match="read-only"):
+        fastckpt.Manager(tmp_path / "run", read_only=True).restore(step=1000, discard_newer=True)
+
+
+def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
+    """Checkpoints that no manager has saved, and a claim that is none."""
+    for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y"}}), (2, None)):
+        fastckpt.save(state(step), tmp_path / FORM.format(step=step), metadata=about)
+    assert restored(tmp_path) == (3, "a")
+
+
+# A new beginning.
+
+
+def begin(directory, text, kind=fastckpt.CheckpointError, **options):
+    """A restore is an error that says ``text``, unless it is told to begin anew."""
+    for read_only in (False, True):
+        manager = fastckpt.Manager(directory, read_only=read_only, **options)
+        with pytest.raises(kind, match=text) as raised:
+            manager.restore()
+        assert type(raised.value) is kind
+        assert manager.restore(fresh=True) is None
+
+
+def test_nothing_is_a_new_beginning(tmp_path):
+    (tmp_path / "run" / "logs-1").mkdir(parents=True)
+    (tmp_path / "run" / "events.1").touch()
+    for directory in (tmp_path / "none", tmp_path / "run"):
+        for remote in (None, tmp_path / "far", f"memory://{tmp_path.name}/nothing"):
+            assert fastckpt.Manager(directory, remote=remote).restore() is None
+    # A first save that was killed left its workspace, and whoever asked for the best one wrote the cache.
+    (tmp_path / "run" / ".step-00000001.tmp-node-0123456789abcdef-1-2-3-01234567").mkdir()
+    fastckpt.Manager(tmp_path / "run", keep=keep.Best(1, "loss")).best()
+    assert fastckpt.Manager(tmp_path / "run").restore() is None
+
+
+def test_another_form_of_names_is_no_new_beginning(tmp_path):
+    save(tmp_path, [1000])
+    begin(tmp_path, "step-00001000 is a checkpoint, and no name that the manager gives", name="step-{step}")
+
+
+@pytest.mark.parametrize("kept", ["latest", catalogue.FILE, "step-00000001.pin"])
+def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
+    save(tmp_path, [1], keep=1)
+    fastckpt.Manager(tmp_path).pin(1)
+    fastckpt.remove(tmp_path / "step-00000001")
+    for name in ("latest", catalogue.FILE, "step-00000001.pin"):
+        if name != kept:
+            (tmp_path / name).unlink()
+    begin(tmp_path, kept.replace(".", r"\."))
+
+
+def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
+    (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
+    begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, where nothing is")
+    table = tmp_path / "fstab"
+    table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
+    monkeypatch.setattr(traces, "_MOUNTS", table)
+    begin(tmp_path / "my disk" / "gpt", "fstab names .*/my disk, where nothing is mounted")
+    assert fastckpt.Manager(tmp_path / "other").restore() is None
+
+
+def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
+    from fastckpt._stores.objects import Objects
+
+    url = f"memory://{tmp_path.name}/lost"
+    save(tmp_path / "one", [1000], remote=url)
+    Objects.at("test", f"{url}/step-00001000").remove(["fastckpt.json"])
+    begin(tmp_path / "two", "objects lie below step-00001000/, and no manifest is among them", remote=url)
+    begin(tmp_path / "two", "objects lie below", remote=url, remote_keep=1)
+    Objects.at("test", url).remove([*Objects.at("test", url).sizes()])
+    save(tmp_path / "one", [2000], remote=url)
+    begin(tmp_path / "two", "step-00001000 is a checkpoint|step-00002000 is", remote=url, name="{step}")
+
+
+def test_a_part_of_a_copy_at_a_remote_directory_is_no_new_beginning(tmp_path):
+    (tmp_path / "far" / ".step-00000007.copy-0123456789abcdef").mkdir(parents=True)
+    begin(tmp_path / "run", "step-00000007.copy-0123456789abcdef is a part of a checkpoint", remote=tmp_path / "far")
+
+
+def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
+    for name in ("step-00000001", "step-00000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    for directory, options in ((tmp_path, {}), (tmp_path, {"name": "other-{step}"})):
+        if not options:
+            with pytest.warns(RuntimeWarning, match="fastckpt convert"):
+                begin(directory, "torch.distributed.checkpoint; 'fastckpt convert", fastckpt.NotACheckpointError)
+        else:
+            begin(directory, "torch.distributed.checkpoint", fastckpt.NotACheckpointError, **options)
+
+
+def test_a_report_is_not_asked_for(tmp_path):
+    save(tmp_path, [1])
+    with pytest.raises(TypeError, match="report: leave it out"):
+        fastckpt.Manager(tmp_path).restore(report=True)
