@@ -24,6 +24,7 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "PLAN",
     "DamagedRange",
     "Gathering",
     "Incoming",
@@ -67,6 +68,8 @@ __all__ = [
 
 __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
+#: None: ranks do not save or load together here.
+PLAN = 0
 
 Gathering = for_linux("Gathering")
 Incoming = for_linux("Incoming")

@@ -10,6 +10,7 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "PLAN",
     "DamagedRange",
     "Gathering",
     "Incoming",
@@ -57,6 +58,8 @@ MAX_DIMENSIONS: int
 """The most dimensions of a tensor (docs/format.md, section 3.4)."""
 MAX_TOKENS: int
 """The most tokens of a structure."""
+PLAN: int
+"""The version of the rules by which ranks share the work of a save or a load."""
 
 @type_check_only
 class Report(TypedDict):
@@ -724,7 +727,7 @@ class Mail:
     """
 
     def outgoing(self) -> list[tuple[int, int]]:
-        """The other rank and the bytes of each message to send."""
+        """The other rank and the bytes of each message to send, which end with their checksum."""
     def incoming(self) -> list[tuple[int, int]]:
         """The other rank and the bytes of each message to receive."""
     def pack(self, message: int) -> int:
@@ -734,7 +737,7 @@ class Mail:
     def admit(self, message: int) -> int:
         """Wait until there is memory for a message; return the address to receive it at."""
     def arrived(self, message: int) -> None:
-        """A message was received."""
+        """A message was received; CheckpointError if it is not what was sent."""
     def stop(self, why: str) -> None:
         """End every wait, now and later, with a RuntimeError that says why."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastckpt.exceptions import CheckpointError, RankFailure, RanksError
 
+from . import words
 from .torch_distributed import AbsentError, DataGroup
 
 if TYPE_CHECKING:
@@ -260,6 +261,9 @@ class Exchange:
                 return
             try:
                 lane.done(number)
+            except CheckpointError as error:
+                self._fail(self._altered(peer, error))
+                return
             except Exception as error:  # noqa: BLE001 - raised by who joins
                 self._fail(error)
                 return
@@ -271,6 +275,13 @@ class Exchange:
         if not isinstance(error, RuntimeError):
             return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
+
+    def _altered(self, peer: int, error: CheckpointError) -> CheckpointError:
+        """What other bytes than those that were sent mean."""
+        return CheckpointError(
+            f"bytes from {self.name(peer)} to {self.name(self.group.rank)} were altered on their way: {error}: look at "
+            "the network and the memory of both hosts"
+        )
 
     def _fail(self, error: BaseException) -> None:
         """The first failure is the one that is told; those that the end of the exchange makes are none."""
@@ -345,8 +356,14 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: A
     Raises:
         LostError: a rank has gone.
         RanksError: the operation has failed at another rank.
+        DamagedError: what came is not what rank 0 has.
     """
+    sent = None if content is None else words.sealed(content)
     try:
-        return attended(lambda: group.broadcast(content, nbytes, attention.limit), attention.meanwhile)
+        came = attended(
+            lambda: group.broadcast(sent, nbytes + words.SUM, attention.limit),
+            attention.meanwhile,
+        )
     except RuntimeError as error:
         raise LostError(f"the manifest was not passed on: {_text(error)}") from error
+    return words.opened(came, "the manifest that rank 0 passed on")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from fastckpt import _core
 from fastckpt._ranks import words
 from fastckpt._ranks.called import Called
 from fastckpt.exceptions import RankFailure
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastckpt._ranks.member import Member
+
+#: What ranks compare. By another plan they would take the same bytes for those of other tensors.
+VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
 #: How many calls of ranks that are out of step are told apart.
@@ -37,16 +41,23 @@ class Message:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        return words.encode(
-            [self.called, self.name, [list(one) for one in self.failures], self.more, self.value, self.met]
-        )
+        own = [self.called, self.name, [list(one) for one in self.failures], self.more, self.value, self.met]
+        return words.encode([VERSION, own])
 
-    @classmethod
-    def decode(cls, data: bytes) -> Message:
-        """Return what ``encode`` was called on."""
-        called, name, failures, more, value, met = words.decode(data)
-        calls = None if met is None else [(Called(*one), [Called(*each) for each in left]) for one, left in met]
-        return cls(Called(*called), name, [RankFailure(*one) for one in failures], more, value, calls)
+
+def received(member: Member, rank: int, data: bytes) -> Message:
+    """Return what a rank below has said, or that it is damaged, or that another version has said it, as a failure."""
+    nowhere = Called("", "", None, {})
+    try:
+        version, said = words.decode(data, f"what rank {rank} on {member.hosts.get(rank, 'an unknown host')} said")
+    except words.DamagedError as error:
+        return Message(nowhere, "", [member.failure(words.told(error))], 0, None, [])
+    if version != VERSION:
+        why = f"runs fastckpt {version}, rank {member.rank} runs {VERSION}: all ranks must run the same version"
+        return Message(nowhere, "", [RankFailure(rank, member.hosts.get(rank, ""), why)], 0, None, [])
+    called, name, failures, more, value, met = said
+    calls = None if met is None else [(Called(*one), [Called(*each) for each in left]) for one, left in met]
+    return Message(Called(*called), name, [RankFailure(*one) for one in failures], more, value, calls)
 
 
 def join(

@@ -39,7 +39,6 @@ waits, when all has succeeded, until the others have read that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,7 +47,7 @@ from typing import Any
 from fastckpt._ranks import tree, words
 from fastckpt._ranks.called import Called
 from fastckpt._ranks.member import Member, hello_of
-from fastckpt._ranks.messages import Message, ahead, join
+from fastckpt._ranks.messages import Message, ahead, join, received
 from fastckpt._ranks.requests import (
     Add,
     Call,
@@ -238,7 +237,7 @@ class Turn:
         told, *beats = yield Get((self._abort, *map(self._beat_of, watched)))
         if told is not None:
             self._aborted = True
-            failure = RankFailure(*json.loads(told))
+            failure = RankFailure(*words.decode(told))
         else:
             silent = yield from self._silent_of(dict(zip(watched, beats, strict=True)))
             if silent is None:
@@ -386,7 +385,7 @@ class Turn:
             return None
         if self._aborted and not own.failures:
             # The one that failed may answer to another rank, and what is missing here must not pass for success.
-            own.failures.append(RankFailure(*json.loads((yield from value_of(self._abort)))))
+            own.failures.append(RankFailure(*words.decode((yield from value_of(self._abort)))))
         return {rank: state.found[rank] for rank in sorted(state.found)}
 
     def _expected(self, rank: int) -> str:
@@ -404,7 +403,7 @@ class Turn:
         for rank, data in came.items():
             if rank in hellos:
                 continue
-            message = Message.decode((yield from self._fetch(keys[rank], data, read)))
+            message = received(member, rank, (yield from self._fetch(keys[rank], data, read)))
             yield from self.alive()
             member.known.add(rank)
             state.waiting.discard(rank)
@@ -518,7 +517,7 @@ class Turn:
         """Whether the first round has failed, and the ranks will come to this call in a later turn."""
         if verdict[:1] != b"!":
             return False
-        calls = json.loads(verdict[1:])[3]
+        calls = words.decode(verdict[1:])[3]
         return calls is not None and all(waits for one, waits in calls if not self.called.is_other(Called(*one)))
 
     def _pass(self) -> Steps:
@@ -531,14 +530,22 @@ class Turn:
         """Return the answer that a verdict is, or raise the failure."""
         self._answers[self.rounds] = []
         if verdict[:1] == b"!":
-            failures, more, outcome, _ = json.loads(verdict[1:])
             yield from self.leave(failed=True)
+            failures, more, outcome, _ = self._read(verdict[1:])
             raise self.error([RankFailure(*one) for one in failures], more, outcome)
         data = yield from self._fetch(self._register(), verdict, self._answers[self.rounds])
         self._answers[self.rounds].append(self._bell())
         if self.name == LAST:
             yield from self.leave()
-        return words.decode(data)
+        return self._read(data)
+
+    def _read(self, verdict: bytes) -> Any:
+        """What a verdict says; raise if it is not what was said."""
+        try:
+            return words.decode(verdict, "what rank 0 answered")
+        except words.DamagedError as error:
+            outcome = words.UNKNOWN if self.name == LAST else words.NOTHING
+            raise self.error([self.member.failure(words.told(error))], outcome=outcome) from error
 
     # Ends.
 
@@ -546,7 +553,7 @@ class Turn:
         """Tell those who work that the turn has failed; the first failure stands."""
         if not self._aborted:
             self._aborted = True
-            yield Swap(self._abort, b"", json.dumps(list(failure)).encode())
+            yield Swap(self._abort, b"", words.encode(list(failure)))
 
     def leave(self, *, failed: bool = False) -> Steps:
         """End the turn on this rank; the last rank to leave clears what is left of it."""
@@ -640,7 +647,7 @@ class Turn:
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
         # One that goes for good, whatever call the others are in, tells those that are in a later one.
-        calls = json.loads(held[1:])[3]
+        calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 
     def owe(self, why: str) -> None:

@@ -1,9 +1,15 @@
-"""What travels through the store: values as bytes, failures, and the words of errors."""
+"""What travels through the store: values as bytes, failures, and the words of errors.
+
+Every value has its checksum behind it, which its reader compares: values decide what is sealed.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
+
+from fastckpt import _crc64
+from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +24,29 @@ LISTED = 16
 _MESSAGE = 2000
 #: What a failed operation has left: nothing new; one of the two; the new checkpoint.
 NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
+#: Bytes of a checksum.
+SUM = 8
+
+
+class DamagedError(CheckpointError):
+    """What another rank said is not what arrived."""
+
+
+def sealed(data: bytes) -> bytes:
+    """Return bytes with their checksum behind them."""
+    return data + _crc64.of(data).to_bytes(SUM, "little")
+
+
+def opened(data: bytes, what: str) -> bytes:
+    """Return the bytes that ``sealed`` was given.
+
+    Raises:
+        DamagedError: they were altered on their way; ``what`` names them.
+    """
+    content, sum_ = data[:-SUM], data[-SUM:]
+    if _crc64.of(content).to_bytes(SUM, "little") != sum_:
+        raise DamagedError(f"{what} was altered on its way: look at the network and the memory of both hosts")
+    return content
 
 
 def encode(value: Any) -> bytes:
@@ -42,12 +71,16 @@ def encode(value: Any) -> bytes:
         return one
 
     text = json.dumps(plain(value), separators=(",", ":")).encode()
-    return b"%d\n%s%s" % (len(text), text, b"".join(blobs))
+    return sealed(b"%d\n%s%s" % (len(text), text, b"".join(blobs)))
 
 
-def decode(data: bytes) -> Any:
-    """Return the value that ``encode`` was given, its tuples as lists."""
-    length, _, rest = data.partition(b"\n")
+def decode(data: bytes, what: str = "what a rank said") -> Any:
+    """Return the value that ``encode`` was given, its tuples as lists.
+
+    Raises:
+        DamagedError: it was altered on its way; ``what`` names it.
+    """
+    length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
 
     def back(one: Any) -> Any:
@@ -115,4 +148,4 @@ def failed(
         outcome: what is left.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to tell apart.
     """
-    return b"!" + json.dumps([[list(one) for one in failures], more, outcome, calls]).encode()
+    return b"!" + encode([[list(one) for one in failures], more, outcome, calls])

@@ -82,6 +82,9 @@ pub enum Error {
     /// Another rank, or another part of this one, failed; the mail of this rank was stopped.
     #[error("the exchange with other ranks was stopped: {0}")]
     Stopped(String),
+    /// Bytes of another rank are not the ones that it sent.
+    #[error("{0}")]
+    Altered(String),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,

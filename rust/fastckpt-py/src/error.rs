@@ -7,6 +7,7 @@ use fastckpt_core::Error;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+pyo3::import_exception!(fastckpt.exceptions, CheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, CorruptCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
@@ -33,6 +34,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
         }
         Error::Version { .. } => FormatVersionError::new_err(text),
         Error::TooLarge(_) => UnsupportedTypeError::new_err(text),
+        Error::Altered(_) => CheckpointError::new_err(text),
         Error::Invalid(_) => PyValueError::new_err(text),
         Error::Interrupted => PyKeyboardInterrupt::new_err(text),
         Error::Misused(_) | Error::Callback(_) | Error::Stopped(_) | Error::Panic(_) => {

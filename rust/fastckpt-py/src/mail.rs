@@ -32,12 +32,12 @@ impl Mail {
 
 #[pymethods]
 impl Mail {
-    fn outgoing(&self) -> Vec<mail::Envelope> {
-        self.core.outgoing().collect()
+    fn outgoing(&self) -> Vec<(u32, u64)> {
+        self.core.outgoing().map(travelling).collect()
     }
 
-    fn incoming(&self) -> Vec<mail::Envelope> {
-        self.core.incoming().collect()
+    fn incoming(&self) -> Vec<(u32, u64)> {
+        self.core.incoming().map(travelling).collect()
     }
 
     fn pack(&self, py: Python<'_>, message: usize) -> PyResult<usize> {
@@ -59,6 +59,11 @@ impl Mail {
     fn stop(&self, py: Python<'_>, why: &str) {
         py.detach(|| self.core.stop(why));
     }
+}
+
+/// The other rank of a message, and the bytes that travel.
+const fn travelling((peer, bytes): mail::Envelope) -> (u32, u64) {
+    (peer, mail::on_the_way(bytes))
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
+use super::contents;
 use super::mail::{BUDGET, Envelope, Mail};
 use super::places::{self, Places, Slot};
 use crate::engine::content::{self, Destination};
@@ -98,7 +99,14 @@ impl RankLoad {
             messages.iter().map(|message| (message.peer, message.bytes)).collect()
         };
         let (outgoing, incoming) = (envelopes(&duties.io), envelopes(&duties.boxes));
-        let mail = Arc::new(Mail::with_budget(outgoing, incoming, None, budget));
+        let (files, tensors) = (Arc::clone(&checkpoint), Arc::clone(&checkpoint));
+        let contents = contents::of(
+            share,
+            &duties.boxes,
+            move |shard| files.body().shards[shard].file.clone(),
+            move |tensor| tensors.body().tensors[tensor].name.clone(),
+        );
+        let mail = Arc::new(Mail::with_budget(outgoing, incoming, contents, None, budget));
 
         let read = || duties.local.iter().chain(&duties.apart);
         let own = read().map(|item| item.len).sum();

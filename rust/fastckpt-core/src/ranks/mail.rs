@@ -9,13 +9,19 @@
 //! - An incoming message is admitted if somebody waits for it, or for one after it in the list.
 //! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
 //!
+//! Behind its bytes a message has their checksum, which its giver takes when it is packed. Its taker compares it before
+//! anybody gets at the bytes: the network's own sums are short, and end at each device on the way.
+//!
 //! Nothing waits for longer than its cause lasts: every change wakes all who wait, and [`Mail::stop`] ends every wait.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::format::checksum;
 
+/// Bytes of the checksum behind those of a message.
+const SUM: usize = 8;
 /// Bytes of buffers in each direction.
 pub const BUDGET: u64 = 64 << 20;
 /// Bytes of free buffers that are kept for the next messages. The first touch of memory costs as much as sending it.
@@ -24,13 +30,23 @@ const KEPT: usize = 16 << 20;
 /// Fills the buffer of an outgoing message, given by number. The sending thread calls it.
 pub type Fill = Box<dyn Fn(usize, &mut [u8]) -> Result<()> + Send + Sync>;
 
-/// A message as the list of its direction has it: the other rank, and the number of bytes.
+/// A message as the list of its direction has it: the other rank, and the number of bytes without their checksum.
 pub type Envelope = (u32, u64);
+
+/// Says which bytes of the job an incoming message has, given by number, for errors.
+pub type Contents = Box<dyn Fn(usize) -> String + Send + Sync>;
+
+/// Bytes that travel for a message of this many.
+#[must_use]
+pub const fn on_the_way(bytes: u64) -> u64 {
+    bytes + SUM as u64
+}
 
 /// See the module.
 pub struct Mail {
     outgoing: Vec<Outgoing>,
     incoming: Vec<Envelope>,
+    contents: Contents,
     /// Without it, [`Mail::put`] fills the outgoing messages.
     fill: Option<Fill>,
     budget: u64,
@@ -90,11 +106,16 @@ pub struct Received {
 }
 
 impl Mail {
-    /// The messages of a rank, in the order in which they are sent and received. `fill` fills the outgoing ones; without
-    /// it, [`Mail::put`] does.
+    /// The messages of a rank, in the order in which they are sent and received. `contents` says what the incoming ones
+    /// have. `fill` fills the outgoing ones; without it, [`Mail::put`] does.
     #[must_use]
-    pub fn new(outgoing: Vec<Envelope>, incoming: Vec<Envelope>, fill: Option<Fill>) -> Self {
-        Self::with_budget(outgoing, incoming, fill, BUDGET)
+    pub fn new(
+        outgoing: Vec<Envelope>,
+        incoming: Vec<Envelope>,
+        contents: Contents,
+        fill: Option<Fill>,
+    ) -> Self {
+        Self::with_budget(outgoing, incoming, contents, fill, BUDGET)
     }
 
     /// The same with another budget.
@@ -102,6 +123,7 @@ impl Mail {
     pub(super) fn with_budget(
         outgoing: Vec<Envelope>,
         incoming: Vec<Envelope>,
+        contents: Contents,
         fill: Option<Fill>,
         budget: u64,
     ) -> Self {
@@ -123,6 +145,7 @@ impl Mail {
         Self {
             outgoing: outgoing.collect(),
             incoming,
+            contents,
             fill,
             budget,
             state: Mutex::new(state),
@@ -165,8 +188,8 @@ impl Mail {
         }
     }
 
-    /// Waits until all bytes of an outgoing message are there. Returns the address of the first one. The bytes stay
-    /// there until [`Mail::sent`].
+    /// Waits until all bytes of an outgoing message are there, and sums them. Returns the address of the first one. They,
+    /// and their checksum behind them, stay there until [`Mail::sent`].
     pub fn pack(&self, message: usize) -> Result<usize> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let bytes = outgoing.envelope.1;
@@ -174,7 +197,7 @@ impl Mail {
             let state = self.wait(|state| state.outgoing[message].is_complete())?;
             state.outgoing[message].unsent()?;
             drop(state);
-            return Ok(lock(&outgoing.buffer).as_mut_ptr().addr());
+            return Ok(sealed(&mut lock(&outgoing.buffer), bytes));
         };
         let mut state = self.wait(|state| fits(state.outgoing_held, bytes, self.budget))?;
         if state.outgoing[message] != Out::Away {
@@ -188,7 +211,7 @@ impl Mail {
         let mut buffer = lock(&outgoing.buffer);
         *buffer = self.buffer(bytes);
         fill(message, &mut buffer)?;
-        let address = buffer.as_mut_ptr().addr();
+        let address = sealed(&mut buffer, bytes);
         drop(buffer);
         lock(&self.state).outgoing[message] = Out::Full;
         Ok(address)
@@ -263,20 +286,31 @@ impl Mail {
             return Err(Error::Misused("this message was admitted before"));
         }
         let mut buffer = self.buffer(bytes);
+        buffer.resize(bytes as usize + SUM, 0);
         let address = buffer.as_mut_ptr().addr();
         state.incoming[message] = In::Admitted(buffer);
         state.incoming_held += bytes;
         Ok(address)
     }
 
-    /// Notes that the bytes of an incoming message are there.
+    /// Notes that the bytes of an incoming message are there, and compares them with their checksum.
     pub fn arrived(&self, message: usize) -> Result<()> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
-        let mut state = lock(&self.state);
-        let In::Admitted(buffer) = &mut state.incoming[message] else {
-            return Err(Error::Misused("this message was not admitted, or is here already"));
+        let mut buffer = match &mut lock(&self.state).incoming[message] {
+            // It has more than no bytes until it is taken here.
+            In::Admitted(buffer) if !buffer.is_empty() => std::mem::take(buffer),
+            _ => return Err(Error::Misused("this message was not admitted, or is here already")),
         };
-        let buffer = std::mem::take(buffer);
+        let (payload, sum) = buffer.split_at(bytes as usize);
+        let found = checksum::of(payload);
+        if found.to_le_bytes() != sum {
+            let sent = sum.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
+            let (found, sent) = (checksum::to_hex(found), checksum::to_hex(sent));
+            let contents = (self.contents)(message);
+            return Err(Error::Altered(format!("{contents}: checksum is {found}, sent was {sent}")));
+        }
+        buffer.truncate(bytes as usize);
+        let mut state = lock(&self.state);
         state.incoming[message] = if bytes == 0 { In::Taken } else { In::Here(Arc::new(buffer), bytes) };
         state.received += bytes;
         self.changed.notify_all();
@@ -338,15 +372,16 @@ impl Mail {
         }
     }
 
-    /// A buffer of `bytes`, reused if one is free.
+    /// A buffer of `bytes`, with room for their checksum, reused if one is free.
     fn buffer(&self, bytes: u64) -> Vec<u8> {
         let len = bytes as usize;
         let mut free = lock(&self.free);
-        let fits = free.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= len);
+        let fits = free.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= len + SUM);
         let at = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(at, _)| at);
         let reused = at.map(|at| free.swap_remove(at));
         drop(free);
-        let Some(mut buffer) = reused else { return vec![0; len] };
+        // Zeros of a new buffer cost nothing until they are written to.
+        let mut buffer = reused.unwrap_or_else(|| vec![0; len + SUM]);
         buffer.resize(len, 0);
         buffer
     }
@@ -367,6 +402,14 @@ const TWICE: &str = "bytes were put into this message twice";
 /// Whether `bytes` more fit in the budget. One message always does.
 fn fits(held: u64, bytes: u64, budget: u64) -> bool {
     held == 0 || held + bytes <= budget
+}
+
+/// Puts the checksum of `bytes` behind them. Returns the address of the first one.
+fn sealed(buffer: &mut Vec<u8>, bytes: u64) -> usize {
+    buffer.truncate(bytes as usize);
+    let sum = checksum::of(buffer);
+    buffer.extend(sum.to_le_bytes());
+    buffer.as_mut_ptr().addr()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

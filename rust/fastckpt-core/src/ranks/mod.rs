@@ -2,6 +2,7 @@
 
 mod base;
 mod compare;
+mod contents;
 mod held;
 mod load;
 pub mod mail;

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use super::base::{RankBase, Taken};
+use super::contents;
 use super::held::Held;
 use super::mail::{Fill, Mail};
 use super::pieces;
@@ -139,7 +140,14 @@ impl RankSave {
             let (duties, held) = (Arc::clone(&duties), Arc::clone(&held));
             Box::new(move |message, to| held.pack_all(&duties.boxes[message].items, to))
         };
-        let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), Some(fill));
+        let (files, tensors) = (Arc::clone(&table), Arc::clone(&table));
+        let contents = contents::of(
+            &table.share,
+            &duties.io,
+            move |shard| files.plan.shards[shard].file.clone(),
+            move |tensor| tensors.tensors[tensor].name.clone(),
+        );
+        let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), contents, Some(fill));
         let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
         let options = Options { queue_depth: depth(&options), ..options };
         let (closing, taken) = (AtomicBool::new(false), Mutex::default());

@@ -23,4 +23,4 @@ pub use self::duties::{Duties, FileRange, Grain};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
 pub use self::spread::{Bounds, Placement, Spread};
-pub use self::table::{Share, Tensor};
+pub use self::table::{PLAN, Share, Tensor};

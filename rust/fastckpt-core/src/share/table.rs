@@ -11,6 +11,10 @@ use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
+/// The version of the rules of this folder, and of what messages look like: another one for every change by which a rank
+/// would write, read, send or expect other bytes. Ranks compare it.
+pub const PLAN: u32 = 1;
+
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]
 pub struct Tensor {
@@ -124,11 +128,11 @@ impl Share {
         Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)
     }
 
-    /// A number that is the same for all ranks that made the same share.
+    /// A number that is the same for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (&self.files, self.block_size, &self.tensors, self.ranks).hash(&mut hasher);
+        (PLAN, &self.files, self.block_size, &self.tensors, self.ranks).hash(&mut hasher);
         self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
         hasher.finish()
     }

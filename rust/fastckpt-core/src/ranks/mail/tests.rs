@@ -14,6 +14,12 @@ pub(in crate::ranks) fn spawn<'s, T: Send + 's>(
     builder().spawn_scoped(scope, body).unwrap()
 }
 
+/// A mail whose errors call messages by their numbers.
+fn new(outgoing: Vec<Envelope>, incoming: Vec<Envelope>, fill: Option<Fill>, budget: u64) -> Mail {
+    let contents = Box::new(|message| format!("message {message}"));
+    Mail::with_budget(outgoing, incoming, contents, fill, budget)
+}
+
 /// Puts the whole of a message in, all bytes the same.
 fn put(mail: &Mail, message: usize, byte: u8) -> Result<()> {
     mail.put(message, 0, mail.outgoing[message].envelope.1, |to| to.fill(byte))
@@ -88,8 +94,8 @@ fn misused<T>(outcome: Result<T>) {
 
 #[test]
 fn a_message_is_complete_once_all_its_pieces_are_in() {
-    let out = Mail::new(vec![(1, 6), (2, 0)], vec![], None);
-    let into = Arc::new(Mail::new(vec![], vec![(0, 6)], None));
+    let out = new(vec![(1, 6), (2, 0)], vec![], None, BUDGET);
+    let into = Arc::new(new(vec![], vec![(0, 6)], None, BUDGET));
     assert_eq!(out.outgoing().collect::<Vec<_>>(), [(1, 6), (2, 0)]);
     assert_eq!(into.incoming().collect::<Vec<_>>(), [(0, 6)]);
     out.put(0, 4, 2, |to| to.copy_from_slice(b"ge")).unwrap();
@@ -128,12 +134,32 @@ fn a_message_is_complete_once_all_its_pieces_are_in() {
 }
 
 #[test]
+fn an_altered_message_is_given_to_nobody() {
+    for (byte, bit) in [(0, 0), (5, 7), (6, 0), (13, 7)] {
+        let out = new(vec![(1, 6)], vec![], None, BUDGET);
+        let into = Arc::new(new(vec![], vec![(0, 6)], None, BUDGET));
+        put(&out, 0, 7).unwrap();
+        out.pack(0).unwrap();
+        into.admit(0).unwrap();
+        lock(&out.outgoing[0].buffer)[byte] ^= 1 << bit;
+        carry(&out, 0, &into, 0);
+        let error = into.arrived(0).unwrap_err();
+        assert!(
+            matches!(&error, Error::Altered(text) if text.starts_with("message 0: checksum is ")),
+            "{error}"
+        );
+        misused(into.arrived(0));
+        assert!(!into.are_here([0]).unwrap());
+    }
+}
+
+#[test]
 fn a_function_fills_a_message_when_it_is_packed() {
     let fill: Fill = Box::new(|message, to| {
         to.fill(message as u8);
         if message == 1 { Err(Error::Callback("no".to_owned())) } else { Ok(()) }
     });
-    let out = Mail::new(vec![(1, 3), (1, 3), (1, 3)], vec![], Some(fill));
+    let out = new(vec![(1, 3), (1, 3), (1, 3)], vec![], Some(fill), BUDGET);
     for message in [2, 0] {
         out.pack(message).unwrap();
         assert_eq!(*lock(&out.outgoing[message].buffer), [message as u8; 3]);
@@ -161,7 +187,7 @@ fn it_ends_when_nothing_is_being_filled() {
             done.store(true, Ordering::Relaxed);
             Ok(())
         });
-        Mail::new(vec![(1, 3), (1, 3)], vec![], Some(fill))
+        new(vec![(1, 3), (1, 3)], vec![], Some(fill), BUDGET)
     });
     thread::scope(|scope| {
         spawn(scope, || out.pack(0));
@@ -174,7 +200,7 @@ fn it_ends_when_nothing_is_being_filled() {
 
 #[test]
 fn the_budget_holds_unless_all_would_wait_for_each_other() {
-    let mail = Arc::new(Mail::with_budget(vec![(1, 8); 4], vec![(1, 8); 4], None, 16));
+    let mail = Arc::new(new(vec![(1, 8); 4], vec![(1, 8); 4], None, 16));
     let may_put = |message| lock(&mail.state).may_put(message, 8, 16);
     let may_admit = |message| lock(&mail.state).may_admit(message, 8, 16);
     for message in [1, 2] {
@@ -204,7 +230,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
     drop(mail.take(0, 0..8).unwrap());
     assert!(may_admit(3));
     // A message that is larger than the budget goes alone.
-    let large = Mail::with_budget(vec![(1, 99)], vec![(1, 99)], None, 16);
+    let large = new(vec![(1, 99)], vec![(1, 99)], None, 16);
     put(&large, 0, 0).unwrap();
     large.admit(0).unwrap();
 }
@@ -213,7 +239,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
 fn stopping_ends_every_wait_with_the_first_reason() {
     let fill: Fill = Box::new(|_, _| Ok(()));
     let [pieces, filled] =
-        [None, Some(fill)].map(|fill| Arc::new(Mail::with_budget(vec![(1, 8); 3], vec![(1, 8); 3], fill, 8)));
+        [None, Some(fill)].map(|fill| Arc::new(new(vec![(1, 8); 3], vec![(1, 8); 3], fill, 8)));
     put(&pieces, 0, 0).unwrap();
     filled.pack(0).unwrap();
     pieces.admit(0).unwrap();
@@ -271,7 +297,7 @@ impl Traffic {
             into[to].push((from as u32, bytes));
         }
         let mails = out.into_iter().zip(into);
-        let mails = mails.map(|(out, into)| Arc::new(Mail::with_budget(out, into, fill(), SMALL)));
+        let mails = mails.map(|(out, into)| Arc::new(new(out, into, fill(), SMALL)));
         Self { messages, mails: mails.collect() }
     }
 
