@@ -473,3 +473,34 @@ def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):
     kind.__module__ = "__main__"
     with pytest.warns(RuntimeWarning, match=r"dcp\.save: the checkpoint holds values of __main__\.Settings"):
         dcp.save({"settings": kind(0.5), "w": torch.ones(2)}, storage_writer=Writer(tmp_path / "c"))
+
+
+def some(dtype, shape, first):
+    """Values of a dtype, other ones for another ``first``."""
+    count = int(torch.tensor(shape).prod())
+    return (torch.arange(count) % 2 + first).to(torch.int8).reshape(shape).to(dtype)
+
+
+SPARSE = ["float32", "float64", "float16", "bfloat16", "complex64", "int8", "int64", "bool"]
+
+
+@pytest.mark.parametrize("dtype", SPARSE)
+@pytest.mark.parametrize("template", ["empty", "fewer", "more", "same"])
+def test_a_sparse_tensor_is_filled(tmp_path, dtype, template):
+    kind = getattr(torch, dtype)
+
+    def coo(places, first):
+        rows, columns = zip(*places, strict=True) if places else ((), ())
+        values = some(kind, (len(places),), first)
+        return torch.sparse_coo_tensor([rows, columns], values, (4, 5), check_invariants=True).coalesce()
+
+    saved = coo([(0, 1), (2, 3), (3, 0)], 1)
+    grown = [(row, column) for row in range(4) for column in range(5)]
+    places = {"empty": [], "fewer": [(1, 1)], "more": grown, "same": [(0, 1), (2, 3), (3, 0)]}[template]
+    state = {"a": coo(places, 0), "dense": torch.zeros(3)}
+    held = state["a"]
+    dcp.save({"a": saved, "dense": torch.ones(3)}, checkpoint_id=tmp_path / "c", storage_writer=Writer())
+    dcp.load(state, checkpoint_id=tmp_path / "c", storage_reader=Reader())
+    assert state["a"] is held
+    assert torch.equal(held.to_dense(), saved.to_dense())
+    assert torch.equal(state["dense"], torch.ones(3))

@@ -275,10 +275,19 @@ def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
 
 def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> None:
     """Bring a part of a tensor made of several to where the planner wants it."""
-    for dimension, (start, stop) in enumerate(_box(item)):
-        if (start, stop) != (0, value.shape[dimension]):
-            value = value.narrow(dimension, start, stop - start)
-    target = planner.resolve_tensor(item).detach()
+    box = _box(item)
+    whole = all(bounds == (0, size) for bounds, size in zip(box, value.shape, strict=True))
+    # What is detached of a tensor without strides, or cut out of it, is another one: what is copied there is lost.
+    target = planner.resolve_tensor(item)
+    if target.layout is _torch.torch.strided:
+        target = target.detach()
+    elif not whole:
+        raise CheckpointError(
+            f"load: {item.dest_index.fqn!r} is {target.layout} and is asked for in part, which cannot be filled: load "
+            "it whole"
+        )
+    for dimension, (start, stop) in enumerate([] if whole else box):
+        value = value.narrow(dimension, start, stop - start)
     with _torch.torch.no_grad():
         target.copy_(value)
     planner.commit_tensor(item, target)
